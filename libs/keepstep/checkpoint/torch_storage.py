@@ -124,6 +124,7 @@ class RelayWriter(StorageWriter):
             try:
                 if not place.attempt and place.world_size > 1:
                     target.exchange(b"")
+                check_boxes(planner)
                 parts = dict(_merged((item, planner) for item in plan.items))
                 target.store(pack_of(parts))
                 target.commit()
@@ -251,7 +252,7 @@ class RelayReader(StorageReader):
         if stored is None:
             raise CheckpointError("read_data() was called before read_metadata()")
         try:
-            _check_destinations(planner)
+            check_boxes(planner)
             tensors = [item for item in plan.items if item.type is LoadItemType.TENSOR]
             with ThreadPoolExecutor(STREAMS, "keepstep-load") as pool:
                 running = [
@@ -281,15 +282,15 @@ def _is_valid(checkpoint_id: str | os.PathLike[str]) -> bool:
     return True
 
 
-def _check_destinations(planner: LoadPlanner) -> None:
-    """Raise ``CheckpointError`` for a DTensor whose shard torch describes wrongly, as one box."""
+def check_boxes(planner: SavePlanner | LoadPlanner) -> None:
+    """Raise ``CheckpointError`` for a DTensor whose shard has several boxes: torch plans it as one, which is wrong."""
     for key, value in getattr(planner, "state_dict", {}).items():
         if is_dtensor(value):
             part = local_part(key, Leaf((key,), value))
             if isinstance(part, TensorPart) and len(part.pieces) > 1:
                 raise CheckpointError(
                     f"{key} has a shard of several parts ({', '.join(str(box) for box, _ in part.pieces)}), which "
-                    f"torch.distributed.checkpoint cannot load: use keepstep.checkpoint.load"
+                    f"torch.distributed.checkpoint takes for one: use keepstep.checkpoint.save and load"
                 )
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from keepstep.checkpoint import CheckpointError, StoredCheckpoint
 from keepstep.checkpoint.loading import load_leaves
 from keepstep.checkpoint.parts.flattening import flatten
+from keepstep.checkpoint.torch_storage import check_boxes
 from tests.support.checkpoints.sharded_worlds import LAYOUTS, cut, fake_rank, in_memory, parts_of, states
 
 INTO = [("plain", 1), ("fsdp", 1), ("fsdp", 4), ("hsdp", 4), ("fsdp and tensor parallel", 4)]
@@ -96,6 +98,16 @@ def test_shards_of_several_parts_are_stored_where_they_belong(size):
         loaded = {"w": torch.zeros_like(whole)}
         load_leaves(loaded, stored, strict=True)
         assert loaded["w"].equal(whole)
+
+
+def test_torch_is_not_trusted_with_a_shard_of_several_parts():
+    whole, placements = torch.arange(16.0).reshape(8, 2), [Shard(0), _StridedShard(0, split_factor=2)]
+    planner = DefaultLoadPlanner()
+    with fake_rank(0, 4):
+        mesh = torch.distributed.init_device_mesh("cpu", (2, 2))
+        planner.state_dict = {"w": cut(whole, DTensor.from_local(torch.zeros(0), mesh, placements, run_check=False))}
+        with pytest.raises(CheckpointError, match=r"w has a shard of several parts \(\[0:1, 0:2\], \[2:3, 0:2\]\)"):
+            check_boxes(planner)
 
 
 def test_a_partial_dtensor_is_refused():
