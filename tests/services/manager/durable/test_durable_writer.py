@@ -1,0 +1,62 @@
+"""Back-pressure of the writer of durable checkpoints, at a relay that accepts no connection."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from keepstep.checkpointing.direct.connection import Endpoint
+from keepstep.checkpointing.direct.rate_limiter import RateLimiter
+from keepstep.checkpointing.durable import durable_upload
+from keepstep.checkpointing.durable.durable_upload import Ticket
+from keepstep.checkpointing.durable.durable_writer import DurableWriter
+from keepstep.checkpointing.relayed.relay_client import RelayCheckpoint
+from tests.services.relay_transport.scene import switched_off
+from tests.support.checkpoints.checkpoint_ends import eventually
+
+
+def ticket(step: int) -> Ticket:
+    facts = {"step": step, "kind": "durable", "ranks": 1, "quorum_id": 1, "one_producer": False}
+    return Ticket("job", RelayCheckpoint("job", f"step-{step}", 0, "a"), step, facts, ("a",), "a", 0.5)
+
+
+@contextmanager
+def writer(*, seconds: float, newest_wins: bool) -> Iterator[DurableWriter]:
+    one = DurableWriter(seconds=seconds, newest_wins=newest_wins, limiter=RateLimiter(None))
+    try:
+        yield one
+    finally:
+        one.close()
+
+
+def offer(one: DurableWriter, url: str, step: int) -> None:
+    state: dict[str, Any] = {"w": torch.full((10,), float(step))}
+    one.offer(ticket(step), [Endpoint.of(url, dict)], state)
+
+
+def test_a_due_checkpoint_waits_for_the_upload_before_it_and_not_for_ever() -> None:
+    with switched_off() as url, writer(seconds=1.0, newest_wins=False) as one:
+        offer(one, url, 1)
+        began = time.monotonic()
+        with pytest.raises(TimeoutError, match=r"checkpoint of step \d is still being uploaded after 0.2 s"):
+            one._seconds = 0.2
+            offer(one, url, 2)
+        assert time.monotonic() - began < 30
+
+
+def test_the_newest_one_replaces_the_one_that_waits_and_training_never_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(durable_upload, "DURABLE_ABORT_SECONDS", 0.1)
+    with switched_off() as url, writer(seconds=60.0, newest_wins=True) as one:
+        offer(one, url, 1)
+        eventually(lambda: one.last.uploading == 1)
+        for step in (2, 3, 4):
+            offer(one, url, step)
+        assert one.last.uploading == 1
+        assert one._next is not None
+        assert one._next.ticket.step == 4
+        assert [work.ticket.step for work in one._replaced] == [2, 3]
