@@ -130,7 +130,7 @@ def test_the_pages_show_lines_of_the_scripts() -> None:
             (script,) = scripts
             shown.add(script)
             assert block.strip() in passages(EXAMPLES / script, block.count("\n")), f"not in {script}:\n{block}"
-    others = {"parameter_server.py", *(path.name for path in EXAMPLES.glob("train_*.py"))}
+    others = {"durable.py", "parameter_server.py", *(path.name for path in EXAMPLES.glob("train_*.py"))}
     assert shown | others >= {path.name for path in EXAMPLES.glob("*.py")}
 
 
