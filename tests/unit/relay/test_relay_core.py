@@ -22,8 +22,10 @@ from keepstep_relay.core.events import (
     HolderReported,
     Keep,
     Kind,
+    LayoutReported,
     MemoryWanted,
     RankReported,
+    RankWaits,
     Removed,
     RootReported,
     Seal,
@@ -120,6 +122,19 @@ def test_the_first_root_counts_and_another_is_remembered():
     relay(TableArrived(C1, 0, table(A)), RootReported(C1, 0, "r2", b"r" * 32))
     assert set(relay.core.checkpoints[C1].roots[0]) == {"r0", "r1", "r2"}
     assert relay.core.checkpoints[C1].root(0) == b"r" * 32
+
+
+def test_ranks_learn_when_all_layouts_are_here_and_a_rank_that_waits_is_alive():
+    relay = Driver(upload_seconds=10)
+    relay(Begun(C1, Facts(1, Kind.DURABLE, 2)), at=0)
+    assert relay(LayoutReported(C1, 1, A), at=6) == []
+    relay.refused(LayoutReported(C1, 1, B), Cause.CONFLICT, "rank 1 of .* has another layout already")
+    relay.refused(LayoutReported(C1, 2, A), Cause.CONFLICT, "no rank 2: expected 0 to 1")
+    assert relay(LayoutReported(C1, 0, A), at=7) == [Wake((C1,))]
+    relay(RankWaits(C1, 0), at=15)
+    told, *_rest = relay(Tick(), at=16)
+    assert told.error == "no sign of life of rank 1 for 10 s (--upload-timeout)"
+    relay.refused(RankWaits(C1, 0), Cause.GONE, "no sign of life of rank 1")
 
 
 def test_ranks_commit_together():
