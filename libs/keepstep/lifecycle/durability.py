@@ -102,8 +102,8 @@ class Durability:
         context, writer = self._context, self._writer
         self._saved = step
         self._attempts += 1
-        ticket = self._ticket(plan, step)
         relays = self._relays()
+        ticket = self._ticket(plan, step, spare_relays=len(relays) > self._settings.copies)
         chosen = choose_relays(writer.usable(relays), context.settings.job, self._settings.copies)
         endpoints = [relays[address] for address in chosen]
         try:
@@ -122,7 +122,7 @@ class Durability:
         except Exception as error:  # noqa: BLE001  as above
             writer.refuse(ticket, endpoints, f"{type(error).__name__}: {error}")
 
-    def _ticket(self, plan: QuorumPlan, step: int) -> Ticket:
+    def _ticket(self, plan: QuorumPlan, step: int, *, spare_relays: bool) -> Ticket:
         context, own = self._context, self._context.settings
         commit = Commit(plan.epoch, plan.quorum_id, step, plan.replica_ids)
         # groups whose states differ by design do not share an upload
@@ -144,6 +144,7 @@ class Durability:
             uploaders=uploaders,
             producer=producer,
             follow_seconds=follow_seconds(len(commit.members) * own.world_size),
+            spare_relays=spare_relays,
         )
 
     def _relays(self) -> dict[str, Endpoint]:

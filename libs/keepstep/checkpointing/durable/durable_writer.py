@@ -207,7 +207,10 @@ class DurableWriter:
         started, ticket = time.monotonic(), work.ticket
         staged = None if work.snapshot is None else _described(work.snapshot, ticket)
         with self._changed:
-            work.uploads = [DurableUpload(ticket, relay, staged, self._seconds, self._limiter) for relay in work.relays]
+            work.uploads = [
+                DurableUpload(ticket, relay, staged, self._seconds, self._limiter, spare_relays=ticket.spare_relays)
+                for relay in work.relays
+            ]
             if work.withdrawn:
                 self._withdraw(work, work.withdrawn)
         outcomes = run_all(work.uploads)
