@@ -103,6 +103,8 @@ class DurableWriter:
             snapshot = self._area.stage(ticket.step, state)
             snapshot.hold()
         with self._changed:
+            if snapshot is None and self._next is not None and self._next.snapshot is not None:
+                return  # an upload that waits is worth more than the outcome of another one
             self._next = _Work(ticket, relays, snapshot)
             self._changed.notify_all()
             if self._running is not None and self._running.snapshot is None:
