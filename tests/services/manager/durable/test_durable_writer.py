@@ -12,7 +12,7 @@ import torch
 
 from keepstep.checkpointing.direct.connection import Endpoint
 from keepstep.checkpointing.direct.rate_limiter import RateLimiter
-from keepstep.checkpointing.durable import durable_upload
+from keepstep.checkpointing.durable import durable_upload, durable_writer
 from keepstep.checkpointing.durable.durable_upload import Ticket
 from keepstep.checkpointing.durable.durable_writer import DurableWriter
 from keepstep.checkpointing.relayed.relay_client import RelayCheckpoint
@@ -47,6 +47,15 @@ def test_a_due_checkpoint_waits_for_the_upload_before_it_and_not_for_ever() -> N
             one._seconds = 0.2
             offer(one, url, 2)
         assert time.monotonic() - began < 30
+
+
+def test_training_hardly_waits_while_writes_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(durable_writer, "FAILING_WAIT_SECONDS", 0.1)
+    with switched_off() as url, writer(seconds=20.0, newest_wins=False) as one:
+        one.failed(1, "the relay does not answer")
+        offer(one, url, 2)
+        with pytest.raises(TimeoutError, match=r"still being uploaded after 0.1 s"):
+            offer(one, url, 3)
 
 
 def test_the_newest_one_replaces_the_one_that_waits_and_training_never_does(monkeypatch: pytest.MonkeyPatch) -> None:
