@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -37,6 +38,8 @@ WAIT_SECONDS = 20
 """Longest wait of one request at the relay."""
 FAIL_SECONDS = 5.0
 CACHED_CHUNKS = 16
+MAX_LOSSES = 10
+"""Restarts of the relay that one request outlives."""
 NOT_FOUND, CONFLICT, GONE = 404, 409, 410
 
 log = get_logger("keepstep.checkpoint")
@@ -67,19 +70,26 @@ class RelayTarget:
 
     def exchange(self, layout: bytes) -> Exchanged:
         """See ``CheckpointTarget``."""
-        self._layout, rank, own = layout, self._facts.rank, chunk_digest(layout)
+        self._layout = layout
+        return self._again(lambda: self._exchange(layout))
+
+    def _exchange(self, layout: bytes) -> Exchanged:
+        rank, own = self._facts.rank, chunk_digest(layout)
         digests: list[Any] = []
         while not digests or None in digests:
             if not digests or digests[rank] is None:  # or the relay has restarted
-                self._again(lambda: self._put(f"{self._link.path}/layout?rank={rank}", layout))
-            digests = list(self._again(lambda: self._wait("layouts"))["digests"])
+                self._put(f"{self._link.path}/layout?rank={rank}", layout)
+            digests = list(self._wait("layouts")["digests"])
         different = {digest: number for number, digest in enumerate(dict.fromkeys(map(bytes.fromhex, digests)))}
         layouts = tuple(layout if digest == own else self._get_layout(digest) for digest in different)
         return Exchanged(layouts, tuple(different[bytes.fromhex(digest)] for digest in digests))
 
     def _get_layout(self, digest: bytes) -> bytes:
         target = f"{self._link.path}/layouts/{digest.hex()}"
-        layout = self._bytes(target, MAX_MANIFEST_BYTES)
+        try:
+            layout = _get(self._link, target, MAX_MANIFEST_BYTES)
+        except Refusal as refusal:
+            self._explain(refusal)  # not found: the relay has restarted
         if chunk_digest(layout) != digest:
             raise CheckpointError(f"the relay sent a layout that does not match its digest {digest.hex()}")
         return layout
@@ -105,7 +115,7 @@ class RelayTarget:
         while (answer := self._again(lambda: self._wait("state"), self._stored))["state"] != "committed":
             self._link.deadline.remaining()
             if answer["layout_wanted"]:  # the relay has restarted, as below
-                self._put(f"{self._link.path}/layout?rank={self._facts.rank}", self._layout)
+                self._again(lambda: self._put(f"{self._link.path}/layout?rank={self._facts.rank}", self._layout))
             if not answer["reported"]:
                 self._again(self._stored)
 
@@ -136,14 +146,16 @@ class RelayTarget:
                 for one in running:
                     one.result()
             except Refusal as refusal:
-                if refusal.status == CONFLICT:  # the upload was lost or aborted: the relay says which
-                    self._wait("state")
+                if refusal.status == CONFLICT:  # the relay has no manifest that names the chunk
+                    self._wait("state")  # raises if the upload ended
+                    raise _LostError(str(refusal)) from refusal  # and another rank has begun it again
                 self._explain(refusal)
             finally:
                 pool.shutdown(cancel_futures=True)
 
     def fail(self, error: str) -> None:
         """See ``CheckpointTarget``."""
+        self._link.close()  # its connections have the deadline of the save, which may have passed
         self._link.deadline = Deadline(FAIL_SECONDS, "the failure did not reach the relay")
         try:
             body = {"rank": self._facts.rank, "error": error[:1000] or "unknown error"}
@@ -176,15 +188,19 @@ class RelayTarget:
         except Refusal as refusal:
             self._explain(refusal)
 
-    def _bytes(self, target: str, limit: int) -> bytes:
-        return _get(self._link, target, limit)
-
     def _again(self, request: Callable[[], T], after: Callable[[], object] = lambda: None) -> T:
         """Return what ``request`` returns. If the relay has lost the upload, begin again, and do ``after``."""
+        losses = 0
         while True:
             try:
                 return request()
-            except _LostError:
+            except _LostError as error:
+                losses += 1
+                if losses > MAX_LOSSES:
+                    raise CheckpointError(
+                        f"{self._location} was not saved: the relay does not know an upload that it has begun, perhaps "
+                        f"because it is older than this build ({error}): update the relay"
+                    ) from error
                 log.warning("the relay lost the upload; beginning again", checkpoint=str(self._location))
                 self._link.deadline.remaining()
                 self._begin()
@@ -199,7 +215,7 @@ class RelayTarget:
 
 
 class _LostError(CheckpointError):
-    """The relay does not know the upload: it has restarted, without a disk."""
+    """The relay does not know the upload, or the part of this rank: it has restarted, without a disk."""
 
 
 class RelaySource:
@@ -226,7 +242,8 @@ class RelaySource:
             raise CheckpointNotFound(f"{self._location} is not committed: its state is {facts['state']}")
 
         def manifest(rank: int) -> bytes:
-            return _get(self._link, f"{self._link.path}/manifest?rank={rank}", MAX_MANIFEST_BYTES)
+            with self._explained():
+                return _get(self._link, f"{self._link.path}/manifest?rank={rank}", MAX_MANIFEST_BYTES)
 
         with ThreadPoolExecutor(STREAMS, "keepstep-load") as pool:
             found = list(pool.map(manifest, range(facts["ranks"])))
@@ -238,8 +255,13 @@ class RelaySource:
         return found
 
     def _get_json(self, target: str) -> dict[str, Any]:
-        try:
+        with self._explained():
             return self._link.ask(lambda connection: connection.ask_json("GET", target))
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
         except Refusal as refusal:
             kind = CheckpointNotFound if refusal.status in (NOT_FOUND, GONE) else CheckpointError
             raise kind(f"{self._location} cannot be read: {refusal}") from refusal

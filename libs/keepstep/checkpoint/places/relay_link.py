@@ -11,6 +11,7 @@ from urllib.parse import quote
 
 from keepstep.checkpoint.places.location import AtRelay
 from keepstep.checkpointing.direct.connection import BrokenConnection, Connection, Deadline, Refusal
+from keepstep.checkpointing.errors import TransferTimeout
 from keepstep.checkpointing.relayed.relay_client import Credentials
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.net.backoff import Backoff
@@ -54,11 +55,17 @@ class RelayLink:
             Refusal: the relay refused it, for a reason that does not pass.
             TransferTimeout: the deadline passed.
         """
-        failures = 0
+        failures, pause, reason = 0, 0.0, ""
         while True:
             try:
+                if failures:
+                    time.sleep(min(pause, self.deadline.remaining()))
                 with self._connected() as connection:
                     return request(connection)
+            except TransferTimeout as error:
+                if not reason:
+                    raise
+                raise TransferTimeout(f"{error}; the relay failed {failures} times, at last: {reason}") from error
             except BrokenConnection as error:
                 pause, reason = 0.0, str(error)
             except Refusal as error:
@@ -69,7 +76,6 @@ class RelayLink:
             if failures > 1:
                 log.warning("relay failed a request; retrying", relay=self._endpoint.address, reason=reason)
             pause = min(max(pause, REQUEST_BACKOFF.seconds(failures)), REQUEST_BACKOFF.most)
-            time.sleep(min(pause, self.deadline.remaining()))
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[Connection]:

@@ -1,0 +1,109 @@
+"""Saves at a relay that restarts, is too old, or does not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+
+from keepstep import checkpoint
+from keepstep.checkpoint import CheckpointError
+from keepstep.checkpoint.places.at_relay import RelayTarget
+from keepstep.checkpoint.saving import open_target, save_facts
+from keepstep.checkpointing.errors import TransferTimeout
+from tests.support.services.relay_driver import relay
+
+TIMEOUT = timedelta(seconds=30)
+
+
+async def test_a_failure_after_the_deadline_reaches_the_relay_at_once():
+    async with relay() as one:
+        place = f"{one.address}/v1/jobs/j/checkpoints/c"
+
+        def fails_late():
+            facts = save_facts(0, 2, 0, "live")
+            target = open_target(place, facts, timeout=timedelta(seconds=5))
+            target.begin()  # leaves an open connection
+            target._link.deadline._end = 0.0  # has passed
+            target.fail("no time left")
+            target.close()
+            with pytest.raises(CheckpointError, match="rank 0 failed: no time left"):
+                checkpoint.load({"a": 1}, place)
+
+        await asyncio.to_thread(fails_late)
+
+
+async def test_a_relay_without_the_exchange_is_named_soon(monkeypatch):
+    monkeypatch.setattr("keepstep_relay.api.exchange.routes", lambda _: [])  # as in a relay of yesterday
+    async with relay() as one:
+        place = f"{one.address}/v1/jobs/j/checkpoints/c"
+        with pytest.raises(CheckpointError, match=r"older than this build .*: update the relay"):
+            await asyncio.to_thread(checkpoint.save, {"a": 1}, place, rank=0, world_size=2, kind="live")
+
+
+async def test_an_exchange_goes_on_when_the_relay_forgets_the_layouts(monkeypatch):
+    monkeypatch.setattr("keepstep_relay.api.exchange.SIGN_OF_LIFE_SECONDS", 0.1)
+    async with relay() as one:
+        place = f"{one.address}/v1/jobs/j/checkpoints/c"
+        usual, both, asked = RelayTarget._get_layout, threading.Barrier(2), set()
+
+        async def forget():
+            for upload in one.core.checkpoints.values():
+                upload.layouts.clear()
+            for key in list(one.checkpoints.records):
+                one.checkpoints._drop_layouts(key)
+
+        def get(self, digest):
+            if self not in asked:
+                asked.add(self)
+                if both.wait(30) == 0:
+                    asyncio.run_coroutine_threadsafe(forget(), loop).result(30)
+                both.wait(30)
+            return usual(self, digest)
+
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(RelayTarget, "_get_layout", get)
+        saving = [
+            asyncio.to_thread(
+                checkpoint.save, {f"w{rank}": 1}, place, rank=rank, world_size=2, kind="live", timeout=TIMEOUT
+            )
+            for rank in range(2)
+        ]
+        await asyncio.gather(*saving)
+
+
+async def test_a_rank_begins_again_when_another_has_done_so_after_a_restart_of_the_relay(monkeypatch):
+    async with relay() as one:
+        loop = asyncio.get_running_loop()
+        usual, lost = RelayTarget._put_chunks, threading.Event()
+
+        async def lose_and_begin_again():
+            (key,) = one.core.checkpoints
+            facts = one.core.checkpoints[key].facts
+            await one.checkpoints.remove(key, "lost")
+            await one.checkpoints.begin(key, facts)
+
+        def put(self, pack, chunks):
+            if not lost.is_set():
+                lost.set()
+                asyncio.run_coroutine_threadsafe(lose_and_begin_again(), loop).result(30)
+            usual(self, pack, chunks)
+
+        monkeypatch.setattr(RelayTarget, "_put_chunks", put)
+        place = f"{one.address}/v1/jobs/j/checkpoints/c"
+        state = {"w": torch.full((3000,), 7.0)}
+        await asyncio.to_thread(checkpoint.save, state, place, rank=0, world_size=1, kind="live", timeout=TIMEOUT)
+        into = {"w": torch.zeros(3000)}
+        await asyncio.to_thread(checkpoint.load, into, place)
+        assert into["w"].equal(state["w"])
+
+
+def test_a_time_limit_names_the_failure_before_it():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(TransferTimeout, match="refused"):
+        checkpoint.save({"a": 1}, f"http://127.0.0.1:{port}/v1/jobs/j/checkpoints/c", timeout=timedelta(seconds=1))
