@@ -91,6 +91,10 @@ class Facts:
     one_producer: bool = False
     """Commit only if one producer reported the root digest that counts for every rank."""
 
+    def __str__(self) -> str:
+        one = ", one_producer" if self.one_producer else ""
+        return f"step {self.step}, kind {self.kind.value}, ranks {self.ranks}, quorum_id {self.quorum_id}{one}"
+
     @property
     def age_order(self) -> tuple[int, int]:
         """Sort key: a checkpoint is newer than another if it is later in the job's history."""

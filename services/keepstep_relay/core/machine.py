@@ -176,7 +176,9 @@ class RelayCore:
         known = self.checkpoints.get(key)
         if known is not None:
             if known.facts != facts:
-                raise RefusedError(Cause.CONFLICT, f"{key} exists already with {known.facts}, not {facts}")
+                raise RefusedError(
+                    Cause.CONFLICT, f"{key} exists already with {known.facts}, not with {facts}: use another id"
+                )
             return []
         if facts.ranks > self.limits.ranks:
             raise RefusedError(Cause.FULL, f"{key} has {facts.ranks} ranks (limit {self.limits.ranks})")

@@ -81,7 +81,7 @@ def test_beginning_twice_is_beginning_once_and_another_state_under_the_name_is_r
     relay = Driver()
     relay(Begun(C1, ONE))
     assert relay(Begun(C1, ONE)) == []
-    relay.refused(Begun(C1, Facts(2, Kind.LIVE, 1)), Cause.CONFLICT, "exists already")
+    relay.refused(Begun(C1, Facts(2, Kind.LIVE, 1)), Cause.CONFLICT, "with step 1, .* not with step 2, .*: use")
 
 
 def test_a_chunk_that_is_here_already_is_not_missing():
