@@ -23,6 +23,7 @@ from keepstep.checkpoint.places.directory import DirectoryTarget
 from keepstep.checkpoint.places.location import AtRelay, parse
 from keepstep.checkpoint.places.target import CheckpointTarget, SaveFacts
 from keepstep.checkpoint.stored import stored_state
+from keepstep.checkpointing import UnsupportedValue
 from keepstep.checkpointing.direct.connection import Deadline
 from keepstep.checkpointing.state.pack_layout import describe
 from keepstep.checkpointing.state.sharding import LocalShard, Sharding
@@ -74,7 +75,7 @@ def save(
     """
     facts = save_facts(rank, world_size, step, kind)
     target = open_target(checkpoint_id, facts, timeout=timeout, token=token)
-    _save(target, facts, lambda: local_parts(flatten(expand(state_dict).state)), check_replicas)
+    _save(target, facts, lambda: _parts_of(state_dict), check_replicas)
 
 
 def async_save(
@@ -98,7 +99,7 @@ def async_save(
         state_dict: see ``save``, as all arguments.
 
     Returns:
-        A future that is done when the checkpoint is committed. It raises what ``save`` raises.
+        A future that is done when the checkpoint is committed. It raises what ``save`` raises. It cannot be cancelled.
 
     Raises:
         UnsupportedValue: the state has a tensor that cannot be stored.
@@ -106,10 +107,11 @@ def async_save(
     facts = save_facts(rank, world_size, step, kind)
     target = open_target(checkpoint_id, facts, timeout=timeout, token=token)
     future: Future[None] = Future()
+    future.set_running_or_notify_cancel()  # a save cannot be cancelled
     problem: Exception | None = None
     staged: StagedParts | None = None
     try:
-        staged = StagedParts(local_parts(flatten(expand(state_dict).state)))
+        staged = StagedParts(_parts_of(state_dict))
     except Exception as error:  # noqa: BLE001  raised below; the thread tells the other ranks
         problem = error
 
@@ -148,7 +150,6 @@ def open_target(
     *,
     timeout: timedelta = TIMEOUT,
     token: str | None = None,
-    attempt: str = "",
 ) -> CheckpointTarget:
     """Return the place where this rank saves. The caller closes it.
 
@@ -157,13 +158,12 @@ def open_target(
         facts: the save.
         timeout: time limit of the save.
         token: token for the relay. Default: that of the environment.
-        attempt: see ``DirectoryTarget``.
     """
     location = parse(checkpoint_id)
     deadline = Deadline(timeout.total_seconds(), f"{location} was not saved")
     if isinstance(location, AtRelay):
         return RelayTarget(location, facts, deadline, token)
-    return DirectoryTarget(location.path, facts, deadline, attempt)
+    return DirectoryTarget(location.path, facts, deadline)
 
 
 def save_facts(rank: int | None, world_size: int | None, step: int, kind: str) -> SaveFacts:
@@ -199,6 +199,19 @@ def _save(
             raise
     finally:
         target.close()
+
+
+def _parts_of(state_dict: Mapping[str, Any]) -> dict[str, Part]:
+    """Return what this rank holds of a state. Raises ``UnsupportedValue`` for a tensor that cannot be stored."""
+    parts = local_parts(flatten(expand(state_dict).state))
+    for key, part in parts.items():
+        for _, tensor in part.pieces if isinstance(part, TensorPart) else ():
+            if tensor.is_meta or tensor.layout is not torch.strided:
+                raise UnsupportedValue(
+                    f"{key} is a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}: expected a dense "
+                    f"tensor with data"
+                )
+    return parts
 
 
 def _check_objects(parts: Mapping[str, Part]) -> None:

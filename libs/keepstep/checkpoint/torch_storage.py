@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import os
-import secrets
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -44,11 +43,10 @@ from keepstep.checkpointing.state.sharding import is_dtensor
 
 @dataclass(frozen=True)
 class _Place:
-    """The place of one rank in a save. Travels in the plan that the coordinator sends."""
+    """The place of one rank in a save. Travels in the plan that the coordinator sends, and which planners may cache."""
 
     rank: int
     world_size: int
-    attempt: str
 
 
 class RelayWriter(StorageWriter):
@@ -102,10 +100,9 @@ class RelayWriter(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Return the plans, each with its place in the save. Called by torch, on the coordinator."""
         if not self._use_collectives:  # each rank has only its own plan
-            world_size = torch.distributed.get_world_size()
-            return [replace(plan, storage_data=_Place(self._rank, world_size, "")) for plan in plans]
-        attempt = secrets.token_hex(16)
-        return [replace(plan, storage_data=_Place(rank, len(plans), attempt)) for rank, plan in enumerate(plans)]
+            world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+            return [replace(plan, storage_data=_Place(self._rank, world_size)) for plan in plans]
+        return [replace(plan, storage_data=_Place(rank, len(plans))) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Store the items of ``plan``, and wait until the checkpoint is committed. Called by torch.
@@ -118,12 +115,12 @@ class RelayWriter(StorageWriter):
         if not isinstance(place, _Place) or self.checkpoint_id is None:
             raise CheckpointError("RelayWriter has no place to save to: pass checkpoint_id to it, or to save()")
         facts = save_facts(place.rank, place.world_size, self._step, self._kind)
-        target = open_target(self.checkpoint_id, facts, timeout=self._timeout, token=self._token, attempt=place.attempt)
+        target = open_target(self.checkpoint_id, facts, timeout=self._timeout, token=self._token)
         try:
             target.begin()
             try:
-                if not place.attempt and place.world_size > 1:
-                    target.exchange(b"")
+                if place.world_size > 1:
+                    target.exchange(b"")  # the plan may be one of an earlier save, which the planner has cached
                 check_boxes(planner)
                 parts = dict(_merged((item, planner) for item in plan.items))
                 target.store(pack_of(parts))

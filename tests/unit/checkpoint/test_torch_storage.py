@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
+from datetime import timedelta
 
 import pytest
 import torch
@@ -10,10 +12,12 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from keepstep import checkpoint
 from keepstep.checkpoint import RelayReader, RelayWriter
+from tests.support.services.relay_driver import relay
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -134,3 +138,31 @@ def test_save_state_dict_of_older_scripts_works_with_a_place(tmp_path):
         dcp.load_state_dict(into, storage_reader=RelayReader(tmp_path / "c"), no_dist=True)
     assert into["step"].item() == 1000
     equal(into["model"], model.state_dict())
+
+
+def test_a_save_without_collectives_and_process_group(tmp_path):
+    dcp.save({"w": torch.arange(3.0)}, storage_writer=RelayWriter(tmp_path / "c"), use_collectives=False)
+    into = {"w": torch.zeros(3)}
+    dcp.load(into, storage_reader=RelayReader(tmp_path / "c"))
+    assert into["w"].equal(torch.arange(3.0))
+
+
+async def test_ranks_with_plans_of_different_saves_save_together(tmp_path):
+    """With ``enable_plan_caching``, ranks whose plan did not change use that of an earlier save."""
+
+    def write(rank, place):
+        planner, writer = DefaultSavePlanner(), RelayWriter(place, timeout=timedelta(seconds=20))
+        planner.set_up_planner({"w": torch.ones(3)} if rank else {}, is_coordinator=rank == 0)
+        writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=True)
+        plans, _ = planner.create_global_plan([planner.create_local_plan()])
+        both = [SavePlan([]), SavePlan([])]
+        both[rank] = plans[0]
+        plan = writer.prepare_global_plan(both)[rank]  # each rank calls it: nothing that is random may be in a plan
+        writer.write_data(planner.finish_plan(plan), planner).wait()
+
+    async with relay(data_dir=tmp_path / "relay") as one:
+        for place in (tmp_path / "c", f"{one.address}/v1/jobs/j/checkpoints/c"):
+            await asyncio.gather(*(asyncio.to_thread(write, rank, place) for rank in range(2)))
+            into = {"w": torch.zeros(3)}
+            await asyncio.to_thread(checkpoint.load, into, place)
+            assert into["w"].equal(torch.ones(3))

@@ -111,13 +111,12 @@ def test_an_abort_ends_operations_and_a_rendezvous_that_waits_for_a_peer(ranks) 
     waits = threading.Event()
 
     class Announced(HashStore):
-        def wait(self, keys: list[str], *_: Any) -> None:  # type: ignore[override]
-            if not self.check(keys):
-                waits.set()
-            super().wait(keys, SHORT)  # it has no abort
+        def wait(self, *args: Any) -> None:  # type: ignore[override]
+            waits.set()
+            super().wait(*args)
 
         def get(self, key: str) -> bytes:
-            self.wait([key])
+            waits.set()
             return super().get(key)
 
     def abort() -> None:
@@ -126,9 +125,10 @@ def test_an_abort_ends_operations_and_a_rendezvous_that_waits_for_a_peer(ranks) 
 
     aborting = threading.Thread(target=abort)
     aborting.start()
-    before = set(threading.enumerate())
+    store, before = Announced(), set(threading.enumerate())
+    store.set_timeout(SHORT)  # of this store: it has no abort
     with pytest.raises(ProcessGroupAbortedError, match="configure was aborted: quorum 8 lost r1"):
-        group.configure("", "r0", 0, 2, 8, store=Announced())
+        group.configure("", "r0", 0, 2, 8, store=store)
     aborting.join()
     for thread in set(threading.enumerate()) - before:
         thread.join(30)  # the server of the store still waits for a key, until that timeout

@@ -20,6 +20,7 @@ import secrets
 import shutil
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,6 +28,7 @@ from typing import Any
 
 from keepstep.checkpoint.errors import CheckpointAborted, CheckpointDamaged, CheckpointError, CheckpointNotFound
 from keepstep.checkpoint.parts.pack import Pack
+from keepstep.checkpoint.places.durable_files import make_folder, sync_folder, write_file, write_whole
 from keepstep.checkpoint.places.target import Exchanged, SaveFacts
 from keepstep.checkpointing.direct.connection import Deadline
 from keepstep_mesh.config.logging import get_logger
@@ -47,10 +49,12 @@ VERSION = 1
 _SAVING = ".saving"
 _NONCE_BYTES = 16
 _POLL = Backoff(first=0.005, most=0.25)
+MAX_MAPPED = 64
+"""Packs that one load keeps open. Processes often may have 1024 files, and jobs more ranks."""
 STALE_SECONDS = 5.0
 """After this time in the exchange, the error of another rank counts. Before, it may be that of an earlier attempt: the
 rank deletes it when it begins."""
-_OLD = re.compile(r"(?:manifest|pack)-(\d+)")
+_OLD = re.compile(r"(?:manifest|pack)-(\d+)(\.[0-9a-f]+\.partial)?")
 
 log = get_logger("keepstep.checkpoint")
 
@@ -62,32 +66,36 @@ class DirectoryTarget:
         path: the directory.
         facts: the save.
         deadline: of the save.
-        attempt: a name of this attempt that all ranks know. Empty: the ranks agree in ``exchange``.
     """
 
-    def __init__(self, path: Path, facts: SaveFacts, deadline: Deadline, attempt: str = "") -> None:
+    def __init__(self, path: Path, facts: SaveFacts, deadline: Deadline) -> None:
         self._path = path
         self._facts = facts
         self._deadline = deadline
         self._saving = path / _SAVING
-        self._attempt = attempt or secrets.token_hex(_NONCE_BYTES)
+        self._attempt = secrets.token_hex(_NONCE_BYTES)
         """Equal at all ranks after the exchange."""
         self._root = ""
+        self._new_folders: list[Path] = []
+        """Those that ``begin`` has made, the innermost first."""
 
     def begin(self) -> None:
         """See ``CheckpointTarget``."""
+        self._check_uncommitted()
+        self._new_folders = make_folder(self._saving if self._facts.world_size > 1 else self._path)
+        for name in ("failed", "layout"):
+            (self._saving / f"{name}-{self._facts.rank}").unlink(missing_ok=True)
+
+    def _check_uncommitted(self) -> None:
         if (self._path / RECORD).exists():
             raise CheckpointError(
                 f"{self._path} has a committed checkpoint, which is never overwritten: save to another directory"
             )
-        (self._saving if self._facts.world_size > 1 else self._path).mkdir(parents=True, exist_ok=True)
-        for name in ("failed", "layout"):
-            (self._saving / f"{name}-{self._facts.rank}").unlink(missing_ok=True)
 
     def exchange(self, layout: bytes) -> Exchanged:
         """See ``CheckpointTarget``."""
         saving, rank, ranks = self._saving, self._facts.rank, range(self._facts.world_size)
-        _write(saving / f"layout-{rank}", secrets.token_bytes(_NONCE_BYTES) + layout)
+        write_whole(saving / f"layout-{rank}", secrets.token_bytes(_NONCE_BYTES) + layout)
         seen, began = b"", time.monotonic()
 
         def agreed() -> list[bytes] | None:
@@ -101,7 +109,7 @@ class DirectoryTarget:
             digest = chunk_digest(b"".join(chunk_digest(one) for one in found))
             if digest != seen:
                 seen = digest
-                _write(saving / f"seen-{rank}", digest)
+                write_whole(saving / f"seen-{rank}", digest)
             return found if all(_read(saving / f"seen-{one}") == digest for one in ranks) else None
 
         found = self._wait(agreed, lambda: f"layouts of ranks {self._absent('seen', seen)}")
@@ -122,9 +130,30 @@ class DirectoryTarget:
 
     def store(self, pack: Pack) -> None:
         """See ``CheckpointTarget``."""
-        rank, digests = self._facts.rank, bytearray()
-        partial = self._path / f"pack-{rank}.partial"
-        with partial.open("wb") as file:
+        rank = self._facts.rank
+        partial_pack, partial_manifest = self._partial("pack"), self._partial("manifest")
+        manifest = pack_envelope(self._origin(), pack.content_bytes, self._write_pack(pack, partial_pack))
+        if len(manifest) > MAX_MANIFEST_BYTES:
+            raise CheckpointError(
+                f"manifest of rank {rank} too large: {len(manifest)} bytes (limit {MAX_MANIFEST_BYTES})"
+            )
+        write_file(partial_manifest, manifest)
+        self._check_uncommitted()  # by another save, since ``begin``
+        partial_manifest.replace(self._path / f"manifest-{rank}")  # first: ``_commit`` compares it
+        partial_pack.replace(self._path / f"pack-{rank}")
+        sync_folder(self._path)
+        self._root = read_envelope(manifest).root.hex()
+        if self._facts.world_size > 1:
+            _write_json(self._saving / f"result-{rank}", {"attempt": self._attempt, "root": self._root})
+
+    def _partial(self, name: str) -> Path:
+        """Return where this attempt writes a file of this rank. Another save to this directory writes elsewhere."""
+        return self._path / f"{name}-{self._facts.rank}.{self._attempt}.partial"
+
+    def _write_pack(self, pack: Pack, path: Path) -> bytes:
+        """Write the pack durably, and return the digests of its chunks."""
+        digests = bytearray()
+        with path.open("wb") as file:
             for number in range(pack.chunks):
                 self._deadline.remaining()
                 chunk = pack.chunk(number)
@@ -132,16 +161,7 @@ class DirectoryTarget:
                 file.write(chunk)
             file.flush()
             os.fsync(file.fileno())
-        partial.replace(self._path / f"pack-{rank}")
-        manifest = pack_envelope(self._origin(), pack.content_bytes, bytes(digests))
-        if len(manifest) > MAX_MANIFEST_BYTES:
-            raise CheckpointError(
-                f"manifest of rank {rank} too large: {len(manifest)} bytes (limit {MAX_MANIFEST_BYTES})"
-            )
-        _write(self._path / f"manifest-{rank}", manifest)
-        self._root = read_envelope(manifest).root.hex()
-        if self._facts.world_size > 1:
-            _write_json(self._saving / f"result-{rank}", {"attempt": self._attempt, "root": self._root})
+        return bytes(digests)
 
     def commit(self) -> None:
         """See ``CheckpointTarget``."""
@@ -172,10 +192,13 @@ class DirectoryTarget:
         self._commit([str(one["root"]) for one in self._wait(results, absent)])
 
     def _commit(self, roots: list[str]) -> None:
-        for file in self._path.iterdir():
-            old = _OLD.fullmatch(file.name)
-            if old is not None and int(old[1]) >= len(roots):
-                file.unlink()  # of an earlier attempt with more ranks
+        self._check_uncommitted()
+        for rank, root in enumerate(roots):
+            manifest = _read(self._path / f"manifest-{rank}")
+            if manifest is None or read_envelope(manifest).root.hex() != root:
+                raise CheckpointError(
+                    f"another save to {self._path} has replaced manifest-{rank}: save to a directory of its own"
+                )
         record = {
             "format": FORMAT,
             "version": VERSION,
@@ -187,6 +210,11 @@ class DirectoryTarget:
         }
         _write_json(self._path / RECORD, record)
         shutil.rmtree(self._saving, ignore_errors=True)
+        with contextlib.suppress(OSError):  # it is committed, whatever is left
+            for file in self._path.iterdir():
+                old = _OLD.fullmatch(file.name)
+                if old is not None and (old[2] or int(old[1]) >= len(roots)):
+                    file.unlink(missing_ok=True)  # of an attempt that was killed, perhaps with more ranks
 
     def _wait_for_commit(self) -> None:
         def committed() -> bool | None:
@@ -201,11 +229,17 @@ class DirectoryTarget:
 
     def fail(self, error: str) -> None:
         """See ``CheckpointTarget``."""
+        for partial in (self._partial("pack"), self._partial("manifest")):
+            with contextlib.suppress(OSError):
+                partial.unlink()
         if self._facts.world_size == 1:
+            with contextlib.suppress(OSError):  # not empty, or of another save by now
+                for folder in self._new_folders:
+                    folder.rmdir()
             return
         name = "aborted" if self._facts.rank == 0 else f"result-{self._facts.rank}"
         try:
-            _write(self._saving / f"failed-{self._facts.rank}", error.encode())
+            write_whole(self._saving / f"failed-{self._facts.rank}", error.encode(errors="backslashreplace"))
             _write_json(self._saving / name, {"attempt": self._attempt, "error": error})
         except OSError as problem:
             log.warning("the failure did not reach the other ranks", reason=str(problem))
@@ -230,7 +264,8 @@ class DirectorySource:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._files: dict[int, mmap.mmap] = {}
+        self._files: OrderedDict[int, mmap.mmap] = OrderedDict()
+        """The packs that were read last. Each takes a file descriptor."""
         self._verified: dict[int, bytearray] = {}
         self._lock = threading.Lock()
         self._digests: list[tuple[bytes, ...]] = []
@@ -257,28 +292,25 @@ class DirectorySource:
             if data is None or envelope is None or envelope.root.hex() != root:
                 raise CheckpointDamaged(f"{file} is {'missing' if data is None else 'not the committed manifest'}")
             self._digests.append(envelope.chunk_digests)
-            self._open(rank, envelope.pack_bytes)
+            self._check_size(rank, envelope.pack_bytes)
             found.append(data)
         return found
 
-    def _open(self, rank: int, size: int) -> None:
+    def _check_size(self, rank: int, size: int) -> None:
         path = self._path / f"pack-{rank}"
         try:
-            with path.open("rb") as file:
-                found = os.fstat(file.fileno()).st_size
-                if found != size:
-                    raise CheckpointDamaged(f"{path} has {found} bytes, expected {size}")
-                if size:
-                    self._files[rank] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            found = path.stat().st_size
         except FileNotFoundError:
             raise CheckpointDamaged(f"{path} is missing") from None
+        if found != size:
+            raise CheckpointDamaged(f"{path} has {found} bytes, expected {size}")
         self._verified[rank] = bytearray(len(self._digests[rank]))
 
     def read(self, rank: int, offset: int, length: int) -> memoryview:
         """See ``CheckpointReader``."""
         if not length:
             return memoryview(b"")
-        view, verified = memoryview(self._files[rank]), self._verified[rank]
+        view, verified = memoryview(self._mapped(rank)), self._verified[rank]
         for chunk in range(offset // CHUNK_BYTES, (offset + length - 1) // CHUNK_BYTES + 1):
             if not verified[chunk]:
                 part = view[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]
@@ -286,6 +318,17 @@ class DirectorySource:
                     raise CheckpointDamaged(f"chunk {chunk} of {self._path / f'pack-{rank}'} is damaged")
                 verified[chunk] = 1
         return view[offset : offset + length]
+
+    def _mapped(self, rank: int) -> mmap.mmap:
+        with self._lock:
+            found = self._files.get(rank)
+            if found is None:
+                with (self._path / f"pack-{rank}").open("rb") as file:
+                    found = self._files[rank] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                while len(self._files) > MAX_MAPPED:
+                    self._files.popitem(last=False)  # closed when its last view is gone
+            self._files.move_to_end(rank)
+            return found
 
     def close(self) -> None:
         """See ``CheckpointReader``."""
@@ -324,19 +367,4 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
-    _write(path, json.dumps(value, indent=1).encode())
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all, durably."""
-    partial = path.with_name(f"{path.name}.partial")
-    with partial.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    write_whole(path, json.dumps(value, indent=1).encode())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from keepstep.checkpointing.direct.connection import BrokenConnection, Connection, Deadline, Endpoint
 from keepstep.checkpointing.durable.due_checkpoints import Stored, newest
@@ -15,8 +14,6 @@ from keepstep_mesh.errors import KeepstepError
 
 LIST_SECONDS = 10.0
 """For one relay to list its checkpoints."""
-LIST_THREADS = 32
-"""Relays that are asked at once. The other ranks of the group wait for the last answer."""
 FIND_PAUSE_SECONDS = 0.5
 """Before relays that did not answer are asked again."""
 
@@ -68,13 +65,11 @@ def find_newest(relays: Callable[[], Sequence[Endpoint]], job: str, seconds: flo
     deadline = time.monotonic() + seconds
     while True:
         known, found, silent = list(relays()), list[Stored](), dict[str, str]()
-        with ThreadPoolExecutor(LIST_THREADS, "keepstep-durable-list") as pool:
-            answers = [(relay.address, pool.submit(stored_at, relay, job)) for relay in known]
-        for address, answer in answers:
+        for relay in known:
             try:
-                found += answer.result()
+                found += stored_at(relay, job)
             except (BrokenConnection, TransferError) as error:
-                silent[address] = str(error)
+                silent[relay.address] = str(error)
         if best := newest(found):
             if silent:
                 log.warning("resuming without the relays that do not answer", relays=sorted(silent), step=best[0].step)
