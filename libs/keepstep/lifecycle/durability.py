@@ -13,6 +13,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from torch.distributed import DistStoreError, Store
+
 from keepstep.checkpointing.direct.connection import Endpoint
 from keepstep.checkpointing.direct.rate_limiter import RateLimiter
 from keepstep.checkpointing.durable.due_checkpoints import MAX_UPLOADERS, Commit, choose_relays, follow_seconds, is_due
@@ -33,6 +35,8 @@ from keepstep_mesh.security.tokens import ClientToken
 
 Choice = dict[str, Any]
 """The checkpoint to load; empty: none. Plain values, for the other ranks."""
+RANK_0_ROUNDS = 10
+"""Waits of a rank for rank 0 of its group, which may prepare its data before its first step."""
 
 
 class Durability:
@@ -102,8 +106,8 @@ class Durability:
         context, writer = self._context, self._writer
         self._saved = step
         self._attempts += 1
-        ticket = self._ticket(plan, step)
         relays = self._relays()
+        ticket = self._ticket(plan, step, spare_relays=len(relays) > self._settings.copies)
         chosen = choose_relays(writer.usable(relays), context.settings.job, self._settings.copies)
         endpoints = [relays[address] for address in chosen]
         try:
@@ -122,7 +126,7 @@ class Durability:
         except Exception as error:  # noqa: BLE001  as above
             writer.refuse(ticket, endpoints, f"{type(error).__name__}: {error}")
 
-    def _ticket(self, plan: QuorumPlan, step: int) -> Ticket:
+    def _ticket(self, plan: QuorumPlan, step: int, *, spare_relays: bool) -> Ticket:
         context, own = self._context, self._context.settings
         commit = Commit(plan.epoch, plan.quorum_id, step, plan.replica_ids)
         # groups whose states differ by design do not share an upload
@@ -144,6 +148,7 @@ class Durability:
             uploaders=uploaders,
             producer=producer,
             follow_seconds=follow_seconds(len(commit.members) * own.world_size),
+            spare_relays=spare_relays,
         )
 
     def _relays(self) -> dict[str, Endpoint]:
@@ -208,16 +213,20 @@ class Durability:
         if own.rank == 0:
             try:
                 choice = choose()
-            except KeepstepError as error:
+            except Exception as error:
                 store.set(key, json.dumps({"error": str(error)}))
                 raise
             store.set(key, json.dumps(choice))
             return choice
-        store.wait([key], timedelta(seconds=self._connect_seconds + 2 * LIST_SECONDS))
-        answer: Choice = json.loads(store.get(key))
+        seconds = self._connect_seconds + 2 * LIST_SECONDS
+        answer: Choice = json.loads(value_of_rank_0(store, key, seconds, self._still_waiting))
         if "error" in answer:
             raise KeepstepError(f"rank 0: {answer['error']}")
         return answer
+
+    def _still_waiting(self) -> None:
+        self._context.raise_fatal()
+        self._context.log.warning("rank 0 has not chosen a durable checkpoint yet: it is not at its first step")
 
     def _load(self, choice: Choice) -> bool:
         context, own = self._context, self._context.settings
@@ -260,3 +269,27 @@ class Durability:
             if not self._writer.finish(COMMIT_SECONDS):
                 self._context.log.error("durable checkpoint not written at the end", step=self._writer.last.uploading)
         self._writer.close()
+
+
+def value_of_rank_0(store: Store, key: str, seconds: float, still_waiting: Callable[[], None]) -> bytes:
+    """Wait until rank 0 has set ``key``. It may come to its first step later than the other ranks.
+
+    Args:
+        store: of the ranks of this group.
+        key: that rank 0 sets.
+        seconds: of each of ``RANK_0_ROUNDS`` waits.
+        still_waiting: called after each of them; raises the error that ended the group, if one has.
+
+    Raises:
+        KeepstepError: rank 0 has not set it.
+    """
+    for _ in range(RANK_0_ROUNDS):
+        try:
+            store.wait([key], timedelta(seconds=seconds))
+        except DistStoreError:
+            still_waiting()
+        else:
+            return store.get(key)
+    raise KeepstepError(
+        f"rank 0 of this group did not begin its first step within {RANK_0_ROUNDS * seconds:g} s; its log says why"
+    )

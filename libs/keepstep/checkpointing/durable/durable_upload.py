@@ -53,6 +53,8 @@ class Ticket:
     """replica_id of this group."""
     follow_seconds: float
     """Pause between two requests for the outcome of an upload of other groups."""
+    spare_relays: bool = False
+    """Whether more relays are known than store it."""
 
     @property
     def uploads(self) -> bool:
@@ -78,10 +80,18 @@ class DurableUpload:
         staged: the state; None: only follow the upload of other groups.
         seconds: time without progress, of any rank, after which the upload fails.
         limiter: of the bandwidth.
+        spare_relays: whether other relays could store it: one that accepts no connection fails soon then.
     """
 
     def __init__(
-        self, ticket: Ticket, relay: Endpoint, staged: StagedState | None, seconds: float, limiter: RateLimiter
+        self,
+        ticket: Ticket,
+        relay: Endpoint,
+        staged: StagedState | None,
+        seconds: float,
+        limiter: RateLimiter,
+        *,
+        spare_relays: bool = False,
     ) -> None:
         self.address = relay.address
         self._ticket = ticket
@@ -89,7 +99,10 @@ class DurableUpload:
         self._relay = relay
         self._staged = staged
         self._limiter = limiter
-        self._deadline = Deadline(seconds, f"step {ticket.step} was not stored at {relay.address}", float("inf"))
+        self._seconds = seconds
+        self._reached = False
+        first = min(seconds, COPY_PATIENCE_SECONDS) if spare_relays else seconds
+        self._deadline = Deadline(first, f"step {ticket.step} was not stored at {relay.address}", float("inf"))
         self._ended = threading.Event()
         self._lock = threading.Lock()
         self._connection: Connection | None = None
@@ -112,7 +125,7 @@ class DurableUpload:
 
     def hurry(self) -> None:
         """Fail soon without progress, because another relay has committed the checkpoint. From any thread."""
-        self._deadline.seconds = min(self._deadline.seconds, COPY_PATIENCE_SECONDS)
+        self._seconds = self._deadline.seconds = min(self._deadline.seconds, COPY_PATIENCE_SECONDS)
         self._deadline.progressed()
 
     def run(self) -> None:
@@ -273,6 +286,9 @@ class DurableUpload:
             if self._ended.is_set():
                 raise BrokenConnection("the upload was aborted")
             connection.connect()
+            if not self._reached:
+                self._reached, self._deadline.seconds = True, self._seconds
+                self._deadline.progressed()
             yield connection
         finally:
             with self._lock:

@@ -22,6 +22,8 @@ from keepstep.checkpointing.state.state_manifest import build_manifest
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.protocol.manifest import Origin, read_envelope
 
+FAILING_WAIT_SECONDS = 2.0
+"""Longest wait of ``offer`` while writes fail: a relay that is away must not slow down the training."""
 WRITER_END_SECONDS = 10.0
 """For the threads to end after an abort."""
 
@@ -66,7 +68,7 @@ class DurableWriter:
     """Writer of one rank.
 
     Args:
-        seconds: time without progress after which an upload fails; longest wait of ``offer``.
+        seconds: time without progress after which an upload fails; longest wait of ``offer``, unless writes fail.
         newest_wins: True: a checkpoint that waits for an upload is replaced by a newer one. False: ``offer`` waits.
         limiter: of the bandwidth of uploads.
     """
@@ -103,6 +105,8 @@ class DurableWriter:
             snapshot = self._area.stage(ticket.step, state)
             snapshot.hold()
         with self._changed:
+            if snapshot is None and self._next is not None and self._next.snapshot is not None:
+                return  # an upload that waits is worth more than the outcome of another one
             self._next = _Work(ticket, relays, snapshot)
             self._changed.notify_all()
             if self._running is not None and self._running.snapshot is None:
@@ -148,9 +152,11 @@ class DurableWriter:
                     self._next.snapshot.release()
                 self._next = None
                 return
-            if not self._changed.wait_for(lambda: not self._is_busy(), self._seconds):
+            failing = self.last.failing_since is not None
+            seconds = min(self._seconds, FAILING_WAIT_SECONDS) if failing else self._seconds
+            if not self._changed.wait_for(lambda: not self._is_busy(), seconds):
                 step = self.last.uploading
-                raise TimeoutError(f"the checkpoint of step {step} is still being uploaded after {self._seconds:g} s")
+                raise TimeoutError(f"the checkpoint of step {step} is still being uploaded after {seconds:g} s")
 
     def _is_busy(self) -> bool:
         return any(one is not None and one.snapshot is not None for one in (self._running, self._next))
@@ -207,7 +213,10 @@ class DurableWriter:
         started, ticket = time.monotonic(), work.ticket
         staged = None if work.snapshot is None else _described(work.snapshot, ticket)
         with self._changed:
-            work.uploads = [DurableUpload(ticket, relay, staged, self._seconds, self._limiter) for relay in work.relays]
+            work.uploads = [
+                DurableUpload(ticket, relay, staged, self._seconds, self._limiter, spare_relays=ticket.spare_relays)
+                for relay in work.relays
+            ]
             if work.withdrawn:
                 self._withdraw(work, work.withdrawn)
         outcomes = run_all(work.uploads)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from keepstep.checkpointing.direct.connection import BrokenConnection, Connection, Deadline, Endpoint
 from keepstep.checkpointing.durable.due_checkpoints import Stored, newest
@@ -14,6 +15,8 @@ from keepstep_mesh.errors import KeepstepError
 
 LIST_SECONDS = 10.0
 """For one relay to list its checkpoints."""
+LIST_THREADS = 32
+"""Relays that are asked at once. The other ranks of the group wait for the last answer."""
 FIND_PAUSE_SECONDS = 0.5
 """Before relays that did not answer are asked again."""
 
@@ -65,11 +68,13 @@ def find_newest(relays: Callable[[], Sequence[Endpoint]], job: str, seconds: flo
     deadline = time.monotonic() + seconds
     while True:
         known, found, silent = list(relays()), list[Stored](), dict[str, str]()
-        for relay in known:
+        with ThreadPoolExecutor(LIST_THREADS, "keepstep-durable-list") as pool:
+            answers = [(relay.address, pool.submit(stored_at, relay, job)) for relay in known]
+        for address, answer in answers:
             try:
-                found += stored_at(relay, job)
+                found += answer.result()
             except (BrokenConnection, TransferError) as error:
-                silent[relay.address] = str(error)
+                silent[address] = str(error)
         if best := newest(found):
             if silent:
                 log.warning("resuming without the relays that do not answer", relays=sorted(silent), step=best[0].step)

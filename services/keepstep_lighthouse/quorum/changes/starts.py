@@ -23,7 +23,7 @@ from keepstep_lighthouse.quorum.group import Group
 from keepstep_lighthouse.quorum.job_state import JobState
 from keepstep_lighthouse.quorum.rules.quorum_rules import choose
 from keepstep_lighthouse.quorum.rules.reasons import named
-from keepstep_mesh.protocol.lineage import LOADED, reference_state
+from keepstep_mesh.protocol.lineage import LOADED, is_live, reference_state
 from keepstep_mesh.protocol.messages import Denied
 
 FAR_BELOW = 10
@@ -94,7 +94,7 @@ def drain_left_behind(state: JobState) -> None:
         return
     reason = f"the job finished at step {finished}, and this group was behind"
     for group in state.groups.all_asking():
-        if group.step and group.draining is None:
+        if is_live(group.step, group.lineage) and group.draining is None:  # not one with a checkpoint
             orders.drain(state, DrainOrdered(group.replica_id, reason, "lighthouse"))
             _deny(state, group, "deadline", reason)
 

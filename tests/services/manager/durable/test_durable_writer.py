@@ -12,7 +12,7 @@ import torch
 
 from keepstep.checkpointing.direct.connection import Endpoint
 from keepstep.checkpointing.direct.rate_limiter import RateLimiter
-from keepstep.checkpointing.durable import durable_upload
+from keepstep.checkpointing.durable import durable_upload, durable_writer
 from keepstep.checkpointing.durable.durable_upload import Ticket
 from keepstep.checkpointing.durable.durable_writer import DurableWriter
 from keepstep.checkpointing.relayed.relay_client import RelayCheckpoint
@@ -20,9 +20,9 @@ from tests.services.relay_transport.scene import switched_off
 from tests.support.checkpoints.checkpoint_ends import eventually
 
 
-def ticket(step: int) -> Ticket:
+def ticket(step: int, uploader: str = "a") -> Ticket:
     facts = {"step": step, "kind": "durable", "ranks": 1, "quorum_id": 1, "one_producer": False}
-    return Ticket("job", RelayCheckpoint("job", f"step-{step}", 0, "a"), step, facts, ("a",), "a", 0.5)
+    return Ticket("job", RelayCheckpoint("job", f"step-{step}", 0, "a"), step, facts, (uploader,), "a", 0.5)
 
 
 @contextmanager
@@ -34,9 +34,9 @@ def writer(*, seconds: float, newest_wins: bool) -> Iterator[DurableWriter]:
         one.close()
 
 
-def offer(one: DurableWriter, url: str, step: int) -> None:
+def offer(one: DurableWriter, url: str, step: int, uploader: str = "a") -> None:
     state: dict[str, Any] = {"w": torch.full((10,), float(step))}
-    one.offer(ticket(step), [Endpoint.of(url, dict)], state)
+    one.offer(ticket(step, uploader), [Endpoint.of(url, dict)], state)
 
 
 def test_a_due_checkpoint_waits_for_the_upload_before_it_and_not_for_ever() -> None:
@@ -47,6 +47,15 @@ def test_a_due_checkpoint_waits_for_the_upload_before_it_and_not_for_ever() -> N
             one._seconds = 0.2
             offer(one, url, 2)
         assert time.monotonic() - began < 30
+
+
+def test_training_hardly_waits_while_writes_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(durable_writer, "FAILING_WAIT_SECONDS", 0.1)
+    with switched_off() as url, writer(seconds=20.0, newest_wins=False) as one:
+        one.failed(1, "the relay does not answer")
+        offer(one, url, 2)
+        with pytest.raises(TimeoutError, match=r"still being uploaded after 0.1 s"):
+            offer(one, url, 3)
 
 
 def test_the_newest_one_replaces_the_one_that_waits_and_training_never_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,3 +69,15 @@ def test_the_newest_one_replaces_the_one_that_waits_and_training_never_does(monk
         assert one._next is not None
         assert one._next.ticket.step == 4
         assert [work.ticket.step for work in one._replaced] == [2, 3]
+
+
+def test_an_upload_that_waits_is_not_given_up_for_the_outcome_of_another_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(durable_upload, "DURABLE_ABORT_SECONDS", 0.1)
+    with switched_off() as url, writer(seconds=60.0, newest_wins=True) as one:
+        offer(one, url, 1)
+        eventually(lambda: one.last.uploading == 1)
+        offer(one, url, 2)
+        offer(one, url, 3, uploader="b")
+        assert one._next is not None
+        assert one._next.ticket.step == 2
+        assert one._next.snapshot is not None
