@@ -13,8 +13,8 @@
 
 Groups that train while they ask (``QuorumRequest.min_groups``) replace ``join_timeout`` and the majority: when
 ``min_groups`` ask, the others have ``grace_ms`` to come. One of those that ask must be a member of the previous quorum
-whose last step did not fail. It holds the newest state, so that no two quorums go on from the same state. Without such
-a member, rules 3 and 4 hold.
+whose last step did not fail, and which was not behind in it. It holds the newest state, so that no two quorums go on
+from the same state. Without such a member, rules 3 and 4 hold.
 
 Candidates are the asking groups; if one of them asks with shrink_only, only members of the previous quorum; never more
 than max_replicas. Groups that heal are known to be alive: they do not count in rule 3 and have a time limit of their
@@ -115,10 +115,24 @@ def end_of_grace(groups: Groups) -> float | None:
     if not groups.min_groups:
         return None
     asking = groups.all_asking()
-    if not any(one.member and one.request is not None and not one.request.commit_failures for one in asking):
+    if not any(map(_holds_newest, asking)):
         return None
     last_needed = sorted(asking, key=lambda one: one.asked_at)[groups.min_groups - 1]
     return last_needed.asked_at + max(one.request.grace_ms for one in asking if one.request is not None) / 1000
+
+
+def _holds_newest(group: Group) -> bool:
+    """Return whether the group asks with the state of the last quorum, or with the step that followed it.
+
+    A member that was behind in that quorum has neither, if it asks again without having taken the step.
+    """
+    request = group.request
+    if not group.member or request is None or request.commit_failures:
+        return False
+    if group.answer is None:
+        return True
+    last = group.answer.announce
+    return request.step > last.step or (request.step, request.lineage) == (last.step, last.lineage)
 
 
 def initial_count(groups: Groups, policy: Policy) -> int:
