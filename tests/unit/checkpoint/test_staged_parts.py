@@ -63,3 +63,18 @@ def test_a_copy_that_fails_gives_its_memory_back():
     with pytest.raises(NotImplementedError, match="meta"):
         staged(buffers, weight=torch.ones(1000, device="meta"))
     assert copied(staged(buffers, weight=torch.ones(1000)), "weight").data_ptr() == place
+
+
+def test_a_value_that_cannot_be_copied_fails_before_a_copy_of_a_tensor_begins():
+    class Stubborn:
+        def __deepcopy__(self, memo):
+            raise RuntimeError("no copy of this")
+
+    class Unused(StagingBuffers):
+        def take(self, size, *, pinned):
+            raise AssertionError(
+                size, pinned, "a copy from a GPU may still write into the memory when it is given back"
+            )
+
+    with pytest.raises(RuntimeError, match="no copy of this"):
+        StagedParts(local_parts(flatten({"w": torch.ones(3), "value": Stubborn()})), Unused())

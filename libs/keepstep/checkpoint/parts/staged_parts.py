@@ -57,6 +57,7 @@ class StagedParts:
 
     def __init__(self, parts: Mapping[str, Part], buffers: StagingBuffers = BUFFERS) -> None:
         self._buffers = buffers
+        objects = {key: copy.deepcopy(part.value) for key, part in parts.items() if isinstance(part, ObjectPart)}
         tensors = {_identity(tensor): tensor.detach() for tensor in _tensors(parts)}
         *starts, size = accumulate((_aligned(tensor.nbytes) for tensor in tensors.values()), initial=0)
         self._buffer = buffers.take(size, pinned=any(tensor.is_cuda for tensor in tensors.values()))
@@ -65,7 +66,7 @@ class StagedParts:
                 identity: _copy_into(self._buffer[start : start + tensor.nbytes], tensor)
                 for start, (identity, tensor) in zip(starts, tensors.items(), strict=True)
             }
-            self.parts = {key: self._staged(part) for key, part in parts.items()}
+            self.parts = {key: self._staged(part, objects.get(key)) for key, part in parts.items()}
             for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
                 torch.cuda.current_stream(device).synchronize()
 
@@ -81,9 +82,9 @@ class StagedParts:
             self.release()
             raise
 
-    def _staged(self, part: Part) -> Part:
+    def _staged(self, part: Part, value: Any) -> Part:
         if isinstance(part, ObjectPart):
-            return ObjectPart(part.path, copy.deepcopy(part.value))
+            return ObjectPart(part.path, value)
         return replace(part, pieces=tuple((box, self._copies[_identity(tensor)]) for box, tensor in part.pieces))
 
 
@@ -104,4 +105,4 @@ def _aligned(size: int) -> int:
 
 
 def _copy_into(memory: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    return memory.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
+    return memory.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=tensor.is_cuda)
