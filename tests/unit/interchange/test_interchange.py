@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 from keepstep.checkpoint import CheckpointDamaged, CheckpointError, StoredCheckpoint, load, open_reader, save
 from keepstep.checkpoint.foreign.dcp_directory import read_dcp_directory
+from keepstep.checkpoint.foreign.pickled_items import load_pickled
 from keepstep.checkpoint.foreign.safetensors_files import INDEX
 from keepstep.checkpoint.interchange import (
     CannotHold,
@@ -431,3 +432,15 @@ def test_a_part_that_is_not_there_is_an_error(tmp_path: Path) -> None:
         export_checkpoint(tmp_path / "ours", tmp_path / "a.pt", part="modle")
     with pytest.raises(CheckpointError, match="no shards"):
         export_checkpoint(tmp_path / "ours", tmp_path / "a.pt", shard_bytes=5)
+
+
+@pytest.mark.parametrize("twice", [lambda one: [one, one], lambda one: (one, one), lambda one: {"a": one, "b": one}])
+def test_a_small_file_with_a_huge_number_of_values_is_refused(tmp_path, twice):
+    value = [1]
+    for _ in range(20):  # a file of 2 KB; with 40 it would be 2**40 values
+        value = twice(value)
+    torch.save({"state": value}, tmp_path / "a.pt")
+    with pytest.raises(
+        ForeignCheckpointError, match="values: a list or dict contains itself, or is contained several times"
+    ):
+        load_pickled(tmp_path / "a.pt", "a.pt")

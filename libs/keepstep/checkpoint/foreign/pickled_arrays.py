@@ -74,17 +74,35 @@ ALLOWED: list[Any] = [
 """Classes and functions for ``torch.serialization.safe_globals``, with the names that files call."""
 
 
-def with_arrays(value: Any) -> Any:
-    """Return ``value`` with numpy arrays and dtypes in place of those of this module."""
-    if type(value) is PickledArray:
-        return value.array
-    if type(value) is PickledDtype:
-        return value.dtype()
-    if type(value) in (dict, OrderedDict):
-        for key, item in value.items():
-            value[key] = with_arrays(item)
-    elif type(value) is list:
-        value[:] = map(with_arrays, value)
-    elif type(value) is tuple:
-        return tuple(map(with_arrays, value))
-    return value
+def with_arrays(value: Any, most: int) -> Any:
+    """Return ``value`` with numpy arrays and dtypes in place of those of this module.
+
+    Args:
+        value: lists, tuples, and dicts are walked.
+        most: number of values that it may have. Lists that contain each other twice, 40 levels deep, take few bytes in
+            a file and have 2**40 values.
+
+    Raises:
+        ValueError: it has more values.
+    """
+    left = most
+
+    def visit(value: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise ValueError(f"more than {most} values: a list or dict contains itself, or is contained several times")
+        if type(value) is PickledArray:
+            return value.array
+        if type(value) is PickledDtype:
+            return value.dtype()
+        if type(value) in (dict, OrderedDict):
+            for key, item in value.items():
+                value[key] = visit(item)
+        elif type(value) is list:
+            value[:] = map(visit, value)
+        elif type(value) is tuple:
+            return tuple(map(visit, value))
+        return value
+
+    return visit(value)

@@ -19,6 +19,8 @@ from keepstep.checkpoint.foreign.pickled_arrays import ALLOWED, with_arrays
 from keepstep_mesh.text import listed
 
 MAX_NAMED = 5
+VALUES_PER_BYTE = 64
+"""More than a file has whose values are not shared many times."""
 _UNREADABLE = (
     *(pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, TypeError),
     *(KeyError, IndexError, AttributeError, MemoryError),
@@ -59,7 +61,8 @@ def load_pickled(data: bytes | Path, what: str, *, allow_pickle: bool = False) -
     try:
         with plain_values():
             value = torch.load(source, map_location="cpu", weights_only=not allow_pickle, mmap=mapped or None)
-        return value if allow_pickle else with_arrays(value)
+        size = data.stat().st_size if isinstance(data, Path) else len(data)
+        return value if allow_pickle else with_arrays(value, VALUES_PER_BYTE * size)
     except RecursionError as error:
         raise ForeignCheckpointError(f"{what} has a value that is nested too deep, or contains itself") from error
     except _UNREADABLE as error:
