@@ -60,8 +60,8 @@ class Keepstep:
 class TorchCheckpointing:
     """Meta's torch_checkpointing.
 
-    Without direct I/O, with which its writer fails on sizes that are no multiple of a block. It does not sync its files
-    then. Without its description of shards, which needs CUDA: what it saves cannot be resharded.
+    Direct I/O is off, because its writer fails on sizes that are not a multiple of a block. The files are not synced.
+    The description of shards is off, because it needs CUDA: the checkpoint cannot be resharded.
     """
 
     def __init__(self) -> None:

@@ -49,7 +49,27 @@ class _Place:
     world_size: int
 
 
-class RelayWriter(StorageWriter):
+class _AtCheckpoint:
+    """The methods that writer and reader have in common."""
+
+    checkpoint_id: str | os.PathLike[str] | None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin another save or load. None: keep the ``checkpoint_id``."""
+        if checkpoint_id is not None:
+            self.checkpoint_id = checkpoint_id
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return whether ``checkpoint_id`` names a place at a relay, or a directory."""
+        try:
+            parse(checkpoint_id)
+        except CheckpointError:
+            return False
+        return True
+
+
+class RelayWriter(_AtCheckpoint, StorageWriter):
     """Storage of ``torch.distributed.checkpoint.save`` and ``async_save``, with any planner.
 
     Args:
@@ -76,16 +96,6 @@ class RelayWriter(StorageWriter):
         self._token = token
         self._rank = 0
         self._use_collectives = True
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin another save. None: keep the ``checkpoint_id``."""
-        if checkpoint_id is not None:
-            self.checkpoint_id = checkpoint_id
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether ``checkpoint_id`` names a place at a relay, or a directory."""
-        return _is_valid(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Remember the rank of this process. Called by torch."""
@@ -179,7 +189,7 @@ def _keeps(planner: object, base: type, method: str) -> bool:
     return getattr(type(planner), method) is getattr(base, method)
 
 
-class RelayReader(StorageReader):
+class RelayReader(_AtCheckpoint, StorageReader):
     """Storage of ``torch.distributed.checkpoint.load``, with any planner that does not unpickle.
 
     Args:
@@ -199,16 +209,6 @@ class RelayReader(StorageReader):
         self._timeout = timeout
         self._token = token
         self._stored: StoredCheckpoint | None = None
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin another load. None: keep the ``checkpoint_id``."""
-        if checkpoint_id is not None:
-            self.checkpoint_id = checkpoint_id
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether ``checkpoint_id`` names a place at a relay, or a directory."""
-        return _is_valid(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read the manifests of all ranks. Called by torch.
@@ -269,14 +269,6 @@ class RelayReader(StorageReader):
         future: Future[None] = Future()
         future.set_result(None)
         return future
-
-
-def _is_valid(checkpoint_id: str | os.PathLike[str]) -> bool:
-    try:
-        parse(checkpoint_id)
-    except CheckpointError:
-        return False
-    return True
 
 
 def check_boxes(planner: SavePlanner | LoadPlanner) -> None:

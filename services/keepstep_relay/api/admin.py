@@ -10,7 +10,6 @@ from aiohttp import web
 
 from keepstep_mesh.config.settings import split_addresses
 from keepstep_mesh.net.http import CALLER, Problem, Route
-from keepstep_mesh.protocol.manifest import MAX_MANIFEST_BYTES
 from keepstep_mesh.security.tokens import Access
 from keepstep_mesh.serving import openapi
 from keepstep_mesh.serving.openapi import Shape
@@ -166,14 +165,8 @@ class _Admin:
     async def put_manifest(self, request: web.Request) -> web.Response:
         key, rank = requests.key(request), requests.rank(request)
         self._relay.core.checkpoint(key)
-        length = requests.check_length(request, MAX_MANIFEST_BYTES, exactly=False)
-        self._relay.take_manifest_slot()
-        try:
-            manifest = bytearray(length)
-            await requests.body(request, memoryview(manifest), self._relay.settings.body_timeout)
-            await self._store.put_manifest(key, rank, bytes(manifest))
-        finally:
-            self._relay.give_manifest_slot()
+        async with requests.manifest_body(request, self._relay) as manifest:
+            await self._store.put_manifest(key, rank, manifest)
         one = self._relay.core.checkpoint(key)
         table = one.tables[rank]
         here = sum(table.length(n) for n, d in enumerate(table.digests) if self._relay.core.inventory.is_here(d))

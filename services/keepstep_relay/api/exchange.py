@@ -10,7 +10,6 @@ from http import HTTPStatus
 from aiohttp import web
 
 from keepstep_mesh.net.http import Problem, Route
-from keepstep_mesh.protocol.manifest import MAX_MANIFEST_BYTES
 from keepstep_mesh.security.tokens import Access
 from keepstep_mesh.serving.openapi import Shape
 from keepstep_mesh.serving.rest import json_answer
@@ -78,14 +77,8 @@ class _Exchange:
     async def put_layout(self, request: web.Request) -> web.Response:
         key, rank = requests.key(request), requests.rank(request)
         self._relay.core.checkpoint(key)
-        length = requests.check_length(request, MAX_MANIFEST_BYTES, exactly=False)
-        self._relay.take_manifest_slot()
-        try:
-            layout = bytearray(length)
-            await requests.body(request, memoryview(layout), self._relay.settings.body_timeout)
-            await self._store.put_layout(key, rank, bytes(layout))
-        finally:
-            self._relay.give_manifest_slot()
+        async with requests.manifest_body(request, self._relay) as layout:
+            await self._store.put_layout(key, rank, layout)
         return json_answer(_view(self._relay.core.checkpoint(key)), HTTPStatus.CREATED)
 
     async def layouts(self, request: web.Request) -> web.Response:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from http import HTTPStatus
 
 from aiohttp import hdrs, web
 
 from keepstep_mesh.net.http import Problem
 from keepstep_mesh.protocol import names
-from keepstep_mesh.protocol.manifest import DIGEST_BYTES
+from keepstep_mesh.protocol.manifest import DIGEST_BYTES, MAX_MANIFEST_BYTES
 from keepstep_mesh.serving.rest import bad
 from keepstep_relay.core.events import Key
+from keepstep_relay.node import RelayNode
 
 RAW = "application/octet-stream"
 _DIGEST = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
@@ -107,3 +110,16 @@ async def body(request: web.Request, data: memoryview, seconds: float) -> None:
         raise bad(f"incomplete body: {done} of {length} bytes: {error}") from error
     if done < length:
         raise bad(f"incomplete body: {done} of {length} bytes")
+
+
+@asynccontextmanager
+async def manifest_body(request: web.Request, relay: RelayNode) -> AsyncIterator[bytes]:
+    """Give the body of an upload, at most as long as a manifest. It holds one of the relay's places for such bodies."""
+    length = check_length(request, MAX_MANIFEST_BYTES, exactly=False)
+    relay.take_manifest_slot()
+    try:
+        data = bytearray(length)
+        await body(request, memoryview(data), relay.settings.body_timeout)
+        yield bytes(data)
+    finally:
+        relay.give_manifest_slot()

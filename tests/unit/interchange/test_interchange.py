@@ -201,7 +201,7 @@ def test_a_file_of_torch_save_is_exported_and_imported(tmp_path: Path) -> None:
     state = training_state()
     save(state, tmp_path / "ours")
     export_checkpoint(tmp_path / "ours", tmp_path / "state.pt")
-    assert equal(torch.load(tmp_path / "state.pt", weights_only=False), state)
+    assert equal(torch.load(tmp_path / "state.pt", weights_only=False), state)  # a file that this test has made
     import_checkpoint(tmp_path / "state.pt", tmp_path / "again")
     again = stored(tmp_path / "again")
     assert equal(again, state)

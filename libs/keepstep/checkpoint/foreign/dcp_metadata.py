@@ -84,7 +84,7 @@ def read_dcp_metadata(directory: Path) -> DcpContent:
             data = file.read(MAX_METADATA_BYTES + 1)
     except FileNotFoundError:
         raise ForeignCheckpointError(
-            f"{path} not found: {directory} is no directory of torch.distributed.checkpoint, or its save did not finish"
+            f"{path} not found: {directory} was not written by torch.distributed.checkpoint, or its save did not finish"
         ) from None
     try:
         return _Reading(read_metadata_pickle(data), len(data)).content()

@@ -105,7 +105,7 @@ def check_sums(file: IO[bytes], what: str) -> bool:
     try:
         with zipfile.ZipFile(file) as archive:
             bad = archive.testzip()
-    except (zipfile.BadZipFile, NotImplementedError, EOFError, OSError) as error:
+    except (zipfile.BadZipFile, NotImplementedError, EOFError, OSError) as error:  # zipfile has no common error
         raise ForeignCheckpointError(f"{what} is damaged: {error}") from error
     if bad is not None:
         raise ForeignCheckpointError(

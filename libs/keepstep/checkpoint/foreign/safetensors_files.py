@@ -135,7 +135,7 @@ def safetensors_files(source: Path) -> list[Path]:
         text = source.read_text()
         names = set(json.loads(text)["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ForeignCheckpointError(f"{source} is no index of safetensors files: {error!r}") from error
+        raise ForeignCheckpointError(f"{source} is not a valid index of safetensors files: {error!r}") from error
     bad = [name for name in names if type(name) is not str or Path(name).name != name]
     if bad:
         raise ForeignCheckpointError(f"{source} names {str(bad[0])[:200]!r}, which is not a file beside it")

@@ -130,7 +130,7 @@ class RelayTarget:
             )
         if not answer["has_manifest"]:
             answer = self._put(f"{self._link.path}/manifest?rank={rank}", manifest)
-        while missing := _bits(answer["lacks"]):
+        while missing := _positions(answer["lacks"]):
             self._put_chunks(pack, {digests[number]: number for number in missing})
             answer = self._ask("POST", f"{self._link.path}/plan", plan)
         self._ask("POST", f"{self._link.path}/result", {"rank": rank})
@@ -337,7 +337,7 @@ def _get(link: RelayLink, target: str, limit: int) -> bytes:
     return link.ask(receive)
 
 
-def _bits(bitmap: str) -> list[int]:
+def _positions(bitmap: str) -> list[int]:
     """Return the positions of the set bits of a bitmap in hex."""
     value = int.from_bytes(bytes.fromhex(bitmap), "little")
     return [number for number in range(value.bit_length()) if value >> number & 1]

@@ -255,7 +255,7 @@ class DirectoryTarget:
                 left = self._deadline.remaining()
             except TimeoutError as error:
                 raise CheckpointAborted(f"{error}; missing in {self._path}: {missing()}") from error
-            time.sleep(min(_POLL.seconds(attempts), left))
+            time.sleep(min(_POLL.seconds(attempts), left))  # a shared file system announces nothing
         return found
 
 

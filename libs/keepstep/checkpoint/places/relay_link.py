@@ -59,7 +59,7 @@ class RelayLink:
         while True:
             try:
                 if failures:
-                    time.sleep(min(pause, self.deadline.remaining()))
+                    time.sleep(min(pause, self.deadline.remaining()))  # the relay may be restarting
                 with self._connected() as connection:
                     return request(connection)
             except TransferTimeout as error:

@@ -87,4 +87,4 @@ def find_newest(relays: Callable[[], Sequence[Endpoint]], job: str, seconds: flo
                 f"cannot find out whether job {job} has a durable checkpoint: {why}; start the relay that stores them "
                 f"(keepstep relay), or pass resume=False (KEEPSTEP_RESUME=0) to begin at step 0"
             )
-        time.sleep(FIND_PAUSE_SECONDS)
+        time.sleep(FIND_PAUSE_SECONDS)  # before the relays are asked again
