@@ -382,8 +382,8 @@ def test_a_hostile_or_damaged_safetensors_file_is_refused(tmp_path: Path, data: 
     [
         ({"weight_map": {"w": "../secret.safetensors"}}, "not a file beside it"),
         ({"weight_map": {"w": "absent.safetensors"}}, "absent.safetensors not found"),
-        ({}, "no index of safetensors files"),
-        ([], "no index of safetensors files"),
+        ({}, "not a valid index of safetensors files"),
+        ([], "not a valid index of safetensors files"),
     ],
 )
 def test_an_index_names_only_files_beside_it(tmp_path: Path, index: Any, words: str) -> None:
