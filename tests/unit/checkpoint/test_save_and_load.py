@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -188,3 +190,16 @@ def test_replicas_that_differ_are_an_error_on_request(tmp_path, value):
 
     for error in together(2, save):
         assert "a differs between ranks 0 and 1" in str(error)
+
+
+def test_a_file_that_cannot_grow_is_an_error_that_says_what_to_do(tmp_path):
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limit[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"was not saved: File too large; earlier .* free space there"):
+            checkpoint.save({"a": torch.ones(1 << 20)}, tmp_path / "c")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert not (tmp_path / "c").exists()

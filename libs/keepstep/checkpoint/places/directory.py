@@ -132,7 +132,16 @@ class DirectoryTarget:
         """See ``CheckpointTarget``."""
         rank = self._facts.rank
         partial_pack, partial_manifest = self._partial("pack"), self._partial("manifest")
-        manifest = pack_envelope(self._origin(), pack.content_bytes, self._write_pack(pack, partial_pack))
+        try:
+            digests = self._write_pack(pack, partial_pack)
+        except TimeoutError:  # an OSError too
+            raise
+        except OSError as error:
+            raise CheckpointError(
+                f"{self._path} was not saved: {error.strerror or error}; earlier checkpoints are intact: free space "
+                f"there, or save to another directory"
+            ) from error
+        manifest = pack_envelope(self._origin(), pack.content_bytes, digests)
         if len(manifest) > MAX_MANIFEST_BYTES:
             raise CheckpointError(
                 f"manifest of rank {rank} too large: {len(manifest)} bytes (limit {MAX_MANIFEST_BYTES})"
