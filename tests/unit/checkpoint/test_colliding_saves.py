@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+import errno
+import os
+from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,11 +15,14 @@ from keepstep import checkpoint
 from keepstep.checkpoint import CheckpointError
 from keepstep.checkpoint.parts.flattening import flatten
 from keepstep.checkpoint.parts.local_parts import local_parts
+from keepstep.checkpoint.places import rank_files
 from keepstep.checkpoint.places.directory import DirectoryTarget
+from keepstep.checkpoint.places.durable_files import create_whole
 from keepstep.checkpoint.saving import open_target, pack_of, save_facts
 from keepstep.checkpointing import UnsupportedValue
 from keepstep.checkpointing.direct.connection import Deadline
 from keepstep.checkpointing.errors import TransferTimeout
+from tests.support.checkpoints.checkpoint_ends import eventually
 
 TIMEOUT = timedelta(seconds=30)
 
@@ -51,15 +56,97 @@ def test_a_save_that_is_late_leaves_the_committed_checkpoint_as_it_is(tmp_path):
     assert {one.name for one in tmp_path.iterdir()} == {"checkpoint.json", "manifest-0", "pack-0"}
 
 
-def test_a_save_whose_files_another_save_replaced_is_not_committed(tmp_path):
-    first, pack = save_of(tmp_path, 1.0)
-    second, other = save_of(tmp_path, 2.0)
-    first.store(pack)
-    second.store(other)
-    with pytest.raises(CheckpointError, match="has replaced manifest-0: save to a directory of its own"):
-        first.commit()
-    second.commit()
-    assert loaded(tmp_path) == [2.0]
+def test_of_two_saves_that_commit_at_the_same_instant_one_wins_and_the_error_names_it(tmp_path, monkeypatch):
+    winner, pack = save_of(tmp_path, 1.0)
+    loser, other = save_of(tmp_path, 2.0)
+    winner.store(pack)
+
+    def at_the_last_moment(usual):
+        def name_file(source, target, **how):
+            if Path(target).name == "checkpoint.json":
+                monkeypatch.undo()
+                loser.store(other)
+            return usual(source, target, **how)
+
+        return name_file
+
+    for name in ("link", "replace"):
+        monkeypatch.setattr(os, name, at_the_last_moment(getattr(os, name)))
+    winner.commit()
+    with pytest.raises(CheckpointError, match=rf"is never overwritten: of step 0, saved by .*:{os.getpid()} at 20"):
+        loser.commit()
+    loser.fail("too late")
+    assert loaded(tmp_path) == [1.0]
+    assert {one.name for one in tmp_path.iterdir()} == {"checkpoint.json", "manifest-0", "pack-0"}
+
+
+def test_without_hard_links_a_late_save_is_refused_too(tmp_path, monkeypatch):
+    def no_links(*_):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", no_links)
+    checkpoint.save({"w": torch.ones(3000)}, tmp_path)
+    assert not create_whole(tmp_path / "checkpoint.json", b"{}")
+    with pytest.raises(CheckpointError, match="never overwritten"):
+        checkpoint.save({"w": torch.zeros(3000)}, tmp_path)
+    assert loaded(tmp_path) == [1.0]
+
+
+def rank_of_two(place, rank, step=0):
+    target = DirectoryTarget(place, save_facts(rank, 2, step, "durable"), Deadline(30, "late"))
+    target.begin()
+    return target
+
+
+def error_of(call, *arguments):
+    try:
+        call(*arguments)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_two_saves_of_several_ranks_that_meet_in_a_directory_are_not_committed(tmp_path):
+    ours, theirs, shared = rank_of_two(tmp_path, 0), rank_of_two(tmp_path, 0), rank_of_two(tmp_path, 1)
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(error_of, ours.exchange, b"")
+        eventually((tmp_path / ".saving" / "layout-0").exists)
+        theirs.begin()
+        second = pool.submit(error_of, theirs.exchange, b"")
+        assert "another process saves to" in first.result(30)
+        ours.fail("as it says")
+        assert not error_of(shared.exchange, b"")
+        assert not second.result(30)
+        for one in (theirs, shared):
+            one.store(pack_of({}))
+        commit = pool.submit(error_of, shared.commit)
+        message = error_of(theirs.commit)
+        assert "was not saved, because two saves have met there: another process saves to" in message
+        theirs.fail(message)
+        assert "two saves have met there" in commit.result(30)
+        shared.fail("aborted")
+    assert {one.name for one in tmp_path.iterdir()} == {".saving"}
+
+
+def test_ranks_that_save_different_steps_are_refused(tmp_path):
+    with ThreadPoolExecutor(2) as pool:
+        targets = [rank_of_two(tmp_path, rank, step=7 + rank) for rank in range(2)]
+        for error in pool.map(error_of, [one.exchange for one in targets], [b"", b""]):
+            assert "are at different steps: rank 0 at 7, rank 1 at 8" in error
+
+
+def test_an_error_of_an_earlier_attempt_does_not_abort_the_next_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(rank_files, "STALE_SECONDS", 0.0)
+    rank_of_two(tmp_path, 1).fail("of yesterday")
+    os.utime(tmp_path / ".saving" / "failed-1", (1.0, 1.0))
+    with ThreadPoolExecutor(1) as pool:
+        first = rank_of_two(tmp_path, 0)
+        waiting = pool.submit(error_of, first.exchange, b"")
+        eventually((tmp_path / ".saving" / "layout-0").exists)
+        assert not wait([waiting], 0.1).done  # it looks every few milliseconds
+        late = rank_of_two(tmp_path, 1)
+        assert not error_of(late.exchange, b"")
+        assert not waiting.result(30)
 
 
 def test_a_reader_opens_only_the_packs_that_it_reads(tmp_path, monkeypatch):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -129,15 +131,17 @@ async def test_a_save_goes_on_when_the_relay_restarts_at_any_stage(tmp_path, mon
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_full_disk_is_an_error_of_the_save(tmp_path):
-    (tmp_path / "c").mkdir()
-    (tmp_path / "c" / "pack-0").mkdir()  # cannot be replaced by a file
-    with pytest.raises(OSError, match="pack-0"):
-        checkpoint.save(STATE, tmp_path / "c")
-    with pytest.raises(torch.distributed.checkpoint.CheckpointException, match="pack-0"):
-        torch.distributed.checkpoint.save(STATE, storage_writer=RelayWriter(tmp_path / "c"))
-    with pytest.raises(CheckpointNotFound):
-        check_loads(tmp_path / "c")
+def test_a_full_disk_is_an_error_of_the_save(tmp_path, monkeypatch):
+    def full(_descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(CheckpointError, match=r"No space left on device; .* free space there"):
+            checkpoint.save(STATE, tmp_path / "c")
+        with pytest.raises(torch.distributed.checkpoint.CheckpointException, match="No space left"):
+            torch.distributed.checkpoint.save(STATE, storage_writer=RelayWriter(tmp_path / "c"))
+    assert not list(tmp_path.rglob("*"))
 
 
 def test_a_flipped_byte_is_named_with_its_file_and_key(tmp_path):

@@ -176,7 +176,7 @@ async def test_a_value_that_cannot_be_stored_is_an_error_on_every_rank(tmp_path)
 
 
 def test_a_value_that_cannot_be_stored_is_an_error_on_every_rank_of_a_directory(tmp_path, monkeypatch):
-    monkeypatch.setattr("keepstep.checkpoint.places.directory.STALE_SECONDS", 0.1)
+    monkeypatch.setattr("keepstep.checkpoint.places.rank_files.STALE_SECONDS", 0.1)
     check_odd(together(2, lambda rank: save_odd(rank, tmp_path)))
     with pytest.raises(checkpoint.CheckpointNotFound):
         checkpoint.load({"a": {"b": 1}}, tmp_path)

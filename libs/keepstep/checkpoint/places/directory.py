@@ -1,12 +1,8 @@
-"""Checkpoints in a directory that all ranks see: ``manifest-N`` and ``pack-N`` for each rank, ``checkpoint.json`` last.
+"""Checkpoints in a directory that all ranks see: ``manifest-N`` and ``pack-N`` for each rank, and ``checkpoint.json``.
 
-A directory without ``checkpoint.json`` has no checkpoint. Ranks that save exchange small files in ``.saving``:
-
-* ``layout-N``: what rank N holds, after 16 random bytes that name its process; or ``failed-N``, its error.
-* ``seen-N``: digest of all layouts as rank N read them. Files of an earlier attempt may be there; when the ``seen`` of
-  all ranks are equal, all have read the layouts of this attempt, because each of them has its own random bytes.
-* ``result-N``: JSON with the digest, and the root of the manifest, or the error of rank N. Rank 0 reads all of them and
-  writes ``checkpoint.json``, or ``aborted`` with the reason.
+Each save writes its files under names of its own (``pack-N.ATTEMPT.partial``). ``checkpoint.json`` names the attempt,
+and is created by one save only: a directory without it has no checkpoint. Then the files get their names. A reader
+opens them under either name. Ranks of one save find each other through ``RankFiles``.
 """
 
 from __future__ import annotations
@@ -19,21 +15,20 @@ import re
 import secrets
 import shutil
 import threading
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from keepstep.checkpoint.errors import CheckpointAborted, CheckpointDamaged, CheckpointError, CheckpointNotFound
+from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
 from keepstep.checkpoint.parts.pack import Pack
-from keepstep.checkpoint.places.durable_files import make_folder, sync_folder, write_file, write_whole
+from keepstep.checkpoint.places.durable_files import create_whole, make_folder, remove_folders, sync_folder, write_file
+from keepstep.checkpoint.places.rank_files import RankFiles, read_json
 from keepstep.checkpoint.places.target import Exchanged, SaveFacts
 from keepstep.checkpointing.direct.connection import Deadline
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import ManifestError
-from keepstep_mesh.net.backoff import Backoff
 from keepstep_mesh.protocol.manifest import (
     CHUNK_BYTES,
     MAX_MANIFEST_BYTES,
@@ -46,15 +41,10 @@ from keepstep_mesh.protocol.manifest import (
 RECORD = "checkpoint.json"
 FORMAT = "keepstep-checkpoint"
 VERSION = 1
-_SAVING = ".saving"
-_NONCE_BYTES = 16
-_POLL = Backoff(first=0.005, most=0.25)
 MAX_MAPPED = 64
 """Packs that one load keeps open. Processes often may have 1024 files, and jobs more ranks."""
-STALE_SECONDS = 5.0
-"""After this time in the exchange, the error of another rank counts. Before, it may be that of an earlier attempt: the
-rank deletes it when it begins."""
-_OLD = re.compile(r"(?:manifest|pack)-(\d+)(\.[0-9a-f]+\.partial)?")
+_LEFT = re.compile(r"(?:manifest|pack)-(\d+)|(?:manifest-\d+|pack-\d+|checkpoint\.json)\.[0-9a-f]+\.partial")
+_ATTEMPT = re.compile(r"[0-9a-f]+")
 
 log = get_logger("keepstep.checkpoint")
 
@@ -72,68 +62,60 @@ class DirectoryTarget:
         self._path = path
         self._facts = facts
         self._deadline = deadline
-        self._saving = path / _SAVING
-        self._attempt = secrets.token_hex(_NONCE_BYTES)
-        """Equal at all ranks after the exchange."""
+        self._ranks = RankFiles(path, facts, deadline, self._check_uncommitted) if facts.world_size > 1 else None
+        self._own_attempt = secrets.token_hex(16)
         self._root = ""
         self._new_folders: list[Path] = []
         """Those that ``begin`` has made, the innermost first."""
 
+    @property
+    def _attempt(self) -> str:
+        """Name of this attempt: equal at all ranks, after the exchange."""
+        return (self._ranks.attempt if self._ranks else "") or self._own_attempt
+
     def begin(self) -> None:
         """See ``CheckpointTarget``."""
-        self._check_uncommitted()
-        self._new_folders = make_folder(self._saving if self._facts.world_size > 1 else self._path)
-        for name in ("failed", "layout"):
-            (self._saving / f"{name}-{self._facts.rank}").unlink(missing_ok=True)
+        with self._explained():
+            self._check_uncommitted()
+            self._new_folders = self._ranks.begin() if self._ranks else make_folder(self._path)
 
     def _check_uncommitted(self) -> None:
-        if (self._path / RECORD).exists():
+        """Raise ``CheckpointError`` if another save has committed a checkpoint."""
+        if (self._path / RECORD).exists() and not self._is_committed():
+            record = read_json(self._path / RECORD)
             raise CheckpointError(
-                f"{self._path} has a committed checkpoint, which is never overwritten: save to another directory"
+                f"{self._path} has a committed checkpoint, which is never overwritten: of step {record.get('step')}, "
+                f"saved by {record.get('producer', 'an unknown process')} at {record.get('committed')}; save to "
+                f"another directory"
             )
 
     def exchange(self, layout: bytes) -> Exchanged:
         """See ``CheckpointTarget``."""
-        saving, rank, ranks = self._saving, self._facts.rank, range(self._facts.world_size)
-        write_whole(saving / f"layout-{rank}", secrets.token_bytes(_NONCE_BYTES) + layout)
-        seen, began = b"", time.monotonic()
-
-        def agreed() -> list[bytes] | None:
-            nonlocal seen
-            if time.monotonic() - began > STALE_SECONDS:
-                self._check_failed()
-            layouts = [_read(saving / f"layout-{one}") for one in ranks]
-            found = [one for one in layouts if one is not None]
-            if len(found) < len(layouts):
-                return None
-            digest = chunk_digest(b"".join(chunk_digest(one) for one in found))
-            if digest != seen:
-                seen = digest
-                write_whole(saving / f"seen-{rank}", digest)
-            return found if all(_read(saving / f"seen-{one}") == digest for one in ranks) else None
-
-        found = self._wait(agreed, lambda: f"layouts of ranks {self._absent('seen', seen)}")
-        self._attempt = seen.hex()
-        layouts = [one[_NONCE_BYTES:] for one in found]
-        different = {one: number for number, one in enumerate(dict.fromkeys(layouts))}
-        return Exchanged(tuple(different), tuple(different[one] for one in layouts))
-
-    def _check_failed(self) -> None:
-        for rank in range(self._facts.world_size):
-            if failed := _read(self._saving / f"failed-{rank}"):
-                raise CheckpointAborted(f"the save to {self._path} was aborted: rank {rank} failed: {failed.decode()}")
-
-    def _absent(self, name: str, content: bytes) -> str:
-        saving = self._saving
-        absent = [rank for rank in range(self._facts.world_size) if _read(saving / f"{name}-{rank}") != content]
-        return ", ".join(map(str, absent[:10]))
+        assert self._ranks is not None, "a single rank exchanges nothing"
+        with self._explained():
+            return self._ranks.exchange(layout)
 
     def store(self, pack: Pack) -> None:
         """See ``CheckpointTarget``."""
         rank = self._facts.rank
-        partial_pack, partial_manifest = self._partial("pack"), self._partial("manifest")
+        with self._explained():
+            digests = self._write_pack(pack, self._path / partial_name(f"pack-{rank}", self._attempt))
+            manifest = pack_envelope(self._origin(), pack.content_bytes, digests)
+            if len(manifest) > MAX_MANIFEST_BYTES:
+                raise CheckpointError(
+                    f"manifest of rank {rank} too large: {len(manifest)} bytes (limit {MAX_MANIFEST_BYTES})"
+                )
+            write_file(self._path / partial_name(f"manifest-{rank}", self._attempt), manifest)
+            sync_folder(self._path)
+            self._check_uncommitted()
+            self._root = read_envelope(manifest).root.hex()
+            if self._ranks:
+                self._ranks.report(self._root)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
         try:
-            digests = self._write_pack(pack, partial_pack)
+            yield
         except TimeoutError:  # an OSError too
             raise
         except OSError as error:
@@ -141,23 +123,6 @@ class DirectoryTarget:
                 f"{self._path} was not saved: {error.strerror or error}; earlier checkpoints are intact: free space "
                 f"there, or save to another directory"
             ) from error
-        manifest = pack_envelope(self._origin(), pack.content_bytes, digests)
-        if len(manifest) > MAX_MANIFEST_BYTES:
-            raise CheckpointError(
-                f"manifest of rank {rank} too large: {len(manifest)} bytes (limit {MAX_MANIFEST_BYTES})"
-            )
-        write_file(partial_manifest, manifest)
-        self._check_uncommitted()  # by another save, since ``begin``
-        partial_manifest.replace(self._path / f"manifest-{rank}")  # first: ``_commit`` compares it
-        partial_pack.replace(self._path / f"pack-{rank}")
-        sync_folder(self._path)
-        self._root = read_envelope(manifest).root.hex()
-        if self._facts.world_size > 1:
-            _write_json(self._saving / f"result-{rank}", {"attempt": self._attempt, "root": self._root})
-
-    def _partial(self, name: str) -> Path:
-        """Return where this attempt writes a file of this rank. Another save to this directory writes elsewhere."""
-        return self._path / f"{name}-{self._facts.rank}.{self._attempt}.partial"
 
     def _write_pack(self, pack: Pack, path: Path) -> bytes:
         """Write the pack durably, and return the digests of its chunks."""
@@ -174,40 +139,21 @@ class DirectoryTarget:
 
     def commit(self) -> None:
         """See ``CheckpointTarget``."""
-        if self._facts.world_size == 1:
+        if self._ranks is None:
             self._commit([self._root])
         elif self._facts.rank == 0:
-            self._commit_all()
+            self._commit(self._ranks.roots())
         else:
-            self._wait_for_commit()
+            self._ranks.wait_for_commit(self._is_committed)
+
+    def _is_committed(self) -> bool:
+        return read_json(self._path / RECORD).get("attempt") == self._attempt
 
     def _origin(self) -> Origin:
         return Origin(self._path.name, "", self._facts.step, 0, self._facts.producer)
 
-    def _commit_all(self) -> None:
-        saving, ranks = self._saving, range(self._facts.world_size)
-
-        def results() -> list[dict[str, Any]] | None:
-            found = [_read_json(saving / f"result-{rank}") for rank in ranks]
-            for rank, one in enumerate(found):
-                if one.get("attempt") == self._attempt and "error" in one:
-                    raise CheckpointAborted(f"the save to {self._path} was aborted: rank {rank} failed: {one['error']}")
-            return found if all(one.get("attempt") == self._attempt for one in found) else None
-
-        def absent() -> str:
-            found = (rank for rank in ranks if _read_json(saving / f"result-{rank}").get("attempt") != self._attempt)
-            return "results of ranks " + ", ".join(map(str, found))
-
-        self._commit([str(one["root"]) for one in self._wait(results, absent)])
-
     def _commit(self, roots: list[str]) -> None:
-        self._check_uncommitted()
-        for rank, root in enumerate(roots):
-            manifest = _read(self._path / f"manifest-{rank}")
-            if manifest is None or read_envelope(manifest).root.hex() != root:
-                raise CheckpointError(
-                    f"another save to {self._path} has replaced manifest-{rank}: save to a directory of its own"
-                )
+        """Write ``checkpoint.json``, which only one of several saves can, and then give the files their names."""
         record = {
             "format": FORMAT,
             "version": VERSION,
@@ -216,56 +162,55 @@ class DirectoryTarget:
             "roots": roots,
             "committed": datetime.now(UTC).isoformat(timespec="seconds"),
             "attempt": self._attempt,
+            "producer": self._facts.producer,
         }
-        _write_json(self._path / RECORD, record)
-        shutil.rmtree(self._saving, ignore_errors=True)
-        with contextlib.suppress(OSError):  # it is committed, whatever is left
-            for file in self._path.iterdir():
-                old = _OLD.fullmatch(file.name)
-                if old is not None and (old[2] or int(old[1]) >= len(roots)):
-                    file.unlink(missing_ok=True)  # of an attempt that was killed, perhaps with more ranks
+        with self._explained():
+            self._check_uncommitted()
+            if not create_whole(self._path / RECORD, json.dumps(record, indent=1).encode()):
+                self._check_uncommitted()
+                raise CheckpointError(f"{self._path} was not saved: {RECORD} is in the way; save to another directory")
+        try:
+            for name in (f"{kind}-{rank}" for rank in range(len(roots)) for kind in ("manifest", "pack")):
+                (self._path / partial_name(name, self._attempt)).replace(self._path / name)
+            sync_folder(self._path)
+            self._tidy(len(roots))
+        except OSError as error:  # it is committed, and readers find the files under both names
+            log.warning("files of a committed checkpoint not renamed", path=str(self._path), reason=str(error))
 
-    def _wait_for_commit(self) -> None:
-        def committed() -> bool | None:
-            if _read_json(self._path / RECORD).get("attempt") == self._attempt:
-                return True
-            aborted = _read_json(self._saving / "aborted")
-            if aborted.get("attempt") == self._attempt:
-                raise CheckpointAborted(str(aborted.get("error")))
-            return None
-
-        self._wait(committed, lambda: "the commit of rank 0")
+    def _tidy(self, ranks: int) -> None:
+        """Delete what attempts left that were killed, perhaps with more ranks, or were late."""
+        shutil.rmtree(self._path / ".saving", ignore_errors=True)
+        for file in self._path.iterdir():
+            old = _LEFT.fullmatch(file.name)
+            if old is not None and (old[1] is None or int(old[1]) >= ranks):
+                file.unlink(missing_ok=True)
 
     def fail(self, error: str) -> None:
         """See ``CheckpointTarget``."""
-        for partial in (self._partial("pack"), self._partial("manifest")):
-            with contextlib.suppress(OSError):
-                partial.unlink()
-        if self._facts.world_size == 1:
-            with contextlib.suppress(OSError):  # not empty, or of another save by now
-                for folder in self._new_folders:
-                    folder.rmdir()
+        with contextlib.suppress(OSError, CheckpointError):
+            if not self._is_committed():
+                self._delete_partial()
+        if self._ranks:
+            self._ranks.fail(error)
             return
-        name = "aborted" if self._facts.rank == 0 else f"result-{self._facts.rank}"
-        try:
-            write_whole(self._saving / f"failed-{self._facts.rank}", error.encode(errors="backslashreplace"))
-            _write_json(self._saving / name, {"attempt": self._attempt, "error": error})
-        except OSError as problem:
-            log.warning("the failure did not reach the other ranks", reason=str(problem))
+        remove_folders(self._new_folders)
+
+    def _delete_partial(self) -> None:
+        """Delete the files of this rank, unless rank 0 may commit them. Rank 0 deletes those of all ranks."""
+        rank = self._facts.rank
+        if rank and self._ranks and self._ranks.may_be_committed:
+            return
+        for one in (rank,) if rank else range(self._facts.world_size):
+            for kind in ("manifest", "pack"):
+                (self._path / partial_name(f"{kind}-{one}", self._attempt)).unlink(missing_ok=True)
 
     def close(self) -> None:
         """See ``CheckpointTarget``."""
 
-    def _wait(self, look: Callable[[], Any], missing: Callable[[], str]) -> Any:
-        attempts = 0
-        while (found := look()) is None:
-            attempts += 1
-            try:
-                left = self._deadline.remaining()
-            except TimeoutError as error:
-                raise CheckpointAborted(f"{error}; missing in {self._path}: {missing()}") from error
-            time.sleep(min(_POLL.seconds(attempts), left))  # a shared file system announces nothing
-        return found
+
+def partial_name(name: str, attempt: str) -> str:
+    """Return the name of a file until its checkpoint is committed, and a moment longer."""
+    return f"{name}.{attempt}.partial"
 
 
 class DirectorySource:
@@ -278,10 +223,11 @@ class DirectorySource:
         self._verified: dict[int, bytearray] = {}
         self._lock = threading.Lock()
         self._digests: list[tuple[bytes, ...]] = []
+        self._attempt = ""
 
     def manifests(self) -> list[bytes]:
         """See ``CheckpointReader``."""
-        record = _read_json(self._path / RECORD)
+        record = read_json(self._path / RECORD)
         if not record:
             raise CheckpointNotFound(f"{self._path} has no committed checkpoint: missing {RECORD}")
         if record.get("format") != FORMAT or record.get("version") != VERSION:
@@ -289,31 +235,40 @@ class DirectorySource:
                 f"{self._path / RECORD} is of format {record.get('format')!r}, version {record.get('version')!r}; this "
                 f"build reads {FORMAT!r}, version {VERSION}"
             )
+        attempt = str(record.get("attempt"))
+        self._attempt = attempt if _ATTEMPT.fullmatch(attempt) else ""
         found: list[bytes] = []
         self._digests.clear()
         for rank, root in enumerate(_roots(record, self._path)):
-            file = self._path / f"manifest-{rank}"
-            data = _read(file)
+            name = f"manifest-{rank}"
+            with self._open(name) as file:
+                data = file.read()
             try:
-                envelope = None if data is None else read_envelope(data)
+                envelope = read_envelope(data)
             except ManifestError as error:
-                raise CheckpointDamaged(f"{file} is damaged: {error}") from error
-            if data is None or envelope is None or envelope.root.hex() != root:
-                raise CheckpointDamaged(f"{file} is {'missing' if data is None else 'not the committed manifest'}")
+                raise CheckpointDamaged(f"{self._path / name} is damaged: {error}") from error
+            if envelope.root.hex() != root:
+                raise CheckpointDamaged(f"{self._path / name} is not the committed manifest")
             self._digests.append(envelope.chunk_digests)
             self._check_size(rank, envelope.pack_bytes)
             found.append(data)
         return found
 
     def _check_size(self, rank: int, size: int) -> None:
-        path = self._path / f"pack-{rank}"
-        try:
-            found = path.stat().st_size
-        except FileNotFoundError:
-            raise CheckpointDamaged(f"{path} is missing") from None
+        with self._open(f"pack-{rank}") as file:
+            found = os.fstat(file.fileno()).st_size
         if found != size:
-            raise CheckpointDamaged(f"{path} has {found} bytes, expected {size}")
+            raise CheckpointDamaged(f"{self._path / f'pack-{rank}'} has {found} bytes, expected {size}")
         self._verified[rank] = bytearray(len(self._digests[rank]))
+
+    def _open(self, name: str) -> BinaryIO:
+        """Open a file, which may still have the name of its attempt. Raises ``CheckpointDamaged`` if it is missing."""
+        with contextlib.suppress(FileNotFoundError):
+            return (self._path / partial_name(name, self._attempt)).open("rb")
+        try:
+            return (self._path / name).open("rb")
+        except FileNotFoundError:
+            raise CheckpointDamaged(f"{self._path / name} is missing") from None
 
     def read(self, rank: int, offset: int, length: int) -> memoryview:
         """See ``CheckpointReader``."""
@@ -332,7 +287,7 @@ class DirectorySource:
         with self._lock:
             found = self._files.get(rank)
             if found is None:
-                with (self._path / f"pack-{rank}").open("rb") as file:
+                with self._open(f"pack-{rank}") as file:
                     found = self._files[rank] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
                 while len(self._files) > MAX_MAPPED:
                     self._files.popitem(last=False)  # closed when its last view is gone
@@ -352,28 +307,3 @@ def _roots(record: dict[str, Any], path: Path) -> Iterable[str]:
     if not isinstance(roots, list) or len(roots) != record.get("ranks") or not roots:
         raise CheckpointDamaged(f"{path / RECORD} is damaged: it must name the root of each rank")
     return map(str, roots)
-
-
-def _read(path: Path) -> bytes | None:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        return None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a file; empty: the file is absent."""
-    data = _read(path)
-    if data is None:
-        return {}
-    try:
-        value = json.loads(data)
-    except ValueError as error:
-        raise CheckpointDamaged(f"{path} is damaged: {error}") from error
-    if type(value) is not dict:
-        raise CheckpointDamaged(f"{path} is damaged: it is not a JSON object")
-    return value
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    write_whole(path, json.dumps(value, indent=1).encode())

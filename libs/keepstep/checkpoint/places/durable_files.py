@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import secrets
+from collections.abc import Iterable
 from pathlib import Path
+
+NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
+"""Errors of file systems that have no hard links."""
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -13,6 +19,30 @@ def write_whole(path: Path, data: bytes) -> None:
     write_file(partial, data)
     partial.replace(path)
     sync_folder(path.parent)
+
+
+def create_whole(path: Path, data: bytes) -> bool:
+    """Write a new file whole or not at all. Return False if it exists. Of several processes, one gets True.
+
+    On a file system without hard links, each of several processes may get True at the same instant.
+    """
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
+    try:
+        write_file(partial, data)
+        try:
+            os.link(partial, path)
+        except FileExistsError:
+            return path.read_bytes() == data  # NFS repeats a request whose answer was lost
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+            if path.exists():
+                return False
+            partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    sync_folder(path.parent)
+    return True
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -26,11 +56,22 @@ def write_file(path: Path, data: bytes) -> None:
 def make_folder(path: Path) -> list[Path]:
     """Make a folder and those above it. Return the new ones, the innermost first."""
     new = [one for one in (path, *path.parents) if not one.exists()]
-    path.mkdir(parents=True, exist_ok=True)
-    for one in new:
-        with contextlib.suppress(PermissionError):  # a folder that may be written, but not read
-            sync_folder(one.parent)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        for one in new:
+            with contextlib.suppress(PermissionError):  # a folder that may be written, but not read
+                sync_folder(one.parent)
+    except BaseException:
+        remove_folders(new)
+        raise
     return new
+
+
+def remove_folders(folders: Iterable[Path]) -> None:
+    """Remove folders that are empty, the innermost first."""
+    with contextlib.suppress(OSError):
+        for one in folders:
+            one.rmdir()
 
 
 def sync_folder(path: Path) -> None:
