@@ -10,7 +10,8 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import msgpack
@@ -31,6 +32,9 @@ MAX_FRAME_BYTES = 1024 * 1024
 """Limit of a frame from a worker."""
 MAX_SERVER_FRAME_BYTES = 256 * 1024 * 1024
 """Limit of a frame from a lighthouse: a full member list with the data of every member."""
+PACK_BUFFER_BYTES = 4096
+"""Initial buffer of an encoder; a larger message grows it. msgpack's default, 256 KiB, takes as long as a small
+message."""
 MAX_TEXT = 4096
 MAX_ITEMS = 65536
 
@@ -188,7 +192,8 @@ def _decoder(hint: Any, name: str) -> Decoder:
     raise TypeError(f"{name}: {hint!r} cannot be encoded")
 
 
-_FIELDS: dict[type, tuple[str, ...]] = {}
+_FIELDS: dict[type, Callable[[Any], Sequence[Any]]] = {}
+"""Reader of the fields of each dataclass that was encoded so far."""
 _DECODERS: dict[str, Decoder] = {}
 for _kind in (
     *typing.get_args(ToLighthouse),
@@ -199,19 +204,24 @@ for _kind in (
 _INFO = _record(MemberInfo, "info")
 
 
-def _plain(value: Any) -> Any:
-    """Return the fields of a dataclass as a list; called by msgpack for types that it does not know."""
-    names = _FIELDS.get(type(value))
-    if names is None:
+def _plain(value: Any) -> Sequence[Any]:
+    """Return the fields of a dataclass in order; called by msgpack for types that it does not know."""
+    read = _FIELDS.get(type(value))
+    if read is None:
         if not dataclasses.is_dataclass(value):
             raise TypeError(f"{type(value).__name__} cannot be encoded in a message; use plain msgpack values")
-        names = _FIELDS[type(value)] = tuple(f.name for f in dataclasses.fields(value))
-    return [getattr(value, name) for name in names]
+        read = _FIELDS[type(value)] = _reader([f.name for f in dataclasses.fields(value)])
+    return read(value)
+
+
+def _reader(names: list[str]) -> Callable[[Any], Sequence[Any]]:
+    """Return a function that reads these fields. ``attrgetter`` is twice as fast, but returns one field bare."""
+    return attrgetter(*names) if len(names) > 1 else lambda value: [getattr(value, name) for name in names]
 
 
 def pack(value: Any) -> bytes:
     """Encode any msgpack value; dataclasses become lists of their fields."""
-    packed: bytes = msgpack.packb(value, default=_plain)
+    packed: bytes = msgpack.Packer(default=_plain, buf_size=PACK_BUFFER_BYTES).pack(value)
     return packed
 
 
@@ -240,7 +250,8 @@ def decode(frame: bytes | memoryview, limit_bytes: int = MAX_FRAME_BYTES) -> Mes
         raise ProtocolError(
             f"unknown kind of message {value[0][:40]!r}; this build supports version {PROTOCOL_VERSION}"
         )
-    return typing.cast("Message", decoder(value[1:], value[0]))
+    message: Message = decoder(value[1:], value[0])
+    return message
 
 
 def check_info(info: MemberInfo) -> None:
@@ -251,7 +262,8 @@ def check_info(info: MemberInfo) -> None:
 def answer_frames(answer: QuorumAnswer | RankQuorum) -> Callable[[int], bytes]:
     """Return a function that encodes ``answer`` for a request number. All other fields are encoded once."""
     encoded = pack([answer.kind, 0, *_plain(answer)[1:]])
-    end = len(pack(answer.kind)) + 1  # an array of up to 15 fields has a header of one byte, 0 is one byte
+    # an array of up to 15 fields and a string of up to 31 characters have a header of one byte, 0 is one byte
+    end = 1 + 1 + len(answer.kind)
     head, tail = encoded[:end], encoded[end + 1 :]
     return lambda request: head + pack(request) + tail
 

@@ -55,6 +55,7 @@ class OpenRequest:
         if quorum is not None:
             future, self._future = self._future, None
             if future is not None and not future.done():
+                future.remove_done_callback(self._on_done)  # it is for cancellations
                 future.set_result(quorum)
 
     def denied(self, denied: Denied) -> None:

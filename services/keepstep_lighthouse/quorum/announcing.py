@@ -42,14 +42,13 @@ class Announcer:
         asked = [(group, group.request) for group in chosen if group.request is not None]
         _, first = asked[0]
         step, lineage = first.step, first.lineage
-        uniform = not any(
-            request.step != step
-            or request.lineage != lineage
-            or request.commit_failures
-            or request.shrink_only
-            or group.diverged
-            for group, request in asked
-        )
+        uniform = allow_heal = True
+        for group, request in asked:
+            differs = request.step != step or request.lineage != lineage or group.diverged
+            if differs or request.commit_failures or request.shrink_only:
+                uniform = False
+            if not request.allow_heal:
+                allow_heal = False
         if last is not None and last.uniform and uniform and same:
             listed, version = last.listed, last.version
         else:
@@ -57,7 +56,6 @@ class Announcer:
             version = 1 if last is None else last.version + 1
             if not uniform:
                 step, lineage = reference_state(listed)
-        allow_heal = all(request.allow_heal for _, request in asked)
         verify = verify or is_due(step, record.policy.verify_every, allow_heal=allow_heal)
         self.chosen, self._info_changed = chosen, False
         self.last = Announce(

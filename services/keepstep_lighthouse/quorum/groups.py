@@ -195,10 +195,10 @@ class Groups:
         group.step = request.step
         group.lineage = request.lineage
         group.highest_request = request.request
+        self._count_request(group, self.asking)
         heapq.heappush(self._deadlines, (now + request.timeout_ms / 1000, group.replica_id, request.request))
         if len(self._deadlines) > 64 + 2 * len(self.by_id):
             self._drop_stale_deadlines()
-        self._count_request(group, self.asking)
 
     def _count_step(self, group: Group, request: QuorumRequest, seconds: float) -> None:
         """``request`` ends the step that began with the last answer, ``seconds`` ago."""
@@ -246,8 +246,10 @@ class Groups:
     @property
     def min_groups(self) -> int:
         """``QuorumRequest.min_groups`` of the first group that asks; it is equal in all groups of a job."""
-        first = next(iter(self.asking.values()), None) or next(iter(self.passed_over.values()), None)
-        return first.request.min_groups if first is not None and first.request is not None else 0
+        for asking in (self.asking, self.passed_over):
+            for first in asking.values():
+                return first.request.min_groups if first.request is not None else 0
+        return 0
 
     def all_asking(self) -> list[Group]:
         """Sorted by replica_id."""
@@ -272,7 +274,10 @@ class Groups:
                 group.answer = Answer(announce, group.request.request, group.session)
             group.request = None
             group.working_since = now
-        left = [group for group in (*self.passed_over.values(), *self.asking.values()) if group.request is not None]
+        left: list[Group] = []
+        if len(chosen) < self.asking_count:
+            asked = (*self.passed_over.values(), *self.asking.values())
+            left = [group for group in asked if group.request is not None]
         self.asking = {}
         self.passed_over = {group.replica_id: group for group in left}
         self.members_asking = sum(group.member for group in left)
@@ -309,6 +314,9 @@ class Groups:
         return group is not None and group.request is not None and group.request.request == number
 
     def _drop_stale_deadlines(self) -> None:
+        if not self.asking_count and self.counted == len(self.by_id):  # no group asks, and none is excluded
+            self._deadlines.clear()
+            return
         self._deadlines = [entry for entry in self._deadlines if self._is_open(entry[1], entry[2])]
         heapq.heapify(self._deadlines)
 

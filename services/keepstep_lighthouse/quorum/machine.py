@@ -70,6 +70,7 @@ from keepstep_lighthouse.quorum.rounds import Round
 from keepstep_lighthouse.quorum.rules import job_status, reasons
 from keepstep_lighthouse.quorum.rules.job_status import JobStatus
 from keepstep_lighthouse.quorum.rules.quorum_rules import ANNOUNCING, NOBODY, Code, Verdict, choose, judge
+from keepstep_lighthouse.quorum.rules.reasons import Formed
 from keepstep_lighthouse.quorum.rules.verification import Verification
 from keepstep_lighthouse.quorum.views import HealView, QuorumView, ReplicaView, heal_views, quorum_view, replica_views
 from keepstep_mesh.protocol import lineage
@@ -99,7 +100,7 @@ class JobCore:
             self._takeover.wait(record.members, now, state.takeover_grace, fenced_until)
         self._verification = Verification()
         self._verdict = NOBODY
-        self._formed: Reason | None = None
+        self._formed: Formed | None = None
 
     @property
     def record(self) -> JobRecord:
@@ -231,7 +232,9 @@ class JobCore:
         stragglers.log_wait(state)
         announce = state.announcer.announce(chosen, state.record, joiners, state.reached, verify=verify)
         self._verification.announced(announce)
-        forbid_heal = [g.replica_id for g in chosen if g.request is not None and not g.request.allow_heal]
+        forbid_heal: list[str] = []
+        if not announce.allow_heal:
+            forbid_heal = [g.replica_id for g in chosen if g.request is not None and not g.request.allow_heal]
         groups.close_round(announce, chosen, now)
         state.decisions.append(announce)
         starts.note(state, announce, ended)
@@ -241,10 +244,10 @@ class JobCore:
             reason = f"quorum {before} is over, the job is at {announce.quorum_id}"
             state.tell_all(left_behind, RoundBroken(before, reason))
         names = sorted(g.replica_id for g in groups if g.excluded is None and not g.member) if left_out else []
-        self._formed = reasons.formed(code, announce.quorum_id, len(chosen), names, forbid_heal)
+        self._formed = Formed(code, announce.quorum_id, len(chosen), names, forbid_heal)
         if announce.quorum_id != before:
             members = list(state.record.members)
-            state.log("quorum", "", quorum_id=announce.quorum_id, members=members, reason=self._formed.sentence)
+            state.log("quorum", "", quorum_id=announce.quorum_id, members=members, reason=self._formed.reason.sentence)
         for group, failed in given_up:
             state.log("heal_given_up", group.replica_id, failed_heals=failed)
         if comparison is not None:
@@ -255,12 +258,13 @@ class JobCore:
     def reason(self, now: float) -> Reason:
         """Return why the next quorum is not formed yet; if no group asks, how the last one was formed."""
         if not self._groups.asking_count and self._formed is not None:
-            return self._formed
+            return self._formed.reason
         return reasons.waiting(self._verdict, self._groups, self.record, self._takeover.absent, now)
 
     def quorum_view(self, now: float) -> QuorumView:
         absent, last = self._takeover.absent, self._state.announcer.last
-        return quorum_view(self._groups, self.record, absent, last, self.reason(now), self._formed)
+        formed = None if self._formed is None else self._formed.reason
+        return quorum_view(self._groups, self.record, absent, last, self.reason(now), formed)
 
     def status(self, now: float, now_unix: float) -> JobStatus:
         """Return whether the job runs, and if not, how it ended."""

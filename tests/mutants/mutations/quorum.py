@@ -79,8 +79,8 @@ MUTATIONS = (
     Mutation(
         "a quorum that lost a member between two rounds keeps its quorum_id",
         f"{LIGHTHOUSE}/quorum/changes/membership.py",
-        "    goes_on = record.ended is None and not state.round.lost\n",
-        "    goes_on = record.ended is None\n",
+        "    goes_on = same and not failed and record.ended is None and not state.round.lost\n",
+        "    goes_on = same and not failed and record.ended is None\n",
         Test(
             "tests/unit/quorum/rules/test_core_rules.py::"
             "test_quorum_id_grows_with_another_membership_a_failed_commit_or_a_lost_member_and_else_stays"
@@ -89,7 +89,7 @@ MUTATIONS = (
     Mutation(
         "a quorum whose member reports a failed commit keeps its quorum_id",
         f"{LIGHTHOUSE}/quorum/changes/membership.py",
-        "    failed = any(request.commit_failures for request in requests)\n",
+        "    failed = {one.commit_failures for one in requests} != {0}\n",
         "    failed = False\n",
         Seeds(1, 0, 500),
     ),
@@ -180,8 +180,8 @@ MUTATIONS = (
     Mutation(
         "a round heals although a member allows no heal",
         f"{LIGHTHOUSE}/quorum/announcing.py",
-        "allow_heal = all(request.allow_heal for",
-        "allow_heal = any(request.allow_heal for",
+        "            if not request.allow_heal:\n",
+        "            if not request.allow_heal and request is first:\n",
         Seeds(1, 0, 200),
     ),
     Mutation(

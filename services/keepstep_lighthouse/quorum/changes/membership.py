@@ -29,14 +29,16 @@ def change(state: JobState, chosen: list[Group], now_unix: float) -> tuple[int, 
     left_behind: tuple[int, ...] = ()
     same = len(chosen) == len(record.members) and all(group.member for group in chosen)
     requests = [group.request for group in chosen if group.request is not None]
-    failed = any(request.commit_failures for request in requests)
+    failed = {one.commit_failures for one in requests} != {0}
     lineages = {one.lineage for one in requests}
+    goes_on = same and not failed and record.ended is None and not state.round.lost
+    if goes_on and lineages == {record.quorum_id}:  # in most rounds
+        return ()
     known = (origin(lineage).quorum_id for lineage in lineages)
     # above ours if states come from a job of another lighthouse
     reached = max((one for one in known if one < HIGHEST_QUORUM_ID), default=0)
     repeated = any(map(repeats_steps, lineages)) and repeats_steps(reference_state(requests)[1])
-    goes_on = record.ended is None and not state.round.lost
-    if same and not failed and goes_on and not repeated and reached <= record.quorum_id:
+    if goes_on and not repeated and reached <= record.quorum_id:
         return ()
     if not same:
         left_behind = state.member_sessions(lambda group: group.request is None)

@@ -35,7 +35,8 @@ class JobStatus:
 
 def begins_to_run(groups: Groups, now: float) -> bool:
     """Return whether a quorum that forms now makes the job run: it stood, or none of its groups is a member."""
-    return not any(group.member for group in groups) or _stands(groups, now)
+    trains = groups.members_asking > 0 or any(group.member for group in groups)
+    return not trains or _stands(groups, now)
 
 
 def of_job(

@@ -6,6 +6,7 @@ The REST API, logs, denials and tests all show the same reason.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from keepstep_lighthouse.quorum.events import JobRecord, Reason
 from keepstep_lighthouse.quorum.group import WORKING, Exclusion, Group
@@ -100,22 +101,31 @@ def _progress(groups: Groups, healing: list[str]) -> Iterable[str]:
         yield f"{len(healing) - MAX_NAMED} more"
 
 
-def formed(code: str, quorum_id: int, members: int, left_out: list[str], forbid_heal: list[str]) -> Reason:
-    """Return how the last quorum was formed.
+class Formed(NamedTuple):
+    """Facts about a quorum that has formed; most rounds need no sentence about them."""
 
-    Args:
-        left_out: healthy groups that are not in it.
-        forbid_heal: members that asked for a round without healing.
-    """
-    how = {
-        "fast": "all members of the previous quorum asked",
-        "all_asking": "all healthy groups asked",
-        "stragglers_dropped": f"the wait for {named(left_out)} timed out",
-    }[code]
-    numbers: dict[str, float] = {"quorum_id": quorum_id, "members": members, "left_out": len(left_out)}
-    if forbid_heal:
-        how += f"; no group heals because {named(forbid_heal)} asked for a round without healing"
-    return Reason(code, numbers, f"quorum {quorum_id}, {members} member{'' if members == 1 else 's'}: {how}")
+    code: str
+    quorum_id: int
+    members: int
+    left_out: list[str]
+    """Healthy groups that are not in it."""
+    forbid_heal: list[str]
+    """Members that asked for a round without healing."""
+
+    @property
+    def reason(self) -> Reason:
+        """How the quorum was formed."""
+        how = {
+            "fast": "all members of the previous quorum asked",
+            "all_asking": "all healthy groups asked",
+            "stragglers_dropped": f"the wait for {named(self.left_out)} timed out",
+        }[self.code]
+        members = f"{self.members} member{'' if self.members == 1 else 's'}"
+        numbers: dict[str, float] = {"quorum_id": self.quorum_id, "members": self.members}
+        numbers["left_out"] = len(self.left_out)
+        if self.forbid_heal:
+            how += f"; no group heals because {named(self.forbid_heal)} asked for a round without healing"
+        return Reason(self.code, numbers, f"quorum {self.quorum_id}, {members}: {how}")
 
 
 def of_group(group: Group, groups: Groups, record: JobRecord) -> Reason | None:
