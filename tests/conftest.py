@@ -46,6 +46,10 @@ HELPERS = ("multiprocessing.resource_tracker",)
 """Children that Python starts once and keeps for the life of the process."""
 
 
+# The import of all test modules makes millions of objects and no garbage: a fifth of its CPU time is saved.
+# `pytest_collection_finish` enables it again.
+gc.disable()
+
 # The machine may be busy: no test has a limit in wall-clock time for an example.
 hypothesis.settings.register_profile("keepstep", deadline=None)
 hypothesis.settings.load_profile("keepstep")
@@ -188,6 +192,7 @@ def pytest_collection_finish() -> None:
     """Take the modules of torch out of garbage collection: to look at their objects takes 0.3 s of CPU time."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
