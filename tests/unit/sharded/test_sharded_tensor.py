@@ -22,7 +22,7 @@ def grids(draw):
     return local, prepended, [(draw(st.integers(0, count - 1)), count) for count in fragments]
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(grids())
 def test_rank_offsets_give_the_slice_of_the_global_tensor(grid) -> None:
     local, prepended, places = grid
@@ -40,7 +40,7 @@ def test_rank_offsets_give_the_slice_of_the_global_tensor(grid) -> None:
     assert whole[part.global_slice()].shape == local
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(grids(), st.data())
 def test_coordinates_of_a_flattened_range_are_those_of_its_elements(grid, data) -> None:
     local, prepended, places = grid
@@ -60,7 +60,7 @@ def test_coordinates_of_a_flattened_range_are_those_of_its_elements(grid, data) 
         assert torch.equal(box[tuple(map(torch.from_numpy, part.local_coordinates()))], torch.arange(start, stop))
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(grids(), st.data())
 def test_a_narrowed_part_is_that_of_a_narrowed_global_tensor(grid, data) -> None:
     local, prepended, places = grid
