@@ -92,6 +92,17 @@ def _notice_reentrant_checkpoints() -> None:
     checkpoint.CheckpointFunction.forward = staticmethod(forward)  # type: ignore[method-assign]
 
 
+_patching = threading.Lock()
+"""Groups may be threads of one process, and warning filters are those of the whole process."""
+
+
+def _prepare_torch() -> None:
+    """Trigger torch's warning and patch its reentrant checkpoints, once per process."""
+    with _patching:
+        _trigger_torchs_warning()
+        _notice_reentrant_checkpoints()
+
+
 class DistributedDataParallel(parallel.DistributedDataParallel):
     """``torch.nn.parallel.DistributedDataParallel`` whose gradients go through ``manager.allreduce``.
 
@@ -137,8 +148,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
                 )
         kwargs.setdefault("gradient_as_bucket_view", True)
         buffers = SyncedBuffers(manager, module, sync=sync_buffers, average=average_buffers, ignore=ignore_buffers)
-        _trigger_torchs_warning()
-        _notice_reentrant_checkpoints()
+        _prepare_torch()
         self._averages_at_end = False
         """True from a forward pass through a reentrant checkpoint to the end of its backward pass."""
         self._reduction_queued = False
