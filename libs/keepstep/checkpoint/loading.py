@@ -14,12 +14,13 @@ import torch
 
 from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointError, MissingKeys
 from keepstep.checkpoint.parts.flattening import Leaf, expand, flatten, place
-from keepstep.checkpoint.parts.local_parts import Box, Part, TensorPart, local_parts
+from keepstep.checkpoint.parts.local_parts import Part, TensorPart, local_parts
 from keepstep.checkpoint.places.at_relay import RelaySource
 from keepstep.checkpoint.places.directory import DirectorySource
 from keepstep.checkpoint.places.location import AtRelay, parse
 from keepstep.checkpoint.stored import CheckpointReader, Piece, StoredCheckpoint, StoredTensor, pieces_of
 from keepstep.checkpointing.direct.connection import Deadline
+from keepstep_mesh.protocol.boxes import Box
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES
 
 STREAMS = 4

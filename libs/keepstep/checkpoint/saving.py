@@ -26,9 +26,10 @@ from keepstep.checkpoint.stored import stored_state
 from keepstep.checkpointing import UnsupportedValue
 from keepstep.checkpointing.direct.connection import Deadline
 from keepstep.checkpointing.state.pack_layout import describe
-from keepstep.checkpointing.state.sharding import LocalShard, Sharding
+from keepstep.checkpointing.state.sharding import LocalShard
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.protocol.manifest import chunk_digest
+from keepstep_mesh.protocol.state_content import Sharding
 
 Kind = Literal["durable", "live"]
 TIMEOUT = timedelta(minutes=10)

@@ -16,12 +16,12 @@ import torch
 
 from keepstep.checkpoint.errors import CheckpointError
 from keepstep.checkpoint.parts.flattening import Index, Leaf, Path, build, key_of, pack_path, unpack_path
-from keepstep.checkpoint.parts.local_parts import Box, Sizes, whole
-from keepstep.checkpoint.parts.planning import uncovered
 from keepstep.checkpointing.state.leaves import TORCH_DTYPES, numpy_dtype
 from keepstep.checkpointing.state.restoring import build_value
-from keepstep.checkpointing.state.state_manifest import BYTES, NUMPY, TensorEntry, read_manifest
+from keepstep.checkpointing.state.state_manifest import read_manifest
 from keepstep_mesh.errors import ManifestError
+from keepstep_mesh.protocol.boxes import Box, Sizes, uncovered, whole
+from keepstep_mesh.protocol.state_content import BYTES, NUMPY, TensorEntry
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata

@@ -34,11 +34,12 @@ from torch.futures import Future
 from keepstep.checkpoint.errors import CheckpointError
 from keepstep.checkpoint.loading import STREAMS, naming_key, open_reader
 from keepstep.checkpoint.parts.flattening import Index, Leaf
-from keepstep.checkpoint.parts.local_parts import Box, ObjectPart, Part, TensorPart, local_part
+from keepstep.checkpoint.parts.local_parts import ObjectPart, Part, TensorPart, local_part
 from keepstep.checkpoint.places.location import parse
 from keepstep.checkpoint.saving import TIMEOUT, Kind, open_target, pack_of, save_facts
 from keepstep.checkpoint.stored import StoredCheckpoint, pieces_of
 from keepstep.checkpointing.state.sharding import is_dtensor
+from keepstep_mesh.protocol.boxes import Box
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 """The envelope of a manifest: which chunks a state is made of, readable without torch. docs/checkpoint-format.md is its
-page; what the chunks mean (``content``) is read by ``keepstep.checkpointing.state.state_manifest``.
+page; ``state_content`` reads what the chunks mean (``content``).
 
 A manifest from the network is hostile until it is read: nothing here takes more memory than a few times its length.
 """

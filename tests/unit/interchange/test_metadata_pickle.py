@@ -29,7 +29,7 @@ from keepstep.checkpoint.foreign.dcp_metadata import ByteRange, read_dcp_metadat
 from keepstep.checkpoint.foreign.foreign_errors import ForeignCheckpointError, RefusedClass
 from keepstep.checkpoint.foreign.metadata_pickle import read_metadata_pickle
 from keepstep.checkpoint.parts.flattening import Index
-from keepstep.checkpoint.parts.local_parts import Box
+from keepstep_mesh.protocol.boxes import Box
 
 
 def metadata(**changed: Any) -> Metadata:

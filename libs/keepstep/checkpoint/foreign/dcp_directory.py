@@ -18,7 +18,7 @@ from keepstep.checkpoint.foreign.foreign_errors import CannotHold, ForeignCheckp
 from keepstep.checkpoint.foreign.pickled_items import load_pickled
 from keepstep.checkpoint.foreign.safetensors_files import Header, Report, read_header, read_tensor
 from keepstep.checkpoint.parts.flattening import Leaf, build
-from keepstep.checkpoint.parts.local_parts import Box, whole
+from keepstep_mesh.protocol.boxes import Box, whole
 
 _SAVED_BY_TORCH = (b"PK", b"\x80\x02")
 """First bytes of a file of torch.save. Other files are safetensors."""

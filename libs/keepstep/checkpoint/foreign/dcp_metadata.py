@@ -22,9 +22,8 @@ from keepstep.checkpoint.foreign.metadata_pickle import (
 )
 from keepstep.checkpoint.parts.flattening import Index
 from keepstep.checkpoint.parts.flattening import Path as LeafPath
-from keepstep.checkpoint.parts.local_parts import Box, Sizes
-from keepstep.checkpoint.parts.planning import uncovered
 from keepstep.checkpointing.state.leaves import TORCH_DTYPES
+from keepstep_mesh.protocol.boxes import Box, Sizes, uncovered
 
 METADATA = ".metadata"
 MAX_SIZE = 1 << 46

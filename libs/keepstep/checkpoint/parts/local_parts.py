@@ -16,51 +16,11 @@ from keepstep.checkpoint.parts.flattening import Leaf, Path
 from keepstep.checkpointing import UnsupportedValue
 from keepstep.checkpointing.state.leaves import TORCH_DTYPE_NAMES
 from keepstep.checkpointing.state.sharding import is_dtensor, sharding_of
+from keepstep_mesh.protocol.boxes import Box, Sizes, whole
 
 if TYPE_CHECKING:
     from torch.distributed._shard.sharded_tensor import ShardedTensor
     from torch.distributed.tensor import DTensor
-
-Sizes = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Box:
-    """A part of a tensor: its first element, and its sizes."""
-
-    offset: Sizes
-    shape: Sizes
-
-    @property
-    def volume(self) -> int:
-        return math.prod(self.shape)
-
-    def overlap(self, other: Box) -> Box | None:
-        """Return the common part; None if it is empty."""
-        offset = tuple(map(max, self.offset, other.offset))
-        ends = (
-            min(start + size, other_start + other_size)
-            for start, size, other_start, other_size in zip(
-                self.offset, self.shape, other.offset, other.shape, strict=True
-            )
-        )
-        shape = tuple(end - start for start, end in zip(offset, ends, strict=True))
-        return Box(offset, shape) if all(size > 0 for size in shape) else None
-
-    def within(self, outer: Box) -> tuple[slice, ...]:
-        """Return the slices that cut this box out of a tensor that holds ``outer``."""
-        return tuple(
-            slice(start - outer_start, start - outer_start + size)
-            for start, outer_start, size in zip(self.offset, outer.offset, self.shape, strict=True)
-        )
-
-    def __str__(self) -> str:
-        return "[" + ", ".join(f"{a}:{a + n}" for a, n in zip(self.offset, self.shape, strict=True)) + "]"
-
-
-def whole(shape: Sizes) -> Box:
-    """Return the box of a whole tensor."""
-    return Box((0,) * len(shape), shape)
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from keepstep.checkpointing.state.pack_layout import Layout
-from keepstep.checkpointing.state.state_manifest import pack_content
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES, chunk_count, chunk_digest, chunk_length
+from keepstep_mesh.protocol.state_content import pack_content
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 

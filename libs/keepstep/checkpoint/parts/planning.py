@@ -22,8 +22,9 @@ import msgpack
 import numpy as np
 
 from keepstep.checkpoint.errors import CheckpointError
-from keepstep.checkpoint.parts.local_parts import Box, Mesh, Part, Sizes, TensorPart
+from keepstep.checkpoint.parts.local_parts import Mesh, Part, TensorPart
 from keepstep.checkpointing.state.leaves import TORCH_DTYPE_NAMES
+from keepstep_mesh.protocol.boxes import Box, Sizes, uncovered
 
 VERSION = 1
 MAX_NAMED = 5
@@ -280,36 +281,6 @@ class _Planner:
             chosen[box] = min(ranks, key=lambda rank: (self._load[rank], rank))
             self._load[chosen[box]] += box.volume * row.itemsize
         return chosen
-
-
-def uncovered(shape: Sizes, boxes: Sequence[Box]) -> str:
-    """Return why ``boxes`` do not tile a tensor of ``shape``; empty: they do."""
-    outside = next(
-        (box for box in boxes if any(a + n > size for a, n, size in zip(box.offset, box.shape, shape, strict=True))),
-        None,
-    )
-    if outside is not None:
-        return f"the shard {outside} is outside of its shape {shape}"
-    if (pair := overlapping(boxes)) is not None:
-        return f"the shards {pair[0]} and {pair[1]} overlap"
-    volume, total = sum(box.volume for box in boxes), math.prod(shape)
-    return "" if volume == total else f"its shards have {volume} of {total} elements: a shard is missing"
-
-
-def overlapping(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Return two different boxes that overlap; None: no two do. Sweeps along the dimension that separates most."""
-    full = [box for box in boxes if box.volume]
-    if len(full) < 2 or not full[0].shape:
-        return (full[0], full[1]) if len(full) > 1 else None
-    along = max(range(len(full[0].shape)), key=lambda dimension: len({box.offset[dimension] for box in full}))
-    active: list[Box] = []
-    for box in sorted(full, key=lambda one: one.offset[along]):
-        active = [one for one in active if one.offset[along] + one.shape[along] > box.offset[along]]
-        for one in active:
-            if one.overlap(box) is not None:
-                return one, box
-        active.append(box)
-    return None
 
 
 def _named(ranks: Sequence[int]) -> str:

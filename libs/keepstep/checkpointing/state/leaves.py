@@ -6,7 +6,6 @@ starts with the name of its type.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from datetime import date, datetime, time, timedelta, timezone
 from typing import Any
@@ -17,10 +16,10 @@ import torch
 from keepstep.checkpointing.errors import UnsupportedValue
 from keepstep_mesh.errors import ManifestError
 from keepstep_mesh.protocol.manifest import glimpse
+from keepstep_mesh.protocol.state_content import NUMPY_DTYPE
 
 _INT_RANGE = range(-(1 << 63), 1 << 64)
 _MAX_INT_BYTES = 1 << 16
-_NUMPY_DTYPE = re.compile(r"[<>|]([biufcSU][1-9]\d{0,8}|[mM]8(\[([1-9]\d{0,8})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?)")
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
@@ -38,7 +37,7 @@ TORCH_DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 def numpy_dtype(name: Any) -> np.dtype[Any]:
     """Return the dtype whose ``dtype.str`` is ``name``. Raises ``ManifestError``, also for dtypes with objects."""
-    if type(name) is not str or not _NUMPY_DTYPE.fullmatch(name):
+    if type(name) is not str or not NUMPY_DTYPE.fullmatch(name):
         raise ManifestError(f"unsupported numpy dtype {glimpse(name)}")
     try:
         return np.dtype(name)
@@ -48,7 +47,7 @@ def numpy_dtype(name: Any) -> np.dtype[Any]:
 
 def numpy_dtype_name(dtype: np.dtype[Any], path: str) -> str:
     """Return the name of ``dtype`` in a manifest. Raises ``UnsupportedValue`` that names ``path``."""
-    if not _NUMPY_DTYPE.fullmatch(dtype.str):
+    if not NUMPY_DTYPE.fullmatch(dtype.str):
         raise UnsupportedValue(f"{path} has numpy dtype {dtype}: expected numbers, strings or times, not objects")
     return dtype.str
 

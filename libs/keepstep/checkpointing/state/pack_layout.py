@@ -12,8 +12,8 @@ import torch
 
 from keepstep.checkpointing.errors import UnsupportedValue
 from keepstep.checkpointing.state.leaves import TORCH_DTYPE_NAMES, encode_leaf, numpy_dtype_name
-from keepstep.checkpointing.state.sharding import LocalShard, Sharding, is_dtensor, sharding_of
-from keepstep.checkpointing.state.state_manifest import BYTES, MAX_DEPTH, NUMPY, Content, TensorEntry
+from keepstep.checkpointing.state.sharding import LocalShard, is_dtensor, sharding_of
+from keepstep_mesh.protocol.state_content import BYTES, MAX_DEPTH, NUMPY, Content, Sharding, TensorEntry
 
 INLINE_BYTES = 4096
 """Longer bytes objects are stored in the pack instead of the manifest."""

@@ -15,10 +15,10 @@ import torch
 from keepstep.checkpointing.errors import StateMismatch
 from keepstep.checkpointing.state.leaves import TORCH_DTYPES, decode_leaf, numpy_dtype
 from keepstep.checkpointing.state.pack_layout import may_overlap_itself
-from keepstep.checkpointing.state.sharding import MeshFinder, Sharding, is_dtensor, sharding_of, to_dtensor
-from keepstep.checkpointing.state.state_manifest import BYTES, NUMPY, Content, TensorEntry
+from keepstep.checkpointing.state.sharding import MeshFinder, is_dtensor, sharding_of, to_dtensor
 from keepstep_mesh.errors import ManifestError
 from keepstep_mesh.protocol.manifest import ALIGNMENT, CHUNK_BYTES
+from keepstep_mesh.protocol.state_content import BYTES, NUMPY, Content, Sharding, TensorEntry
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

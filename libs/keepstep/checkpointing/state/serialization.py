@@ -10,8 +10,9 @@ import torch
 from keepstep.checkpointing.errors import TransferError
 from keepstep.checkpointing.state.pack_layout import Layout, describe
 from keepstep.checkpointing.state.restoring import Destination
-from keepstep.checkpointing.state.state_manifest import build_manifest, pack_content, read_manifest
+from keepstep.checkpointing.state.state_manifest import build_manifest, read_manifest
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES, Origin, chunk_digest, chunk_digests, root_digest
+from keepstep_mesh.protocol.state_content import pack_content
 
 
 def save_state(state: Any, origin: Origin | None = None) -> tuple[bytes, memoryview]:

@@ -13,26 +13,13 @@ from typing import TYPE_CHECKING, TypeGuard, cast
 import torch
 
 from keepstep.checkpointing.errors import StateMismatch
+from keepstep_mesh.protocol.state_content import Sharding
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Placement
 
 _PLACEMENT = re.compile(r"(?P<kind>R|S|P|_S)(?:\((?P<argument>\w+)(?:, (?P<split_factor>\d+))?\))?")
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """The position of a local shard in its global tensor."""
-
-    global_shape: tuple[int, ...]
-    global_offset: tuple[int, ...]
-    """Position of the first element of the shard, in elements of each dimension."""
-    mesh_shape: tuple[int, ...]
-    mesh_names: tuple[str, ...]
-    """Names of the dimensions of the device mesh; empty: they have no names."""
-    placements: tuple[str, ...]
-    """One for each dimension of the device mesh, as torch prints it: ``S(0)``, ``R``, ``P(sum)``."""
 
 
 @dataclass(frozen=True)

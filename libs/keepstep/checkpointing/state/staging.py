@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from keepstep.checkpointing.state.pack_layout import describe
-from keepstep.checkpointing.state.state_manifest import pack_content
+from keepstep_mesh.protocol.state_content import pack_content
 
 MAX_BUFFERS = 2
 
