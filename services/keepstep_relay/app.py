@@ -24,7 +24,7 @@ from keepstep_mesh.serving.embedded import Embedded
 from keepstep_mesh.serving.process import Hosted
 from keepstep_mesh.serving.service import Endpoint, Service
 from keepstep_mesh.telemetry.record_sender import Sender
-from keepstep_relay.api import admin, bulk, exchange, prometheus
+from keepstep_relay.api import admin, bulk, exchange, prometheus, torch_files
 from keepstep_relay.core.events import Cause, Kind, RefusedError, UploadEnded
 from keepstep_relay.node import RETRY_AFTER_SECONDS, RelayNode
 from keepstep_relay.recovery import recover
@@ -73,8 +73,9 @@ class Relay(RelayNode, Embedded):
         )
 
     def routes(self) -> list[Route]:
-        both = (*admin.routes(self, self.routes), *exchange.routes(self), *bulk.routes(self))
-        return [replace(one, handler=_explained(one.handler)) for one in both]
+        transfers = (*exchange.routes(self), *bulk.routes(self), *torch_files.routes(self))
+        every = (*admin.routes(self, self.routes), *transfers)
+        return [replace(one, handler=_explained(one.handler)) for one in every]
 
     @contextlib.asynccontextmanager
     async def _lifespan(self) -> AsyncIterator[None]:

@@ -35,6 +35,8 @@ class Shape:
     """The body is raw bytes."""
     gives_bytes: bool = False
     """The answer is raw bytes."""
+    gives_page: bool = False
+    """The answer is an HTML page."""
 
 
 COMMON = {
@@ -117,6 +119,8 @@ def _operation(route: Route, shape: Shape | None, schemas: dict[str, Any]) -> di
             answer["content"] = {"application/json": {"schema": _schema(shape.answer, schemas)}}
         if shape.gives_bytes:
             answer["content"] = {"application/octet-stream": {"schema": RAW}}
+        if shape.gives_page:
+            answer["content"] = {"text/html": {"schema": {"type": "string"}}}
         if "follow" in shape.query:
             answer["content"]["text/event-stream"] = {"schema": {"type": "string"}}
         operation["responses"] = {str(shape.status): answer, **_problem()}

@@ -14,7 +14,7 @@ from keepstep_mesh.security.tokens import Access
 from keepstep_mesh.serving import openapi
 from keepstep_mesh.serving.openapi import Shape
 from keepstep_mesh.serving.rest import bad, json_answer, number, read_body
-from keepstep_relay.api import answers, exchange, requests
+from keepstep_relay.api import answers, exchange, requests, torch_files
 from keepstep_relay.api.views import (
     CheckpointDetail,
     CheckpointsView,
@@ -97,6 +97,7 @@ SHAPES = {
     "GET /v1/chunks/{digest}": Shape(None, query=WAIT, gives_bytes=True),
     "PUT /v1/chunks/{digest}": Shape(None, status=201, takes_bytes=True),
     **exchange.SHAPES,
+    **torch_files.SHAPES,
 }
 
 

@@ -22,7 +22,7 @@ from yarl import URL
 from keepstep_mesh.errors import ManifestError
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES, MAX_MANIFEST_BYTES, read_envelope, root_digest
 from keepstep_relay import node
-from keepstep_relay.api import bulk
+from keepstep_relay.api import bulk, downloads
 from keepstep_relay.app import Relay
 from keepstep_relay.core.events import Limits
 from keepstep_relay.core.invariants import check_invariants
@@ -306,7 +306,8 @@ async def test_too_much_is_507_or_413_and_says_what_to_do(scene) -> None:
 
 async def test_too_many_at_once_are_asked_to_come_again(scene, monkeypatch: pytest.MonkeyPatch) -> None:
     _, worker = scene
-    monkeypatch.setattr(bulk, "MAX_TRANSFERS", 0)
+    monkeypatch.setattr(bulk, "MAX_UPLOADS", 0)
+    monkeypatch.setattr(downloads, "MAX_DOWNLOADS", 0)
     assert "too many downloads" in (await worker.chunk(ONE.digests[0], 503))["detail"]
     assert "too many uploads" in (await worker.put(TWO.chunks[0], 503))["detail"]
     monkeypatch.setattr(node, "MAX_WAITS", 0)

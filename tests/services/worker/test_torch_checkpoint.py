@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -17,14 +18,14 @@ from keepstep.checkpoint import CheckpointNotFound, RelayReader, load
 from tests.support.checkpoints.dcp_peer import ToyModel
 from tests.support.services.relay_driver import relay
 
-PEER = Path(__file__).parents[2] / "support" / "checkpoints" / "dcp_peer.py"
+PEERS = Path(__file__).parents[2] / "support" / "checkpoints"
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 async def test_two_ranks_save_and_load_through_a_relay_and_a_third_process_loads_without_a_group(tmp_path):
     """Starts two processes that train with FSDP2, which takes some seconds."""
     async with relay(data_dir=tmp_path / "relay") as one:
-        command = [sys.executable, str(PEER)]
+        command = [sys.executable, str(PEERS / "dcp_peer.py")]
         ranks = [
             await asyncio.create_subprocess_exec(
                 *command, str(rank), str(tmp_path / "store"), one.address, stdout=asyncio.subprocess.PIPE
@@ -40,10 +41,18 @@ async def test_two_ranks_save_and_load_through_a_relay_and_a_third_process_loads
                     rank.kill()
                     await rank.wait()
         place = f"{one.address}/v1/jobs/recipe/checkpoints"
-        await asyncio.to_thread(check_without_a_group, place)
+        model = await asyncio.to_thread(check_without_a_group, place)
+        plain = await asyncio.create_subprocess_exec(
+            # A flag of Python: the process must not be forked from one that has imported keepstep.
+            *(sys.executable, "-u", str(PEERS / "plain_torch_peer.py"), f"{place}/saved"),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        async with asyncio.timeout(110):
+            printed, _ = await plain.communicate()
+        assert json.loads(printed) == [1, model(torch.ones(16)).tolist()]
 
 
-def check_without_a_group(place: str) -> None:
+def check_without_a_group(place: str) -> ToyModel:
     """Load as the recipe does for inference, and as dcp_to_torch_save does."""
     model = ToyModel()
     state = {"app": {"model": model.state_dict()}}
@@ -59,3 +68,4 @@ def check_without_a_group(place: str) -> None:
 
     with pytest.raises(CheckpointNotFound, match="was deleted: rank 1 failed"):
         load({"app": {}}, f"{place}/failed", timeout=timedelta(seconds=30))
+    return model

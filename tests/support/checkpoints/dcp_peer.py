@@ -96,6 +96,9 @@ def main(rank: int, store: str, relay: str) -> None:
     dcp.load(state, storage_reader=RelayReader(timeout=TIMEOUT), checkpoint_id=f"{place}/saved")
     assert same(saved, loaded)
     assert state["step"] == 1
+    plain = application(4, steps=0)
+    dcp.load({"app": plain}, checkpoint_id=f"{place}/saved")  # torch's own reader, over HTTP
+    assert same(saved, plain)
 
     writer = RelayWriter(timeout=TIMEOUT)
     saving: Any = dcp.async_save({"app": saved}, storage_writer=writer, checkpoint_id=f"{place}/async")

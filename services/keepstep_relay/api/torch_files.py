@@ -1,0 +1,154 @@
+"""Committed checkpoints as directories of torch.distributed.checkpoint, which its plain ``load`` reads through fsspec.
+
+The directory is computed from the manifests when a file of it is asked for, and kept for the following requests.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from http import HTTPStatus
+
+from aiohttp import hdrs, web
+
+from keepstep_mesh.errors import ManifestError
+from keepstep_mesh.net.http import Problem, Route
+from keepstep_mesh.protocol.manifest import read_envelope
+from keepstep_mesh.protocol.state_content import unpack_content
+from keepstep_mesh.security.tokens import Access
+from keepstep_mesh.serving.openapi import Shape
+from keepstep_relay.api import requests
+from keepstep_relay.api.downloads import Downloads, asked_range
+from keepstep_relay.core.events import Key, ReadFrom
+from keepstep_relay.node import RelayNode
+from keepstep_relay.tiers.chunks import ROOM_SECONDS
+from keepstep_relay.torch_view.pickle_writer import PackRange
+from keepstep_relay.torch_view.torch_files import METADATA, TorchDirectory, TorchFile, file_name, torch_directory
+
+MAX_DIRECTORIES = 4
+"""Directories that are kept. Their memory counts as that of manifests."""
+JOINED_BYTES = 64 << 10
+"""Shorter parts are sent together."""
+ONE = "/v1/jobs/{job}/checkpoints/{id}"
+OF_RANK = f"{ONE}/__{{rank}}_0.distcp"
+SHAPES = {
+    f"GET {ONE}/": Shape(None, gives_page=True),
+    f"HEAD {ONE}/{METADATA}": Shape(None),
+    f"GET {ONE}/{METADATA}": Shape(None, gives_bytes=True),
+    f"HEAD {OF_RANK}": Shape(None),
+    f"GET {OF_RANK}": Shape(None, gives_bytes=True),
+}
+_RANK = re.compile(r"0|[1-9]\d{0,8}")
+
+
+def routes(relay: RelayNode) -> list[Route]:
+    here = _TorchFiles(relay)
+    return [
+        Route("GET", f"{ONE}/", here.list, Access.READ, "links to the files for torch.distributed.checkpoint"),
+        Route("HEAD", f"{ONE}/{METADATA}", here.has_file, Access.READ, "size of the next"),
+        Route("GET", f"{ONE}/{METADATA}", here.get_file, Access.READ, "metadata for torch.distributed.checkpoint"),
+        Route("HEAD", OF_RANK, here.has_file, Access.READ, "size of the next"),
+        Route("GET", OF_RANK, here.get_file, Access.READ, "what a rank has stored, for torch.distributed.checkpoint"),
+    ]
+
+
+class _TorchFiles:
+    def __init__(self, relay: RelayNode) -> None:
+        self._relay = relay
+        self._store = relay.checkpoints
+        self._downloads = Downloads(relay)
+        self._kept: OrderedDict[tuple[bytes, ...], TorchDirectory] = OrderedDict()
+        """By the roots of the manifests, the one that was used last at the end."""
+
+    async def list(self, request: web.Request) -> web.Response:
+        directory = await self._directory(requests.key(request))
+        links = "".join(f'<li><a href="{name}">{name}</a> {one.size}</li>\n' for name, one in directory.files.items())
+        page = f"<!DOCTYPE html>\n<title>{request.match_info['id']}</title>\n<ul>\n{links}</ul>\n"
+        return web.Response(text=page, content_type="text/html")
+
+    async def has_file(self, request: web.Request) -> web.Response:
+        directory, file = await self._file(request)
+        headers: dict[str, str] = {hdrs.CONTENT_LENGTH: str(file.size), hdrs.CONTENT_TYPE: requests.RAW}
+        return web.Response(headers={**headers, hdrs.ACCEPT_RANGES: "bytes", **_tag(directory)})
+
+    async def get_file(self, request: web.Request) -> web.StreamResponse:
+        directory, file = await self._file(request)
+        asked, key = asked_range(request, file.size), requests.key(request)
+        parts = self._parts(key, file, asked)
+        return await self._downloads.answer(request, parts, asked, file.size, _tag(directory), request.path)
+
+    async def _file(self, request: web.Request) -> tuple[TorchDirectory, TorchFile]:
+        key, text = requests.key(request), request.match_info.get("rank")
+        directory = await self._directory(key)
+        name = METADATA if text is None else file_name(int(text)) if _RANK.fullmatch(text) else ""
+        if name not in directory.files:
+            ranks = len(directory.files) - 1
+            raise Problem(HTTPStatus.NOT_FOUND, f"{key} has no rank {text!r}: expected 0 to {ranks - 1}")
+        return directory, directory.files[name]
+
+    async def _parts(self, key: Key, file: TorchFile, asked: range) -> AsyncGenerator[memoryview]:
+        """Yield bytes of a file. Short parts are joined, because each takes two system calls."""
+        tables, joined = self._relay.core.checkpoint(key).tables, bytearray()
+        for segment in file.cut(asked.start, asked.stop):
+            if not isinstance(segment, PackRange):
+                joined += segment
+            else:
+                whole = range(segment.offset, segment.offset + segment.length)
+                async with aclosing(self._downloads.pack(key, tables[segment.rank], whole, 0.0)) as chunks:
+                    async for data in chunks:
+                        if len(joined) + data.nbytes <= JOINED_BYTES:
+                            joined += data
+                            continue
+                        if joined:
+                            yield memoryview(bytes(joined))
+                            joined.clear()
+                        yield data
+            if len(joined) > JOINED_BYTES:
+                yield memoryview(bytes(joined))
+                joined.clear()
+        if joined:
+            yield memoryview(bytes(joined))
+
+    async def _directory(self, key: Key) -> TorchDirectory:
+        """Return the directory of a committed checkpoint. ``Problem`` if it has none."""
+        self._roots(key)
+        async with self._relay.chunks.locks("torch files"):  # computing one may take several times its memory
+            roots = self._roots(key)
+            self._relay.chunks.step(ReadFrom(key))
+            found = self._kept.get(roots)
+            if found is None:
+                manifests = [self._store.manifests[key, rank] for rank in range(len(roots))]
+                try:
+                    found = await self._relay.chunks.in_thread(_compute, roots, manifests)
+                except ManifestError as error:
+                    raise Problem(
+                        HTTPStatus.CONFLICT,
+                        f"{key} has no files for torch.distributed.checkpoint: {error}; use keepstep.checkpoint.load",
+                    ) from error
+                await self._keep(roots, found)
+            self._kept.move_to_end(roots)
+            return found
+
+    def _roots(self, key: Key) -> tuple[bytes, ...]:
+        one = self._relay.core.checkpoint(key)
+        if one.committed_at is None:
+            raise Problem(HTTPStatus.CONFLICT, f"{key} is not committed: its state is {one.state.value}")
+        return tuple(one.tables[rank].root for rank in range(one.facts.ranks))
+
+    async def _keep(self, roots: tuple[bytes, ...], directory: TorchDirectory) -> None:
+        memory = self._relay.chunks.memory
+        while len(self._kept) >= MAX_DIRECTORIES:
+            memory.release(self._kept.popitem(last=False)[1].literal_bytes)
+        await memory.reserve(directory.literal_bytes, ROOM_SECONDS)
+        self._kept[roots] = directory
+
+
+def _compute(roots: tuple[bytes, ...], manifests: list[bytes]) -> TorchDirectory:
+    contents = [unpack_content(read_envelope(one).content_bytes) for one in manifests]
+    return torch_directory(roots, contents)
+
+
+def _tag(directory: TorchDirectory) -> dict[str, str]:
+    return {hdrs.ETAG: f'"{directory.digest.hex()}"'}

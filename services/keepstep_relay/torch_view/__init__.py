@@ -1,0 +1,1 @@
+"""A stored checkpoint as the files of torch.distributed.checkpoint. Needs no torch."""
