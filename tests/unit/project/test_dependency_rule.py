@@ -70,10 +70,11 @@ def test_every_package_is_ruled() -> None:
 
 def test_nothing_is_pickled() -> None:
     pickles = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
-    torch_save_files = (
-        "keepstep/checkpoint/foreign/pickled_items.py"  # needs the error of torch.load(weights_only=True)
+    allowed = (
+        "keepstep/checkpoint/foreign/pickled_items.py",  # needs the error of torch.load(weights_only=True)
+        "keepstep_relay/torch_view/pickle_writer.py",  # needs the opcodes
     )
-    assert not [str(one) for one in all_imports() if one.imported in pickles and one.where != torch_save_files]
+    assert not [str(one) for one in all_imports() if one.imported in pickles and one.where not in allowed]
 
 
 def modules_of(package: str) -> list[str]:
