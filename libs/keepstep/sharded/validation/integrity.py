@@ -16,11 +16,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from keepstep.checkpoint.parts.local_parts import Box
-from keepstep.checkpoint.parts.planning import overlapping
 from keepstep.sharded.core import CheckpointingException
 from keepstep.sharded.mapping import ShardedObject
 from keepstep.sharded.validation.shard_rows import ShardRow, Sizes
+from keepstep_mesh.protocol.boxes import Box, overlapping
 from keepstep_mesh.text import listed
 
 MAX_NAMED = 5
