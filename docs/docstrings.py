@@ -47,7 +47,7 @@ SECTIONS = (
         "Model, optimizer, data",
         "",
         "keepstep",
-        "DistributedDataParallel Optimizer DistributedSampler PureDistributedDataParallel",
+        "DistributedDataParallel Optimizer DistributedSampler ElasticSampler ElasticLoader PureDistributedDataParallel",
     ),
     section(
         "Quantized collectives",

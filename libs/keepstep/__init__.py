@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from keepstep.checkpointing import CheckpointTransport, HTTPTransport, PGTransport, RelayTransport
-    from keepstep.data import DistributedSampler
+    from keepstep.data import DistributedSampler, ElasticLoader, ElasticSampler
     from keepstep.ddp import DistributedDataParallel, PureDistributedDataParallel
     from keepstep.manager import Manager, WorldSizeMode
     from keepstep.optim import OptimizerWrapper
@@ -38,6 +38,8 @@ _HOME = {
     "PureDistributedDataParallel": "ddp",
     "OptimizerWrapper": "optim",
     "DistributedSampler": "data",
+    "ElasticLoader": "data",
+    "ElasticSampler": "data",
     "CheckpointTransport": "checkpointing",
     "HTTPTransport": "checkpointing",
     "RelayTransport": "checkpointing",
@@ -64,6 +66,8 @@ __all__ = [
     "Optimizer",
     "OptimizerWrapper",
     "DistributedSampler",
+    "ElasticLoader",
+    "ElasticSampler",
     "CheckpointTransport",
     "HTTPTransport",
     "RelayTransport",

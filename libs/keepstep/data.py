@@ -1,4 +1,4 @@
-"""A sampler that gives every rank of every replica group its own samples."""
+"""Samplers and loaders: each rank of each replica group takes samples of its own."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.utils import data
+
+from keepstep.elastic_data.elastic_loader import ElasticLoader
+from keepstep.elastic_data.elastic_sampler import ElasticSampler
+
+__all__ = ["DistributedSampler", "ElasticLoader", "ElasticSampler"]
 
 T = TypeVar("T")
 
@@ -15,8 +20,7 @@ class DistributedSampler(data.distributed.DistributedSampler[T]):
 
     The dataset is always divided into shards for ``num_replica_groups`` groups. While a group is away its samples are
     not drawn; the shards of the other groups do not change. Samples of a spare (``FIXED_WITH_SPARES``) are drawn and
-    not trained on. To train on every sample exactly once, draw batches by number: ``Manager.batches_committed()`` plus
-    ``participating_rank()`` (docs/recipes.md, "Resume with the next batch").
+    not trained on. ``ElasticSampler`` trains on every sample exactly once.
 
     Args:
         dataset: a dataset with a length.

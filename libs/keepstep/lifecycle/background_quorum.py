@@ -57,6 +57,14 @@ class BackgroundQuorum(StateAndProgress):
     def _new_attempt(self, arguments: tuple[object, ...], limit: float, *, allow_heal: bool = True) -> Attempt:
         """See ``Manager``."""
 
+    def open_step(self) -> int | None:
+        """Return the number of the step that is open, discarded steps of this process included; None: none is open.
+
+        A step is open from ``start_quorum`` to ``should_commit``.
+        """
+        attempt = self._attempt
+        return None if attempt is None or attempt.done or attempt.requested_early else attempt.number
+
     def train_while_quorum_forms(self, min_groups: int, grace: timedelta) -> None:
         """Let quorums form from the groups that are ready. Call it in all groups, before the first step.
 

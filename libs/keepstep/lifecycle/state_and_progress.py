@@ -158,6 +158,14 @@ class StateAndProgress:
         """Return the id of this incarnation of the group, ``name:uuid``."""
         return self._context.link.replica_id
 
+    def group_rank(self) -> int:
+        """Return the rank of this process in its group."""
+        return self._context.settings.rank
+
+    def group_world_size(self) -> int:
+        """Return the number of ranks of this group."""
+        return self._context.settings.world_size
+
     @property
     def services(self) -> tuple[ServiceAddress, ...]:
         """Relays and metrics services that are registered with the lighthouse now."""

@@ -14,6 +14,7 @@ goes on. An error that ends the process is raised, and kept in ``StepContext.fat
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -46,6 +47,9 @@ NO_SOURCE_FOR_TORN_STATE = (
 )
 
 
+_numbers = itertools.count(1)
+
+
 class Attempt:
     """One attempt. ``begin`` requests its quorum.
 
@@ -69,6 +73,8 @@ class Attempt:
         timeout: float,
         arguments: tuple[object, ...] = (),
     ) -> None:
+        self.number = next(_numbers)
+        """Of this attempt in the process."""
         self.arguments = arguments
         self.allow_heal = allow_heal
         self.timeout = timeout

@@ -1,0 +1,88 @@
+"""A loader that loads ahead for an ElasticSampler, and discards what it has loaded when the quorum changes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils import data
+
+from keepstep.elastic_data.elastic_sampler import ElasticSampler
+from keepstep.elastic_data.shares import Position, Share
+
+_OF_THE_SAMPLER = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "in_order")
+
+
+class _Plan(data.Sampler[list[int]]):
+    """Endless shares from ``next_at`` on, as they will be if every step commits with the groups of now."""
+
+    def __init__(self, sampler: ElasticSampler, next_at: Position) -> None:
+        self.next_at = next_at
+        self.planned: deque[Share] = deque()
+        """Shares that the loader loads or has loaded, in its order."""
+        self._sampler = sampler
+
+    def __iter__(self) -> Iterator[list[int]]:
+        while True:
+            share = self._sampler.share_at(self.next_at)
+            self.next_at = self._sampler.after(self.next_at)
+            self.planned.append(share)
+            yield self._sampler.indices(share)
+
+
+class ElasticLoader:
+    """Batches of a dataset for an ``ElasticSampler``, loaded ahead by worker processes.
+
+    Iterate once for each epoch::
+
+        while sampler.epoch < epochs:
+            for batch in loader:
+                optimizer.zero_grad()
+                (loss_of(model, batch) * sampler.weight).backward()
+                optimizer.step()
+
+    Batches are planned for the groups of the last quorum. After a change, or a step that did not commit, the loader
+    discards those that it has loaded ahead: at most ``num_workers * prefetch_factor``.
+
+    Args:
+        dataset: with a length, which must be that of the sampler.
+        sampler: of this rank.
+        **kwargs: of ``torch.utils.data.DataLoader``, without those that divide the dataset into batches.
+
+    Raises:
+        TypeError: an argument of DataLoader that the sampler decides.
+        ValueError: the dataset has another length than the sampler.
+    """
+
+    def __init__(self, dataset: data.Dataset[Any], sampler: ElasticSampler, **kwargs: Any) -> None:
+        if refused := [name for name in _OF_THE_SAMPLER if name in kwargs]:
+            raise TypeError(f"ElasticLoader takes no {', '.join(refused)}: the ElasticSampler decides the batches")
+        length = len(dataset)  # type: ignore[arg-type]
+        if length != sampler.length:
+            raise ValueError(f"the dataset has {length} samples, and the sampler {sampler.length}; pass len(dataset)")
+        self._sampler = sampler
+        self._plan = _Plan(sampler, Position(0, 0))
+        self._loader: data.DataLoader[Any] = data.DataLoader(dataset, batch_sampler=self._plan, **kwargs)
+        self._loading: Iterator[Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the batches of this rank to the end of the epoch, or until a heal goes on in another one."""
+        epoch = self._sampler.epoch
+        while self._sampler.epoch == epoch:
+            yield self._load(self._sampler.draw())
+
+    def __len__(self) -> int:
+        """Return the number of steps in an epoch."""
+        return len(self._sampler)
+
+    def _load(self, wanted: Share) -> Any:
+        plan = self._plan
+        if wanted not in plan.planned:
+            plan.next_at = wanted.position
+        if self._loading is None:
+            self._loading = iter(self._loader)
+        while True:
+            batch = next(self._loading)  # DataLoader(timeout=...) limits the wait for a worker
+            if plan.planned.popleft() == wanted:
+                return batch

@@ -1,0 +1,215 @@
+"""A sampler that gives every sample of an epoch to exactly one committed step, however groups come and go."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch.utils import data
+
+from keepstep.elastic_data.permutation import VERSION, Permutation
+from keepstep.elastic_data.shares import Batches, Position, Share
+from keepstep_mesh.errors import KeepstepError
+
+if TYPE_CHECKING:
+    from keepstep.manager import Manager
+
+STATE = "elastic_sampler"
+"""Key of the sampler's state among the registered states of the Manager."""
+
+
+class ElasticSampler(data.Sampler[list[int]]):
+    """Batches of indices for one rank, cut from global batches of a constant size.
+
+    Each step takes the next ``global_batch_size`` samples, divided among the groups that take part and their ranks. A
+    step that does not commit draws the same samples again, divided among the groups that are left. So every sample of
+    an epoch is in exactly one committed step, and the sequence of global batches does not depend on the number of
+    groups. Multiply the mean loss of each batch by ``weight``: shares may differ by a sample, and the last batch of an
+    epoch is smaller.
+
+    A draw begins the step (``Manager.start_quorum``) and waits for its quorum. Draw once in each step: with
+    ``DataLoader(dataset, batch_sampler=sampler)``, or with an ``ElasticLoader``, which loads ahead. The position heals,
+    and is in durable checkpoints, together with the rest of the state: all groups must have a sampler with the same
+    arguments. Not for ``LocalSGD`` and ``DiLoCo``, whose groups take many batches between two quorums.
+
+    Args:
+        length: number of samples in the dataset.
+        manager: of this replica group. A Manager has at most one ElasticSampler.
+        global_batch_size: number of samples in a step of all groups.
+        shuffle: whether the order is random, another one in each epoch.
+        seed: of the order.
+        drop_last: leave out the last batch of an epoch if it has fewer than ``global_batch_size`` samples.
+        rank: number of this process among those of its group that take different samples; default: its rank.
+        num_ranks: number of such processes in the group; default: the number of its ranks. Ranks that compute on the
+            same samples, as with tensor parallelism, have the same ``rank``.
+
+    Raises:
+        ValueError: a number is out of range, or the Manager has an ElasticSampler already.
+    """
+
+    def __init__(
+        self,
+        length: int,
+        manager: Manager,
+        global_batch_size: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        *,
+        rank: int | None = None,
+        num_ranks: int | None = None,
+    ) -> None:
+        rank = manager.group_rank() if rank is None else rank
+        num_ranks = manager.group_world_size() if num_ranks is None else num_ranks
+        if length < 1:
+            raise ValueError(f"length={length} must be at least 1")
+        if not 1 <= global_batch_size <= length:
+            raise ValueError(f"global_batch_size={global_batch_size} must be in [1, length={length}]")
+        if not 0 <= rank < num_ranks:
+            raise ValueError(f"rank={rank} must be in [0, num_ranks={num_ranks})")
+        self._manager = manager
+        self._batches = Batches(length, global_batch_size, drop_last)
+        self._shuffle, self._seed = shuffle, seed
+        self._rank, self._num_ranks = rank, num_ranks
+        self._base, self._base_step = Position(0, 0), manager.current_step()
+        """A position, and the step of the Manager that begins there."""
+        self._loaded = False
+        """Whether ``_base_step`` is that of a state that was loaded since the position was last asked for."""
+        self._groups = (0, 1)
+        """Number of this group among those of the last quorum, and how many took part."""
+        self._drawn: int | None = None
+        """The step, by number of the attempt, for which the last batch was drawn."""
+        self._share: Share | None = None
+        self._order: tuple[int, Permutation] | None = None
+        manager.register_state_dict_fn(STATE, self.load_state_dict, self.state_dict)
+        order = f"shuffle={shuffle}, seed={seed}, version {VERSION}"
+        manager.add_layout(
+            [f"elastic sampler: {length} samples, global_batch_size={global_batch_size}, {drop_last=}, {order}"]
+        )
+
+    @property
+    def length(self) -> int:
+        """Number of samples in the dataset."""
+        return self._batches.length
+
+    # ---- the position
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the next batch, from 0 on. It grows with the commit of the last step of an epoch."""
+        return self._position().epoch
+
+    @property
+    def sample(self) -> int:
+        """Number of samples of this epoch that are in committed steps."""
+        return self._position().sample
+
+    @property
+    def weight(self) -> float:
+        """Factor for the mean loss of the batch that was drawn last.
+
+        Its samples times the number of ranks that take part, divided by the samples of the step: 1 for even shares, 0
+        where a step has fewer samples than ranks. The batch then has one sample, which another rank counts.
+        """
+        return 1.0 if self._share is None else self._share.weight
+
+    def _position(self) -> Position:
+        step = self._manager.current_step()
+        if self._loaded:
+            self._loaded = False
+            if step not in (self._base_step, self._base_step + 1):  # the state of another job, without its Manager's
+                self._base_step = step
+        if step < self._base_step:
+            raise KeepstepError(
+                f"the Manager went back from step {self._base_step} to {step} without the sampler's position; load the "
+                f"state of both from the same checkpoint"
+            )
+        return self._batches.advance(self._base, step - self._base_step)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the position, equal in all groups and ranks.
+
+        Returns:
+            ``epoch``, ``sample``, ``seed``, ``version`` (of the order), and ``step`` of the Manager.
+        """
+        at = self._position()
+        place = {"epoch": at.epoch, "sample": at.sample, "step": self._manager.current_step()}
+        return {**place, "seed": self._seed, "version": VERSION}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on at a position, with any number of groups and ranks, and any ``global_batch_size``.
+
+        Args:
+            state_dict: what ``state_dict`` returned.
+
+        Raises:
+            ValueError: the order is another one than here, or the position is not in the dataset.
+        """
+        order = {"seed": self._seed, "version": VERSION}
+        saved = {name: state_dict.get(name) for name in order}
+        if saved != order:
+            raise ValueError(f"the sampler's state has {saved}, and this sampler {order}; pass the same seed")
+        epoch, sample = int(state_dict["epoch"]), int(state_dict["sample"])
+        if not (0 <= sample < self._batches.length and epoch >= 0):
+            raise ValueError(
+                f"the sampler's state is at sample {sample} of epoch {epoch}, and this dataset has "
+                f"{self._batches.length} samples; load it with the dataset that it is of"
+            )
+        self._base = self._batches.advance(Position(epoch, sample), 0)
+        self._base_step, self._loaded = int(state_dict.get("step", self._manager.current_step())), True
+
+    # ---- batches
+
+    def draw(self) -> Share:
+        """Begin the step if none is open, wait for its quorum, and return this rank's share of its samples.
+
+        A group that heals or is a spare gets a share too, which does not count.
+
+        Raises:
+            RuntimeError: a share was drawn for this step already.
+            Drained, EvictedExit, MismatchExit: the process must end.
+        """
+        manager = self._manager
+        if manager.open_step() is None:
+            manager.start_quorum()
+        number = manager.open_step()
+        if number is not None and number == self._drawn:
+            raise RuntimeError(
+                "two batches were drawn in one step: end each step with should_commit() (Optimizer.step), load ahead "
+                "with ElasticLoader instead of DataLoader(num_workers=...), and split a batch for gradient accumulation"
+            )
+        self._drawn = number
+        with contextlib.suppress(Exception):  # without a quorum the step is discarded, and should_commit() logs why
+            self._groups = (manager.participating_rank() or 0, max(1, manager.num_participants()))
+        self._share = self.share_at(self._position())
+        return self._share
+
+    def share_at(self, at: Position) -> Share:
+        """Return this rank's share of the step at ``at``, with the groups of the last quorum."""
+        group, groups = self._groups
+        return self._batches.share(at, group * self._num_ranks + self._rank, groups * self._num_ranks)
+
+    def after(self, at: Position) -> Position:
+        """Return the position after a committed step at ``at``."""
+        return self._batches.advance(at, 1)
+
+    def indices(self, share: Share) -> list[int]:
+        """Return the indices of a share into the dataset; of an empty share one index, so that the rank can compute."""
+        start, stop = share.start, max(share.stop, share.start + 1)
+        if not self._shuffle:
+            return list(range(start, stop))
+        epoch = share.position.epoch
+        if self._order is None or self._order[0] != epoch:
+            self._order = (epoch, Permutation(self._batches.length, self._seed, epoch))
+        return self._order[1].at(start, stop)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Draw batches to the end of this epoch, or until a heal goes on in another one."""
+        epoch = self.epoch
+        while self.epoch == epoch:
+            yield self.indices(self.draw())
+
+    def __len__(self) -> int:
+        """Return the number of steps in an epoch."""
+        return self._batches.per_epoch

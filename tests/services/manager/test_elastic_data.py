@@ -1,0 +1,182 @@
+"""Every sample in exactly one committed step, and the same steps with any number of groups that come and go."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from keepstep import ElasticLoader, ElasticSampler, Manager
+from keepstep.elastic_data.permutation import Permutation
+from tests.services.manager.groups import manager, refusal, together
+
+LENGTH, BATCH, EPOCHS = 103, 10, 3
+STEPS = 11 * EPOCHS
+"""Ten whole batches and one of three samples in each epoch."""
+DEADLINE = 60
+
+
+class Numbers(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index, index % 7], dtype=torch.float64)
+
+
+class Group:
+    """Fits ``weight`` to the mean of the samples, and notes the samples of its committed steps."""
+
+    def __init__(self, lighthouse: str, name: str, trained: Counter[tuple[int, int]], **options: Any) -> None:
+        self.lighthouse, self.name, self.trained, self.options = lighthouse, name, trained, options
+        self.state = {"weight": torch.zeros(2, dtype=torch.float64)}
+        self.groups: set[int] = set()
+        self.spoils_step = -1
+        self.dies_in_step = -1
+        self.reached: dict[int, threading.Event] = {}
+        """Set before the step of this number."""
+        self.waits_for: dict[int, threading.Event] = {}
+        """Waited for before the step of this number."""
+
+    def train(self, **loading: Any) -> torch.Tensor:
+        with manager(self.lighthouse, self.name, self.state, **self.options) as m:
+            sampler = ElasticSampler(LENGTH, m, BATCH, seed=4)
+            loader = ElasticLoader(Numbers(), sampler, **loading)
+            while sampler.epoch < EPOCHS:
+                for batch in loader:
+                    if not self.step(m, sampler, batch):
+                        return self.state["weight"]
+        return self.state["weight"]
+
+    def step(self, m: Manager, sampler: ElasticSampler, batch: torch.Tensor) -> bool:
+        before, epoch = m.current_step(), sampler.epoch
+        if before == self.dies_in_step:
+            return False
+        if before == self.spoils_step:
+            self.spoils_step = -1
+            m.report_error(ValueError("a spoilt step"))
+        gradient = (self.state["weight"] - batch).mean(0) * sampler.weight
+        m.allreduce(gradient).wait()
+        counts = m.is_participating() and sampler.weight > 0
+        if m.should_commit():
+            self.state["weight"] -= 0.1 * gradient
+            self.groups.add(m.num_participants())
+            if counts:
+                self.trained.update((epoch, int(index)) for index in batch[:, 0])
+        if (reached := self.reached.get(m.current_step())) is not None:
+            reached.set()
+        if (waits := self.waits_for.get(m.current_step())) is not None:
+            assert waits.wait(DEADLINE)
+        return True
+
+
+def plain_weight() -> torch.Tensor:
+    weight, data = torch.zeros(2, dtype=torch.float64), Numbers()
+    for epoch in range(EPOCHS):
+        order = Permutation(LENGTH, 4, epoch).at(0, LENGTH)
+        for start in range(0, LENGTH, BATCH):
+            samples = torch.stack([data[index] for index in order[start : start + BATCH]])
+            weight -= 0.1 * (weight - samples).mean(0)
+    return weight
+
+
+ONCE = Counter((epoch, index) for epoch in range(EPOCHS) for index in range(LENGTH))
+
+
+@pytest.mark.parametrize("sync", [False, True], ids=["async", "sync"])
+def test_groups_that_die_and_come_back_train_every_sample_once_and_reach_the_weights_of_one_process(lighthouse, sync):
+    trained: Counter[tuple[int, int]] = Counter()
+    a, b, dying, back = (Group(lighthouse, name, trained, use_async_quorum=not sync) for name in "abcc")
+    together_now, left, is_back = threading.Barrier(3), threading.Event(), threading.Event()
+    dying.dies_in_step, b.spoils_step, a.spoils_step = 7, 5, 16
+    b.reached[12], a.waits_for[12], b.waits_for[12] = left, is_back, is_back
+    back.options["quorum_timeout"] = timedelta(seconds=DEADLINE)
+
+    def dies_and_comes_back() -> torch.Tensor:
+        together_now.wait(DEADLINE)
+        dying.train()
+        assert left.wait(DEADLINE)
+        threading.Timer(0.5, is_back.set).start()  # its request is there by then; if not, it heals one step later
+        return back.train()
+
+    def stays(group: Group) -> torch.Tensor:
+        together_now.wait(DEADLINE)
+        return group.train()
+
+    weights = together(lambda: stays(a), lambda: stays(b), dies_and_comes_back)
+    assert trained == ONCE
+    assert all(torch.equal(one, weights[0]) for one in weights)
+    torch.testing.assert_close(weights[0], plain_weight(), rtol=1e-12, atol=1e-12)
+    assert a.groups >= {2, 3}
+
+
+def test_worker_processes_load_ahead_and_a_spoilt_step_is_repeated_with_the_same_samples(lighthouse):
+    trained: Counter[tuple[int, int]] = Counter()
+    group = Group(lighthouse, "a", trained)
+    group.spoils_step = 4
+    weight = group.train(num_workers=2, prefetch_factor=2)
+    assert trained == ONCE
+    torch.testing.assert_close(weight, plain_weight(), rtol=1e-12, atol=1e-12)
+
+
+def test_the_position_goes_on_from_a_checkpoint_with_another_batch_size(lighthouse):
+    with manager(lighthouse, "a") as m:
+        sampler = ElasticSampler(LENGTH, m, BATCH)
+        for _, _ in zip(range(3), sampler, strict=False):
+            assert m.should_commit()
+        saved = sampler.state_dict()
+    assert (saved["epoch"], saved["sample"], saved["step"]) == (0, 30, 3)
+    with manager(lighthouse, "b") as m:
+        sampler = ElasticSampler(LENGTH, m, 50)
+        sampler.load_state_dict(saved)
+        drawn = []
+        for indices in sampler:
+            drawn += indices
+            assert m.should_commit()
+        assert drawn == Permutation(LENGTH, 0, 0).at(30, LENGTH)
+        assert (sampler.epoch, sampler.sample) == (1, 0)
+
+
+def test_two_draws_in_one_step_are_an_error(lighthouse):
+    with manager(lighthouse, "a") as m:
+        loader = DataLoader(Numbers(), batch_sampler=ElasticSampler(LENGTH, m, BATCH))
+        batches = iter(loader)
+        next(batches)
+        with pytest.raises(RuntimeError, match="two batches were drawn in one step: end each step with should_commit"):
+            next(batches)
+
+
+def test_groups_with_other_arguments_are_refused_by_name(lighthouse):
+    message = refusal(lighthouse, lambda m: ElasticSampler(LENGTH, m, 10), lambda m: ElasticSampler(LENGTH, m, 20))
+    assert "global_batch_size=20" in message
+    assert "global_batch_size=10" in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 1), "length=0 must be at least 1"),
+        ((5, 6), r"global_batch_size=6 must be in \[1, length=5\]"),
+    ],
+)
+def test_numbers_out_of_range_are_named(lighthouse, arguments, message):
+    length, size = arguments
+    with manager(lighthouse, "a") as m, pytest.raises(ValueError, match=message):
+        ElasticSampler(length, m, size)
+
+
+def test_a_state_of_another_seed_or_dataset_is_refused(lighthouse):
+    with manager(lighthouse, "a") as m:
+        sampler = ElasticSampler(LENGTH, m, BATCH, seed=1)
+        saved = sampler.state_dict()
+        with pytest.raises(ValueError, match="pass the same seed"):
+            sampler.load_state_dict({**saved, "seed": 2})
+        with pytest.raises(ValueError, match="at sample 500 of epoch 0, and this dataset has 103 samples"):
+            sampler.load_state_dict({**saved, "sample": 500})
+        with pytest.raises(TypeError, match="takes no batch_size, shuffle"):
+            ElasticLoader(Numbers(), sampler, batch_size=3, shuffle=True)
