@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,12 +16,11 @@ from keepstep.checkpoint.parts.local_parts import Part, TensorPart, local_parts
 from keepstep.checkpoint.places.at_relay import RelaySource
 from keepstep.checkpoint.places.directory import DirectorySource
 from keepstep.checkpoint.places.location import AtRelay, parse
+from keepstep.checkpoint.reading import VerifiedReader, Wanted
 from keepstep.checkpoint.stored import CheckpointReader, Piece, StoredCheckpoint, StoredTensor, pieces_of
 from keepstep.checkpointing.direct.connection import Deadline
 from keepstep_mesh.protocol.boxes import Box
-from keepstep_mesh.protocol.manifest import CHUNK_BYTES
 
-STREAMS = 4
 MAX_NAMED = 10
 TIMEOUT = timedelta(minutes=10)
 
@@ -39,7 +36,7 @@ def load(
     """Load a checkpoint into ``state_dict``. Each rank calls it alone, with the part of the state that it wants.
 
     Tensors are loaded in place, and converted to the dtype of their destination. A DTensor gets its shard, whatever
-    shards were saved. Only the chunks that have these bytes are read, and every chunk is verified. Keys of the
+    shards were saved. Only the parts of chunks that have these bytes are read, and each is verified. Keys of the
     checkpoint that ``state_dict`` does not have are not loaded. After an error, tensors may be half loaded.
 
     Args:
@@ -80,8 +77,9 @@ def open_reader(
     """
     location = parse(checkpoint_id)
     if isinstance(location, AtRelay):
-        return RelaySource(location, Deadline(timeout.total_seconds(), f"{location} was not loaded"), token)
-    return DirectorySource(location.path)
+        deadline = Deadline(timeout.total_seconds(), f"{location} was not loaded")
+        return VerifiedReader(RelaySource(location, deadline, token))
+    return VerifiedReader(DirectorySource(location.path))
 
 
 def _take_over(into: Any, loaded: Any) -> None:
@@ -98,8 +96,8 @@ def load_leaves(state: dict[Any, Any], stored: StoredCheckpoint, *, strict: bool
     leaves = flatten(state)
     found = _present(leaves, stored, strict=strict)
     parts = local_parts({key: leaf for key, leaf in found.items() if isinstance(leaf.value, torch.Tensor)})
-    wanted = [(key, piece, target) for key, part in parts.items() for piece, target in _reads(key, part, stored)]
-    _read_all(stored.reader, wanted)
+    pieces = [(key, piece, target) for key, part in parts.items() for piece, target in _reads(key, part, stored)]
+    read_pieces(stored.reader, pieces)
     for key, leaf in found.items():
         if key in stored.objects:
             place(state, leaf.path, naming_key(key, lambda key=key: stored.value(key)))
@@ -174,24 +172,48 @@ def _overlaps(tensor: StoredTensor, box: Box) -> Iterator[tuple[Any, Box]]:
             yield shard, overlap
 
 
-def _read_all(reader: CheckpointReader, wanted: list[tuple[str, Piece, torch.Tensor]]) -> None:
-    """Read in the order of the packs; in several threads, if it is more than a chunk."""
-    wanted.sort(key=lambda one: (one[1].shard.rank, one[1].offset))
-    reads = [
-        partial(naming_key, key, lambda piece=piece, target=target: piece.copy(reader, target))
-        for key, piece, target in wanted
-    ]
-    if sum(piece.nbytes for _, piece, _ in wanted) <= CHUNK_BYTES:
-        for read in reads:
-            read()
-        return
-    with ThreadPoolExecutor(STREAMS, "keepstep-load") as pool:
-        running = [pool.submit(read) for read in reads]
-        try:
-            for one in running:
-                one.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+def read_pieces(reader: CheckpointReader, pieces: Sequence[tuple[str, Piece, torch.Tensor]]) -> None:
+    """Read pieces into the memory of their tensors, each with its key for errors.
+
+    A piece is received directly into its tensor, if the tensor has the bytes as they are stored, and no other piece has
+    the same memory: it would change while its bytes are verified.
+    """
+    reader.read_all(
+        [
+            _wanted(key, piece, target, alone=alone)
+            for (key, piece, target), alone in zip(pieces, _without_overlap(pieces), strict=True)
+        ]
+    )
+
+
+def _wanted(key: str, piece: Piece, target: torch.Tensor, *, alone: bool) -> Wanted:
+    where = (key, piece.shard.rank, piece.offset, piece.nbytes)
+    memory = piece.memory_in(target) if alone else None
+    if memory is None:
+        return Wanted(*where, then=lambda data: piece.put(data, target))
+    return Wanted(*where, memory, then=lambda _: _note_change(target))
+
+
+def _note_change(target: torch.Tensor) -> None:
+    """Let a backward pass fail that is in progress and needs the old values."""
+    if not target.is_inference():
+        torch.autograd.graph.increment_version(target)
+
+
+def _without_overlap(pieces: Sequence[tuple[str, Piece, torch.Tensor]]) -> list[bool]:
+    """Return for each piece whether its memory is not that of another one too."""
+    spans = []
+    for number, (_, piece, target) in enumerate(pieces):
+        part = target[piece.target]
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
+        spans.append((part.data_ptr(), part.data_ptr() + extent * part.itemsize, number))
+    spans.sort()
+    found, reached = [True] * len(pieces), 0
+    for at, (start, end, number) in enumerate(spans, 1):
+        following = spans[at][0] if at < len(spans) else end
+        found[number] = reached <= start and end <= following
+        reached = max(reached, end)
+    return found
 
 
 def naming_key(key: str, read: Any) -> Any:

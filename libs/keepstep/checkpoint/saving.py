@@ -266,4 +266,4 @@ def _digest(part: Part) -> bytes:
     if isinstance(part, TensorPart) and part.is_sharded and not (part.mesh and part.mesh.copied):
         return b""
     pack = pack_of({"": part})
-    return chunk_digest(pack.content_bytes + b"".join(pack.digests()))
+    return chunk_digest(pack.content_bytes + b"".join(pack.digests().chunk_digests))

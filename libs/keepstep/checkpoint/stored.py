@@ -7,7 +7,7 @@ a state that was stored without ``keepstep.checkpoint``, such as a live state: i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,6 +16,7 @@ import torch
 
 from keepstep.checkpoint.errors import CheckpointError
 from keepstep.checkpoint.parts.flattening import Index, Leaf, Path, build, key_of, pack_path, unpack_path
+from keepstep.checkpoint.reading import Wanted
 from keepstep.checkpointing.state.leaves import TORCH_DTYPES, numpy_dtype
 from keepstep.checkpointing.state.restoring import build_value
 from keepstep.checkpointing.state.state_manifest import read_manifest
@@ -43,10 +44,17 @@ class CheckpointReader(Protocol):
         """
 
     def read(self, rank: int, offset: int, length: int) -> memoryview:
-        """Return ``length`` bytes of the pack of ``rank`` from ``offset``. Reads only the chunks that have them.
+        """Return ``length`` bytes of the pack of ``rank`` from ``offset``. Reads no other parts of its chunks.
 
         Raises:
-            CheckpointDamaged: a chunk differs from its digest; the error names it and its file.
+            CheckpointDamaged: a chunk differs from its digests; the error names it and its file.
+        """
+
+    def read_all(self, wanted: Sequence[Wanted]) -> None:
+        """Read all that is wanted, on several threads. Reads no part of a chunk twice.
+
+        Raises:
+            CheckpointDamaged: a chunk differs from its digests; the error names it, its file, and the key.
         """
 
     def close(self) -> None:
@@ -267,11 +275,27 @@ class Piece:
 
     def copy(self, reader: CheckpointReader, target: torch.Tensor) -> None:
         """Read the bytes, and copy them into their part of ``target``, which receives the whole box."""
-        data = reader.read(self.shard.rank, self.offset, self.nbytes)
+        self.put(reader.read(self.shard.rank, self.offset, self.nbytes), target)
+
+    def put(self, data: memoryview, target: torch.Tensor) -> None:
+        """Copy the bytes, which were read, into their part of ``target``."""
         flat = torch.frombuffer(bytearray(data) if data.readonly else data, dtype=torch.uint8)
         stored = flat.view(TORCH_DTYPES[self.shard.entry.dtype]).as_strided(self.shape, self.strides)
         with torch.no_grad():
             target[self.target].copy_(stored)
+
+    def memory_in(self, target: torch.Tensor) -> memoryview | None:
+        """Return the memory of its part of ``target``. None: it is elsewhere or otherwise than the stored bytes."""
+        part, entry = target[self.target], self.shard.entry
+        is_dense = math.prod(self.shape) * entry.itemsize == self.nbytes
+        if not is_dense or part.device.type != "cpu" or part.dtype is not TORCH_DTYPES[entry.dtype]:
+            return None
+        strides = zip(self.shape, self.strides, part.stride(), strict=True)
+        if part.is_conj() or part.is_neg() or any(size > 1 and one != other for size, one, other in strides):
+            return None
+        flat = part.detach().as_strided((math.prod(self.shape),), (1,)).view(torch.uint8)
+        memory: memoryview = flat.numpy().data
+        return memory
 
 
 def pieces_of(shard: StoredShard, box: Box) -> Iterator[Piece]:

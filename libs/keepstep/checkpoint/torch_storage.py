@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -32,12 +31,12 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from keepstep.checkpoint.errors import CheckpointError
-from keepstep.checkpoint.loading import STREAMS, naming_key, open_reader
+from keepstep.checkpoint.loading import naming_key, open_reader, read_pieces
 from keepstep.checkpoint.parts.flattening import Index, Leaf
 from keepstep.checkpoint.parts.local_parts import ObjectPart, Part, TensorPart, local_part
 from keepstep.checkpoint.places.location import parse
 from keepstep.checkpoint.saving import TIMEOUT, Kind, open_target, pack_of, save_facts
-from keepstep.checkpoint.stored import StoredCheckpoint, pieces_of
+from keepstep.checkpoint.stored import Piece, StoredCheckpoint, pieces_of
 from keepstep.checkpointing.state.sharding import is_dtensor
 from keepstep_mesh.protocol.boxes import Box
 
@@ -252,15 +251,17 @@ class RelayReader(_AtCheckpoint, StorageReader):
         try:
             check_boxes(planner)
             tensors = [item for item in plan.items if item.type is LoadItemType.TENSOR]
-            with ThreadPoolExecutor(STREAMS, "keepstep-load") as pool:
-                running = [
-                    pool.submit(naming_key, item.storage_index.fqn, _reading(stored, item, planner)) for item in tensors
-                ]
-                try:
-                    for one in running:
-                        one.result()
-                finally:
-                    pool.shutdown(cancel_futures=True)
+            targets = [planner.resolve_tensor(item).detach() for item in tensors]
+            read_pieces(
+                stored.reader,
+                [
+                    (item.storage_index.fqn, piece, target)
+                    for item, target in zip(tensors, targets, strict=True)
+                    for piece in _pieces(stored, item)
+                ],
+            )
+            for item, target in zip(tensors, targets, strict=True):
+                planner.commit_tensor(item, target)
             for item in plan.items:
                 if item.type is not LoadItemType.TENSOR:
                     key = item.storage_index.fqn
@@ -284,19 +285,12 @@ def check_boxes(planner: SavePlanner | LoadPlanner) -> None:
                 )
 
 
-def _reading(stored: StoredCheckpoint, item: ReadItem, planner: LoadPlanner) -> Callable[[], None]:
-    """Return a function that reads one item."""
-    target = planner.resolve_tensor(item).detach()
-
-    def read() -> None:
-        offset = tuple(item.storage_index.offset or ())
-        shard = next(one for one in stored.tensors[item.storage_index.fqn].shards if one.box.offset == offset)
-        start = tuple(a + b for a, b in zip(offset, item.storage_offsets, strict=True))
-        for piece in pieces_of(shard, Box(start, tuple(item.lengths))):
-            piece.copy(stored.reader, target)
-        planner.commit_tensor(item, target)
-
-    return read
+def _pieces(stored: StoredCheckpoint, item: ReadItem) -> Iterator[Piece]:
+    """Yield what to read for one item."""
+    offset = tuple(item.storage_index.offset or ())
+    shard = next(one for one in stored.tensors[item.storage_index.fqn].shards if one.box.offset == offset)
+    start = tuple(a + b for a, b in zip(offset, item.storage_offsets, strict=True))
+    yield from pieces_of(shard, Box(start, tuple(item.lengths)))
 
 
 def _deliver(item: ReadItem, planner: LoadPlanner, value: Any) -> None:

@@ -5,7 +5,7 @@ The DTensors have the real shards of their rank. Only communication is fake, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -23,10 +23,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from keepstep.checkpoint.errors import CheckpointNotFound
 from keepstep.checkpoint.parts.flattening import flatten
 from keepstep.checkpoint.parts.local_parts import Part, local_parts
-from keepstep.checkpoint.parts.pack import Pack
+from keepstep.checkpoint.parts.pack import Pack, manifest_of
 from keepstep.checkpoint.parts.planning import Layout, plan
+from keepstep.checkpoint.reading import Wanted
 from keepstep.checkpoint.saving import written
-from keepstep_mesh.protocol.manifest import CHUNK_BYTES, Origin, chunk_length, pack_envelope
+from keepstep_mesh.protocol.manifest import CHUNK_BYTES, Origin, chunk_length
 
 
 @contextmanager
@@ -174,7 +175,7 @@ class MemoryReader:
     def manifests(self) -> list[bytes]:
         if not self.packs:
             raise CheckpointNotFound("empty")
-        return [pack_envelope(Origin(), pack.content_bytes, b"".join(pack.digests())) for pack in self.packs]
+        return [manifest_of(pack, pack.digests(), Origin(), rank) for rank, pack in enumerate(self.packs)]
 
     def read(self, rank: int, offset: int, length: int) -> memoryview:
         self.read_bytes += length
@@ -183,6 +184,11 @@ class MemoryReader:
         data = b"".join(bytes(pack.chunk(number)) for number in range(first, last))
         assert len(data) == sum(chunk_length(pack.nbytes, number) for number in range(first, last))
         return memoryview(data)[offset - first * CHUNK_BYTES :][:length]
+
+    def read_all(self, wanted: Sequence[Wanted]) -> None:
+        for one in wanted:
+            one.view(one.offset, one.offset + one.nbytes)[:] = self.read(one.rank, one.offset, one.nbytes)
+            one.arrived(one.nbytes)
 
     def close(self) -> None:
         pass

@@ -8,8 +8,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from keepstep.checkpoint.errors import CheckpointError
 from keepstep.checkpointing.state.pack_layout import Layout
-from keepstep_mesh.protocol.manifest import CHUNK_BYTES, chunk_count, chunk_digest, chunk_length
+from keepstep_mesh.protocol.manifest import (
+    CHUNK_BYTES,
+    MAX_MANIFEST_BYTES,
+    Origin,
+    PackHasher,
+    chunk_count,
+    chunk_length,
+    pack_envelope,
+)
 from keepstep_mesh.protocol.state_content import pack_content
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -28,9 +37,12 @@ class Pack:
         self._sources = [_flat(source) for source in layout.sources]
         self.chunks = chunk_count(self.nbytes)
 
-    def digests(self) -> list[bytes]:
-        """Return the digest of each chunk."""
-        return [chunk_digest(self.chunk(number)) for number in range(self.chunks)]
+    def digests(self) -> PackHasher:
+        """Return the digests of all chunks."""
+        hasher = PackHasher(self.nbytes)
+        for number in range(self.chunks):
+            hasher.add(self.chunk(number))
+        return hasher
 
     def chunk(self, number: int) -> memoryview:
         """Return the bytes of a chunk: the memory of its tensor, or a copy if it has several."""
@@ -52,6 +64,17 @@ class Pack:
         source, begin = self._sources[region], self._starts[region]
         part = source[max(start - begin, 0) : max(end - begin, 0)]
         return part.cpu().numpy() if isinstance(part, torch.Tensor) else part
+
+
+def manifest_of(pack: Pack, hasher: PackHasher, origin: Origin, rank: int) -> bytes:
+    """Return the manifest of a pack whose chunks were hashed. Raises ``CheckpointError`` if it is too large."""
+    chunks = b"".join(hasher.chunk_digests)
+    manifest = pack_envelope(origin, pack.content_bytes, chunks, hasher.parts)
+    if len(manifest) > MAX_MANIFEST_BYTES:
+        manifest = pack_envelope(origin, pack.content_bytes, chunks)
+    if len(manifest) > MAX_MANIFEST_BYTES:
+        raise CheckpointError(f"manifest of rank {rank} too large: {len(manifest)} bytes (limit {MAX_MANIFEST_BYTES})")
+    return manifest
 
 
 def _flat(source: torch.Tensor | np.ndarray[Any, Any]) -> torch.Tensor | Bytes:

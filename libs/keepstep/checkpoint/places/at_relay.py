@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from keepstep.checkpoint.errors import CheckpointAborted, CheckpointDamaged, CheckpointError, CheckpointNotFound
-from keepstep.checkpoint.parts.pack import Pack
+from keepstep.checkpoint.parts.pack import Pack, manifest_of
 from keepstep.checkpoint.places.location import AtRelay
 from keepstep.checkpoint.places.relay_link import RelayLink
 from keepstep.checkpoint.places.target import Exchanged, SaveFacts
+from keepstep.checkpoint.reading import Fill, StoredManifest
 from keepstep.checkpointing.direct.connection import BrokenConnection, Connection, Deadline, Refusal
 from keepstep.checkpointing.errors import TransferError
 from keepstep.checkpointing.relayed.relay_client import put_chunk
@@ -27,7 +26,6 @@ from keepstep_mesh.protocol.manifest import (
     Origin,
     chunk_digest,
     chunk_length,
-    pack_envelope,
     read_envelope,
 )
 
@@ -37,7 +35,6 @@ STREAMS = 4
 WAIT_SECONDS = 20
 """Longest wait of one request at the relay."""
 FAIL_SECONDS = 5.0
-CACHED_CHUNKS = 16
 MAX_LOSSES = 10
 """Restarts of the relay that one request outlives."""
 NOT_FOUND, CONFLICT, GONE = 404, 409, 410
@@ -97,17 +94,10 @@ class RelayTarget:
     def store(self, pack: Pack) -> None:
         """See ``CheckpointTarget``."""
         facts = self._facts
-        digests = pack.digests()
-        manifest = pack_envelope(
-            Origin(self._location.id, self._location.job, facts.step, 0, facts.producer),
-            pack.content_bytes,
-            b"".join(digests),
-        )
-        if len(manifest) > MAX_MANIFEST_BYTES:
-            raise CheckpointError(
-                f"manifest of rank {facts.rank} too large: {len(manifest)} bytes (limit {MAX_MANIFEST_BYTES})"
-            )
-        self._stored = partial(self._upload, pack, digests, manifest)
+        hasher = pack.digests()
+        origin = Origin(self._location.id, self._location.job, facts.step, 0, facts.producer)
+        manifest = manifest_of(pack, hasher, origin, facts.rank)
+        self._stored = partial(self._upload, pack, hasher.chunk_digests, manifest)
         self._again(self._stored)
 
     def commit(self) -> None:
@@ -219,7 +209,7 @@ class _LostError(CheckpointError):
 
 
 class RelaySource:
-    """Reads a committed checkpoint. See ``CheckpointReader``.
+    """Reads a committed checkpoint. See ``PackSource``.
 
     Args:
         location: the checkpoint.
@@ -231,12 +221,9 @@ class RelaySource:
         self._location = location
         self._link = RelayLink(location, deadline, token)
         self._envelopes: list[Envelope] = []
-        self._lock = threading.Lock()
-        self._chunks: OrderedDict[bytes, Future[memoryview]] = OrderedDict()
-        """The chunks that were read last, and those that are being read."""
 
-    def manifests(self) -> list[bytes]:
-        """See ``CheckpointReader``."""
+    def manifests(self) -> list[StoredManifest]:
+        """See ``PackSource``."""
         facts = self._get_json(self._link.path)["checkpoint"]
         if facts["state"] != "committed":
             raise CheckpointNotFound(f"{self._location} is not committed: its state is {facts['state']}")
@@ -252,7 +239,7 @@ class RelaySource:
         except ManifestError as error:
             raise CheckpointDamaged(f"a manifest of {self._location} is damaged: {error}") from error
         self._link.close()  # until the first read
-        return found
+        return [StoredManifest(*one) for one in zip(found, self._envelopes, strict=True)]
 
     def _get_json(self, target: str) -> dict[str, Any]:
         with self._explained():
@@ -266,64 +253,31 @@ class RelaySource:
             kind = CheckpointNotFound if refusal.status in (NOT_FOUND, GONE) else CheckpointError
             raise kind(f"{self._location} cannot be read: {refusal}") from refusal
 
-    def read(self, rank: int, offset: int, length: int) -> memoryview:
-        """See ``CheckpointReader``."""
-        if not length:
-            return memoryview(b"")
-        first, last = offset // CHUNK_BYTES, (offset + length - 1) // CHUNK_BYTES
-        start = offset - first * CHUNK_BYTES
-        if first == last:
-            return self._chunk(rank, first)[start : start + length]
-        whole = memoryview(bytearray(length))
-        at = 0
-        for chunk in range(first, last + 1):
-            part = self._chunk(rank, chunk)[start if chunk == first else 0 :][: length - at]
-            whole[at : at + part.nbytes] = part
-            at += part.nbytes
-        return whole
+    def fetch(self, rank: int, offset: int, length: int, receive: Callable[[Fill], None]) -> None:
+        """See ``PackSource``."""
+        envelope, chunk = self._envelopes[rank], offset // CHUNK_BYTES
+        if length == chunk_length(envelope.pack_bytes, chunk):
+            target, line = f"/v1/chunks/{envelope.chunk_digests[chunk].hex()}", ""
+        else:
+            target, line = f"{self._link.path}/packs/{rank}", f"Range: bytes={offset}-{offset + length - 1}\r\n"
 
-    def _chunk(self, rank: int, number: int) -> memoryview:
-        digest = self._envelopes[rank].chunk_digests[number]
-        with self._lock:
-            found = self._chunks.get(digest)
-            if found is None:
-                mine = self._chunks[digest] = Future()
-                while len(self._chunks) > CACHED_CHUNKS:
-                    self._chunks.popitem(last=False)
-            else:
-                self._chunks.move_to_end(digest)
-        if found is not None:
-            return found.result(self._link.deadline.remaining())
-        try:
-            mine.set_result(self._fetch(rank, number, digest))
-        except BaseException as error:
-            with self._lock:
-                self._chunks.pop(digest, None)
-            mine.set_exception(error)
-            raise
-        return mine.result()
-
-    def _fetch(self, rank: int, number: int, digest: bytes) -> memoryview:
-        data = memoryview(bytearray(chunk_length(self._envelopes[rank].pack_bytes, number)))
-
-        def receive(connection: Connection) -> None:
-            _, length = connection.ask("GET", f"/v1/chunks/{digest.hex()}")
-            if length != data.nbytes:
-                raise TransferError(f"the relay sent a chunk of {length} bytes, expected {data.nbytes}")
-            connection.read_into(data)
+        def ask(connection: Connection) -> None:
+            _, found = connection.ask("GET", target, line)
+            if found != length:
+                raise TransferError(f"the relay sent {found} bytes of {self.name(rank)}, expected {length}")
+            receive(connection.read_into)
 
         try:
-            self._link.ask(receive)
+            self._link.ask(ask)
         except Refusal as refusal:
-            raise CheckpointDamaged(
-                f"chunk {number} of rank {rank} of {self._location} cannot be read: {refusal}"
-            ) from refusal
-        if chunk_digest(data) != digest:
-            raise CheckpointDamaged(f"chunk {number} of rank {rank} of {self._location} is damaged")
-        return data
+            raise CheckpointDamaged(f"chunk {chunk} of {self.name(rank)} cannot be read: {refusal}") from refusal
+
+    def name(self, rank: int) -> str:
+        """See ``PackSource``."""
+        return f"rank {rank} of {self._location}"
 
     def close(self) -> None:
-        """See ``CheckpointReader``."""
+        """See ``PackSource``."""
         self._link.close()
 
 

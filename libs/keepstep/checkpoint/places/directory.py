@@ -9,40 +9,30 @@ from __future__ import annotations
 
 import contextlib
 import json
-import mmap
 import os
 import re
 import secrets
 import shutil
-import threading
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
-from keepstep.checkpoint.parts.pack import Pack
+from keepstep.checkpoint.parts.pack import Pack, manifest_of
 from keepstep.checkpoint.places.durable_files import create_whole, make_folder, remove_folders, sync_folder, write_file
 from keepstep.checkpoint.places.rank_files import RankFiles, read_json
 from keepstep.checkpoint.places.target import Exchanged, SaveFacts
+from keepstep.checkpoint.reading import Fill, StoredManifest
 from keepstep.checkpointing.direct.connection import Deadline
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import ManifestError
-from keepstep_mesh.protocol.manifest import (
-    CHUNK_BYTES,
-    MAX_MANIFEST_BYTES,
-    Origin,
-    chunk_digest,
-    pack_envelope,
-    read_envelope,
-)
+from keepstep_mesh.protocol.manifest import Origin, PackHasher, read_envelope
 
 RECORD = "checkpoint.json"
 FORMAT = "keepstep-checkpoint"
 VERSION = 1
-MAX_MAPPED = 64
-"""Packs that one load keeps open. Processes often may have 1024 files, and jobs more ranks."""
 _LEFT = re.compile(r"(?:manifest|pack)-(\d+)|(?:manifest-\d+|pack-\d+|checkpoint\.json)\.[0-9a-f]+\.partial")
 _ATTEMPT = re.compile(r"[0-9a-f]+")
 
@@ -99,12 +89,8 @@ class DirectoryTarget:
         """See ``CheckpointTarget``."""
         rank = self._facts.rank
         with self._explained():
-            digests = self._write_pack(pack, self._path / partial_name(f"pack-{rank}", self._attempt))
-            manifest = pack_envelope(self._origin(), pack.content_bytes, digests)
-            if len(manifest) > MAX_MANIFEST_BYTES:
-                raise CheckpointError(
-                    f"manifest of rank {rank} too large: {len(manifest)} bytes (limit {MAX_MANIFEST_BYTES})"
-                )
+            hasher = self._write_pack(pack, self._path / partial_name(f"pack-{rank}", self._attempt))
+            manifest = manifest_of(pack, hasher, self._origin(), rank)
             write_file(self._path / partial_name(f"manifest-{rank}", self._attempt), manifest)
             sync_folder(self._path)
             self._check_uncommitted()
@@ -124,18 +110,18 @@ class DirectoryTarget:
                 f"there, or save to another directory"
             ) from error
 
-    def _write_pack(self, pack: Pack, path: Path) -> bytes:
-        """Write the pack durably, and return the digests of its chunks."""
-        digests = bytearray()
+    def _write_pack(self, pack: Pack, path: Path) -> PackHasher:
+        """Write the pack durably, and return its digests."""
+        hasher = PackHasher(pack.nbytes)
         with path.open("wb") as file:
             for number in range(pack.chunks):
                 self._deadline.remaining()
                 chunk = pack.chunk(number)
-                digests += chunk_digest(chunk)
+                hasher.add(chunk)
                 file.write(chunk)
             file.flush()
             os.fsync(file.fileno())
-        return bytes(digests)
+        return hasher
 
     def commit(self) -> None:
         """See ``CheckpointTarget``."""
@@ -214,19 +200,14 @@ def partial_name(name: str, attempt: str) -> str:
 
 
 class DirectorySource:
-    """Reads a committed checkpoint. See ``CheckpointReader``."""
+    """Reads a committed checkpoint. See ``PackSource``."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._files: OrderedDict[int, mmap.mmap] = OrderedDict()
-        """The packs that were read last. Each takes a file descriptor."""
-        self._verified: dict[int, bytearray] = {}
-        self._lock = threading.Lock()
-        self._digests: list[tuple[bytes, ...]] = []
         self._attempt = ""
 
-    def manifests(self) -> list[bytes]:
-        """See ``CheckpointReader``."""
+    def manifests(self) -> list[StoredManifest]:
+        """See ``PackSource``."""
         record = read_json(self._path / RECORD)
         if not record:
             raise CheckpointNotFound(f"{self._path} has no committed checkpoint: missing {RECORD}")
@@ -237,8 +218,7 @@ class DirectorySource:
             )
         attempt = str(record.get("attempt"))
         self._attempt = attempt if _ATTEMPT.fullmatch(attempt) else ""
-        found: list[bytes] = []
-        self._digests.clear()
+        found = []
         for rank, root in enumerate(_roots(record, self._path)):
             name = f"manifest-{rank}"
             with self._open(name) as file:
@@ -249,9 +229,8 @@ class DirectorySource:
                 raise CheckpointDamaged(f"{self._path / name} is damaged: {error}") from error
             if envelope.root.hex() != root:
                 raise CheckpointDamaged(f"{self._path / name} is not the committed manifest")
-            self._digests.append(envelope.chunk_digests)
             self._check_size(rank, envelope.pack_bytes)
-            found.append(data)
+            found.append(StoredManifest(data, envelope))
         return found
 
     def _check_size(self, rank: int, size: int) -> None:
@@ -259,47 +238,37 @@ class DirectorySource:
             found = os.fstat(file.fileno()).st_size
         if found != size:
             raise CheckpointDamaged(f"{self._path / f'pack-{rank}'} has {found} bytes, expected {size}")
-        self._verified[rank] = bytearray(len(self._digests[rank]))
 
-    def _open(self, name: str) -> BinaryIO:
+    def _open(self, name: str) -> FileIO:
         """Open a file, which may still have the name of its attempt. Raises ``CheckpointDamaged`` if it is missing."""
         with contextlib.suppress(FileNotFoundError):
-            return (self._path / partial_name(name, self._attempt)).open("rb")
+            return (self._path / partial_name(name, self._attempt)).open("rb", buffering=0)
         try:
-            return (self._path / name).open("rb")
+            return (self._path / name).open("rb", buffering=0)
         except FileNotFoundError:
             raise CheckpointDamaged(f"{self._path / name} is missing") from None
 
-    def read(self, rank: int, offset: int, length: int) -> memoryview:
-        """See ``CheckpointReader``."""
-        if not length:
-            return memoryview(b"")
-        view, verified = memoryview(self._mapped(rank)), self._verified[rank]
-        for chunk in range(offset // CHUNK_BYTES, (offset + length - 1) // CHUNK_BYTES + 1):
-            if not verified[chunk]:
-                part = view[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]
-                if chunk_digest(part) != self._digests[rank][chunk]:
-                    raise CheckpointDamaged(f"chunk {chunk} of {self._path / f'pack-{rank}'} is damaged")
-                verified[chunk] = 1
-        return view[offset : offset + length]
+    def fetch(self, rank: int, offset: int, length: int, receive: Callable[[Fill], None]) -> None:
+        """See ``PackSource``. Memory-mapped files would be read a page fault at a time."""
+        del length
 
-    def _mapped(self, rank: int) -> mmap.mmap:
-        with self._lock:
-            found = self._files.get(rank)
-            if found is None:
-                with self._open(f"pack-{rank}") as file:
-                    found = self._files[rank] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-                while len(self._files) > MAX_MAPPED:
-                    self._files.popitem(last=False)  # closed when its last view is gone
-            self._files.move_to_end(rank)
-            return found
+        def fill(memory: memoryview) -> None:
+            while memory:
+                size = file.readinto(memory)
+                if not size:
+                    raise CheckpointDamaged(f"{self.name(rank)} was truncated")
+                memory = memory[size:]
+
+        with self._open(f"pack-{rank}") as file:
+            file.seek(offset)
+            receive(fill)
+
+    def name(self, rank: int) -> str:
+        """See ``PackSource``."""
+        return str(self._path / f"pack-{rank}")
 
     def close(self) -> None:
-        """See ``CheckpointReader``."""
-        for file in self._files.values():
-            with contextlib.suppress(BufferError):  # a view of the caller keeps it open
-                file.close()
-        self._files.clear()
+        """See ``PackSource``."""
 
 
 def _roots(record: dict[str, Any], path: Path) -> Iterable[str]:
