@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from keepstep import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+from keepstep import DistributedDataParallel, ElasticSampler, Manager, Optimizer, ProcessGroupGloo
 
 STEPS, WARMUP, SAVE_EVERY = int(os.environ.get("STEPS", "300")), 20, 25
-CONTEXT, WIDTH, SAMPLES, MICRO_BATCHES = 64, 64, 32, 2
+CONTEXT, WIDTH, SAMPLES, MICRO_BATCHES = 64, 64, 64, 2  # samples of all groups together, whatever their number
 folder = Path(os.environ.get("CHECKPOINTS", "checkpoints"))  # a folder that all groups share
 device = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -50,23 +50,22 @@ manager = Manager(
 )
 ddp = DistributedDataParallel(manager, model)
 optimizer = Optimizer(manager, adamw)
-durable = {**state, "manager": manager}  # a checkpoint has the Manager's step and number of batches too
+sampler = ElasticSampler(len(windows), manager, global_batch_size=SAMPLES)  # heals with the rest of the state
+durable = {**state, "manager": manager, "sampler": sampler}
 if saved := sorted(folder.glob("step-*.pt")):
     for name, part in torch.load(saved[-1], map_location=device).items():
         durable[name].load_state_dict(part)
-    print(f"resumed after step {manager.current_step()} and {manager.batches_committed()} batches", flush=True)
+    print(f"resumed after step {manager.current_step()}, at sample {sampler.sample}", flush=True)
 
 while manager.current_step() < STEPS:
-    optimizer.zero_grad()  # begin the step: ask for a quorum
-    number = manager.batches_committed() + (manager.participating_rank() or 0)  # each batch is trained on once
-    epoch, place = divmod(number, len(windows) // SAMPLES)
-    order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(epoch))  # equal in all groups
-    batch = windows[order[place * SAMPLES : (place + 1) * SAMPLES]].to(device, torch.long)
-    for count, part in enumerate(batch.chunk(MICRO_BATCHES), start=1):
-        with contextlib.nullcontext() if count == MICRO_BATCHES else ddp.no_sync():  # the last one averages over groups
+    indices = next(iter(sampler))  # begin the step, and wait for its groups: each sample is trained on once
+    optimizer.zero_grad()
+    parts = windows[indices].to(device, torch.long).chunk(MICRO_BATCHES)
+    for count, part in enumerate(parts, start=1):
+        with contextlib.nullcontext() if count == len(parts) else ddp.no_sync():  # the last one averages over groups
             with torch.autocast(device, dtype=torch.bfloat16):
                 loss = nn.functional.cross_entropy(ddp(part[:, :-1]).flatten(0, 1), part[:, 1:].flatten())
-            (loss / MICRO_BATCHES).backward()
+            (loss * sampler.weight * len(part) / len(indices)).backward()
     nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
     if optimizer.step():  # commit: True in all groups, or the step is repeated
         scheduler.step()
