@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
 SEEDS ?= 1000
 TESTS ?= tests
-PROCESSES ?= 3
+PROCESSES ?= 4
 # The tests start hundreds of Python processes: without stored byte code each would compile all of keepstep.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -32,7 +32,7 @@ demo: $(STAMP) ## a real training job survives kills, with a live view
 demo-resume: $(STAMP) ## all groups and services killed at once; the job resumes with equal losses
 	@$(BIN)/keepstep demo --resume
 
-test: $(STAMP) ## all tests, in three processes: make test TESTS=tests/unit PROCESSES=1
+test: $(STAMP) ## all tests, in four processes: make test TESTS=tests/unit PROCESSES=1
 	@$(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder $(TESTS)
 
 coverage: $(STAMP) ## lines that the tests run, subprocesses too: make coverage TESTS="tests/unit tests/services/cli"
