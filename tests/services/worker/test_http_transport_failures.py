@@ -89,7 +89,7 @@ def test_a_reader_that_takes_nothing_is_cut_off_and_its_memory_is_reused(transpo
 
 
 def test_a_reader_killed_in_the_middle_disturbs_nobody(transports):
-    source = transports(timeout=timedelta(seconds=5))
+    source = transports(timeout=timedelta(seconds=2))
     source.send_checkpoint([1], 1, state_of(1, 64), MINUTE)
     with peer("reader", source.metadata(), 1) as process:
         assert process.stdout.readline() == "begun\n"

@@ -179,7 +179,7 @@ async def test_an_operation_that_waits_for_a_stalled_peer_outlives_another_that_
     received = waiting.ask("recv", source=stalled.rank, size=4)
     await received.under_way()
     await done.ask("shutdown").ok()
-    await asyncio.sleep(3)  # the stall: a wait looks every second whether all peers are there
+    await asyncio.sleep(1.5)  # the stall: the peers of these tests look every 0.5 s whether all are there
     await stalled.ask("send", to=waiting.rank, size=4).ok()
     await received.ok()
     assert not await waiting.ask("errored").ok()
@@ -255,7 +255,7 @@ async def test_abort_frees_a_configure_whose_peer_froze_on_its_way(peers: list[P
 
 
 async def test_an_operation_times_out_on_a_frozen_peer(store: str) -> None:
-    peers = [await Peer.start(rank, store, timeout=2.0) for rank in range(2)]
+    peers = [await Peer.start(rank, store, timeout=1.0) for rank in range(2)]
     try:
         await configure(peers)
         with frozen(peers[1]):

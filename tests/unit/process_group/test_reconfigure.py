@@ -24,6 +24,7 @@ from keepstep.process_group import (
     ProcessGroupError,
     ProcessGroupGloo,
     ReconfigureOptions,
+    reconfiguration,
     reconfigure_with_store,
 )
 from keepstep.process_group.baby.children import Spawner
@@ -42,6 +43,12 @@ def spawner() -> Iterator[None]:
     kept.fork().discard()
     yield
     kept.release()
+
+
+@pytest.fixture(autouse=True)
+def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the stores of the handles on loopback: torch asks the DNS for the name of each other address."""
+    monkeypatch.setattr(reconfiguration, "outward_address", lambda: "127.0.0.1")
 
 
 @pytest.fixture(params=[ProcessGroupGloo, ProcessGroupBabyGloo], ids=lambda kind: kind.__name__)
