@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests.support.jobs.job import TRAINER, Group, Job
+from tests.support.processes.forked import FORKS
 
 pytestmark = [pytest.mark.training, pytest.mark.timeout(240)]
 
@@ -25,10 +26,9 @@ def commits(group: Group, pid: int) -> int:
 
 
 async def test_torchrun_restarts_all_ranks_of_a_group_that_lost_one_and_it_heals() -> None:
-    """Slow: torchrun and the four trainers that it starts import torch."""
     async with Job("--initial-replicas", "2") as job:
         a = await job.start("0", ranks=2)
-        b = await job.start("1", launcher=[*TORCHRUN, str(TRAINER)])
+        b = await job.start("1", launcher=[*TORCHRUN, str(TRAINER)], **{FORKS: "1"})
         await job.until(
             lambda: (
                 [len(started(group)) for group in (a, b)] == [2, 2]
