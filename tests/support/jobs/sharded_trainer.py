@@ -115,6 +115,7 @@ def train(manager: CountingManager, model: Any, optimizer: Any, adamw: torch.opt
                 groups=manager.num_participants(),
                 quorum_id=manager.state_dict().get("lineage"),
             )
+        time.sleep(0.03)  # most steps only pass while a test waits
 
 
 def main() -> None:

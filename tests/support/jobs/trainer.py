@@ -4,7 +4,7 @@ Each line on standard output is JSON: {"event": "started" | "committed" | "disca
 "rank", "name", "quorum_id"}. The digest covers model, buffers and optimizer. Environment variables:
 
 TRAINER_STEPS            last step (0: train until drained)
-TRAINER_PACE             seconds to sleep in each step
+TRAINER_PACE             seconds to sleep in each step; default 0.03: most steps only pass while a test waits
 TRAINER_SYNC=1           synchronous quorum
 TRAINER_BATCH_NORM=1     add a batch norm layer
 TRAINER_WIDTH            width of the hidden layer
@@ -148,7 +148,7 @@ def main() -> None:
     steps = int(os.environ.get("TRAINER_STEPS", "0"))
     flip_at = int(os.environ.get("TRAINER_FLIP_AT", "-1"))
     pauses = {int(step) for step in os.environ.get("TRAINER_PAUSE_AT", "").split(",") if step}
-    pace = float(os.environ.get("TRAINER_PACE", "0.01"))
+    pace = float(os.environ.get("TRAINER_PACE", "0.03"))
     workers = int(os.environ.get("TRAINER_WORKERS", "0"))
     drawn = batches_of_workers(workers, len(inputs)) if workers else None
     try:

@@ -11,9 +11,9 @@ from tests.support.services.metrics_driver import client, metrics_process
 
 pytestmark = [pytest.mark.training, pytest.mark.timeout(300)]
 
-STEPS = 20
+STEPS = 8
 SLOW = "0.3"
-"""Seconds slept a step; the others sleep 0.01."""
+"""Seconds slept a step; the others sleep 0.03."""
 
 
 async def drains(job: Job) -> list[dict[str, Any]]:
