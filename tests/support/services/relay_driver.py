@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
-import random
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 
 import aiohttp
 import msgpack
+import numpy as np
 
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES, Origin, chunk_digest, pack_envelope, read_envelope
 from keepstep_relay.app import Relay, RelaySettings
@@ -84,7 +84,7 @@ class State:
 
 def state(seed: int, size: int = 2 * CHUNK_BYTES + 1000, origin: Origin | None = None) -> State:
     """A state of one tensor of ``size`` random bytes."""
-    pack = random.Random(seed).randbytes(size)
+    pack = np.random.default_rng(seed).bytes(size)
     content = msgpack.packb([["tensor", 0], [["uint8", [size], None, 0, 0, None]], [size]])
     digests = b"".join(chunk_digest(pack[at : at + CHUNK_BYTES]) for at in range(0, size, CHUNK_BYTES))
     return State(pack, pack_envelope(origin or Origin("c1", JOB, 1, 1, f"r{seed}"), content, digests))

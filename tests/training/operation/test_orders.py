@@ -8,12 +8,10 @@ import os
 import signal
 import sys
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import trainer
-from tests.support.jobs.job import DEADLINE, Group, Job, discarded
+from tests.support.jobs.job import DEADLINE, TRAINER, Group, Job, discarded
 from tests.support.processes.forked import FORKS
 
 pytestmark = [pytest.mark.training, pytest.mark.timeout(300)]
@@ -118,7 +116,7 @@ async def test_keepstep_run_starts_an_evicted_group_when_its_ban_is_over() -> No
         command = [sys.executable, "-m", "keepstep_cli", "run", "--replicas", "2", "--lighthouse", job.address, "--"]
         run = await asyncio.create_subprocess_exec(
             *command,
-            str(Path(trainer.__file__)),
+            str(TRAINER),
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             limit=2**20,

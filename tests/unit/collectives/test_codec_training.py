@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 
 from keepstep.collectives.codecs import Quantized, TopK, TwoBit
@@ -14,6 +13,8 @@ GROUPS, ROUNDS, INNER = 2, 20, 3
 
 
 def data() -> tuple[torch.Tensor, torch.Tensor]:
+    from sklearn.datasets import load_digits  # takes more than a second, in each pytest process if not here
+
     digits = load_digits()
     return torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.target)
 

@@ -34,16 +34,25 @@ async def output_of(*command: str, folder: Path, **variables: str) -> str:
     return out.decode()
 
 
-async def completed(line: str, folder: Path, **variables: str) -> list[str]:
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with the script for bash."""
+    folder = tmp_path_factory.mktemp("bash")
+    written = folder / "completion.bash"
+    written.write_text(asyncio.run(output_of("keepstep", "completion", "bash", folder=folder)))
+    return written
+
+
+async def completed(line: str, script: Path, folder: Path, **variables: str) -> list[str]:
     """Return the completions of bash for the last word of ``line``."""
     words = line.split(" ")
-    script = f"""
-eval "$(keepstep completion bash)"
+    program = f"""
+eval "$(cat {script})"
 COMP_WORDS=({" ".join(shlex.quote(word) for word in words)}) COMP_CWORD={len(words) - 1}
 _keepstep_completion keepstep
 printf '%s\\n' "${{COMPREPLY[@]}}"
 """
-    return (await output_of("bash", "-c", script, folder=folder, **variables)).split()
+    return (await output_of("bash", "-c", program, folder=folder, **variables)).split()
 
 
 @asynccontextmanager
@@ -67,8 +76,8 @@ async def job() -> AsyncIterator[str]:
         ("keepstep nothing", []),
     ],
 )
-async def test_bash_completes_commands_and_flags(line: str, offered: list[str], tmp_path: Path) -> None:
-    assert await completed(line, tmp_path) == offered
+async def test_bash_completes_commands_and_flags(line: str, offered: list[str], script: Path, tmp_path: Path) -> None:
+    assert await completed(line, script, tmp_path) == offered
 
 
 @pytest.mark.parametrize(
@@ -82,14 +91,16 @@ async def test_bash_completes_commands_and_flags(line: str, offered: list[str], 
         ("keepstep drain --job day ", []),
     ],
 )
-async def test_bash_completes_names_that_the_lighthouse_knows(line: str, offered: list[str], tmp_path: Path) -> None:
+async def test_bash_completes_names_that_the_lighthouse_knows(
+    line: str, offered: list[str], script: Path, tmp_path: Path
+) -> None:
     async with job() as address:
-        assert await completed(line, tmp_path, KEEPSTEP_LIGHTHOUSE=address) == offered
+        assert await completed(line, script, tmp_path, KEEPSTEP_LIGHTHOUSE=address) == offered
 
 
-async def test_without_a_lighthouse_no_name_is_offered_and_nothing_is_said(tmp_path: Path) -> None:
-    assert await completed("keepstep drain ", tmp_path, KEEPSTEP_LIGHTHOUSE="http://127.0.0.1:1") == []
-    assert await completed("keepstep drain ", tmp_path, KEEPSTEP_LIGHTHOUSE="nonsense") == []
+async def test_without_a_lighthouse_no_name_is_offered_and_nothing_is_said(script: Path, tmp_path: Path) -> None:
+    assert await completed("keepstep drain ", script, tmp_path, KEEPSTEP_LIGHTHOUSE="http://127.0.0.1:1") == []
+    assert await completed("keepstep drain ", script, tmp_path, KEEPSTEP_LIGHTHOUSE="nonsense") == []
 
 
 @pytest.mark.parametrize(

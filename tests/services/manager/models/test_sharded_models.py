@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -156,6 +155,8 @@ def test_a_model_with_activation_checkpoints_has_the_averaged_gradients_of_the_p
 @pytest.mark.parametrize("wrap", [shard, replicate])
 def test_a_compiled_model_has_the_averaged_gradients_of_the_plain_one(lighthouse, wrap, whole):
     """With AOTAutograd and without inductor, whose first use takes a minute of compilation."""
+    from torch._dynamo.testing import CompileCounterWithBackend  # a slow import, for no other file
+
     compiler = CompileCounterWithBackend("aot_eager")
 
     def build(m: Manager) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 import typing
 from contextlib import suppress
@@ -48,6 +49,7 @@ data = st.recursive(
 )
 
 
+@functools.cache  # hypothesis prepares each new strategy again
 def values(hint: object) -> st.SearchStrategy:
     simple = {bool: st.booleans(), int: whole, str: texts, object: data, type(None): st.none()}
     if hint in simple:
