@@ -215,9 +215,11 @@ def end(code: int) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, whose end ends this process
+    gc.disable()  # imports make no garbage: a fifth of their time is saved
     for module in sys.argv[2:]:
         importlib.import_module(module)
     gc.freeze()
+    gc.enable()
     asked = serve(socket.socket(fileno=int(sys.argv[1])))
     if asked["serves"]:
         asked = serve_own(asked)
