@@ -25,4 +25,4 @@ async def test_a_child_that_dies_costs_a_step_and_no_trainer():
         b.kill()
         await job.start("b", TRAINER_BABY="1")
         await job.advance(a, b)
-        assert job.assert_identical() >= 15
+        assert job.assert_identical() >= 10

@@ -39,7 +39,7 @@ async def test_the_leader_is_killed_again_and_again(etcd: EtcdCluster):
         for group in (a, b):  # a kill between the answers to two members costs this step
             broken = sum("round broken" in line for line in group.output)
             assert len(discarded(group)) <= broken, mesh.report()
-        assert mesh.assert_identical() >= 20
+        assert mesh.assert_identical() >= 15
 
 
 async def test_a_leader_that_is_told_to_stop_hands_over(etcd: EtcdCluster):
@@ -61,7 +61,7 @@ async def test_a_group_dies_together_with_the_leader(etcd: EtcdCluster):
         await mesh.start("b")
         await mesh.advance(a, b)
         mesh.assert_all_live()
-        assert mesh.assert_identical() >= 10
+        assert mesh.assert_identical() >= 8
 
 
 async def test_a_frozen_leader_is_succeeded_and_changes_nothing_when_it_goes_on(etcd: EtcdCluster):

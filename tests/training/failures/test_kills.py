@@ -91,11 +91,11 @@ async def one_is_killed_and_comes_back(survivor: str, victim: str, **trainer: st
 
 
 async def test_batch_norm_and_its_counters_stay_equal_over_kills():
-    assert await one_is_killed_and_comes_back("a", "b", TRAINER_BATCH_NORM="1") >= 10
+    assert await one_is_killed_and_comes_back("a", "b", TRAINER_BATCH_NORM="1") >= 8
 
 
 async def test_a_synchronous_quorum_heals_before_the_step():
-    assert await one_is_killed_and_comes_back("b", "a", TRAINER_SYNC="1") >= 10
+    assert await one_is_killed_and_comes_back("b", "a", TRAINER_SYNC="1") >= 8
 
 
 async def test_groups_parted_at_an_equal_step_do_not_go_on_with_different_weights(tmp_path):
