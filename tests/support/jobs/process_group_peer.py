@@ -23,7 +23,7 @@ from keepstep.process_group import ProcessGroupGloo
 from keepstep.process_group.torch_backends import backend_work, communicator
 from keepstep.rendezvous.store_client import RendezvousStore, Table
 
-communicator.LOOK = backend_work.LOOK = 20
+communicator.LOOK = backend_work.LOOK = 20  # type: ignore[attr-defined]  # imported by name
 """Look for lost peers every 0.5 s, in place of 1 s: several tests wait for that and for nothing else."""
 
 
