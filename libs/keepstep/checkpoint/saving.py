@@ -192,7 +192,7 @@ def _save(
         try:
             parts = local()
             _check_objects(parts)
-            layout = Layout.of(parts, {key: _digest(part) for key, part in parts.items()} if check_replicas else {})
+            layout = Layout.of(parts, {key: digest_of(part) for key, part in parts.items()} if check_replicas else {})
             target.store(written(parts, facts.rank, _plan(target, facts, layout)))
             target.commit()
         except BaseException as error:
@@ -261,7 +261,7 @@ def _stored(part: TensorPart) -> Any:
     return shards[0] if len(shards) == 1 else shards
 
 
-def _digest(part: Part) -> bytes:
+def digest_of(part: Part) -> bytes:
     """Return the digest of a value that other ranks may hold too; empty: none does."""
     if isinstance(part, TensorPart) and part.is_sharded and not (part.mesh and part.mesh.copied):
         return b""

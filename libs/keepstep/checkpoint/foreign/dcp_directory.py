@@ -6,19 +6,19 @@ import json
 from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from keepstep.checkpoint.foreign.dcp_metadata import ByteRange, DcpContent, read_dcp_metadata
+from keepstep.checkpoint.foreign.dcp_metadata import ByteRange, DcpContent, chunk_shape, read_dcp_metadata
 from keepstep.checkpoint.foreign.finished_output import finished_output
 from keepstep.checkpoint.foreign.foreign_errors import CannotHold, ForeignCheckpointError, RefusedClass
 from keepstep.checkpoint.foreign.pickled_items import load_pickled
 from keepstep.checkpoint.foreign.safetensors_files import Header, Report, read_header, read_tensor
 from keepstep.checkpoint.parts.flattening import Leaf, build
-from keepstep_mesh.protocol.boxes import Box, whole
+from keepstep_mesh.protocol.boxes import Box, Sizes, whole
 
 _SAVED_BY_TORCH = (b"PK", b"\x80\x02")
 """First bytes of a file of torch.save. Other files are safetensors."""
@@ -31,7 +31,7 @@ def read_dcp_directory(
     """Return the state of a directory, nested as it was saved, with whole tensors on the CPU.
 
     Args:
-        directory: written by ``dcp.save`` (torch 2.0 to 2.13) with torch.save or safetensors.
+        directory: written by ``dcp.save`` (torch 2.0 to 2.13) with torch.save or safetensors, or by Megatron Core.
         skip_objects: receives the keys of values that cannot be read without running code. None: they are an error.
         report: receives the bytes that were read.
 
@@ -66,14 +66,13 @@ class _Items:
         }
         for name, items in groupby(wanted, key=lambda one: one[2].file):
             path = self._directory / name
-            try:
-                with path.open("rb") as file:
-                    self._header = None if file.read(2).startswith(_SAVED_BY_TORCH) else read_header(path)
-                    for key, box, at in items:
-                        self._read_item(values, file, key, box, at)
-                        self._report(at.length)
-            except FileNotFoundError:
-                raise ForeignCheckpointError(f"{path} not found: the directory is incomplete") from None
+            with _opened(path) as file:
+                self._header = _header_of(file, path)
+                for key, box, at in items:
+                    self._read_item(values, file, key, box, at)
+                    self._report(at.length)
+        for key, original in self._content.flattened.items():
+            values[key] = _unflattened(values[key], original, key)
         order = [*self._content.tensors, *self._content.objects]
         return {key: values[key] for key in order if key in values}
 
@@ -81,38 +80,103 @@ class _Items:
         what = f"{key!r} in {self._directory / at.file}"
         if box is not None:
             shape = self._content.tensors[key].shape
-            shard = self._shard(file, key, box, at, what)
-            if type(shard) not in (torch.Tensor, torch.nn.Parameter):
-                raise ForeignCheckpointError(f"{what} is a {type(shard).__name__}, expected a tensor")
-            if shard.dtype != values[key].dtype or tuple(shard.shape) != box.shape:
-                raise ForeignCheckpointError(
-                    f"{what} is a {shard.dtype} tensor of shape {tuple(shard.shape)}; .metadata says "
-                    f"{values[key].dtype} and {box.shape}"
-                )
+            shard = _shard(file, self._header, key, box, at, what)
+            _check_shard(shard, values[key].dtype, box, what)
             with torch.no_grad():
                 values[key][box.within(whole(shape))].copy_(shard)
             return
-        if self._header is not None:
-            raise ForeignCheckpointError(f"{what} is not a tensor, and the file is safetensors, which holds only these")
         try:
-            values[key] = load_pickled(_bytes(file, at, what), what)
+            values[key] = _value(file, self._header, at, what)
         except RefusedClass as error:
             if self._skipped is None:
                 raise RefusedClass(f"{error}. --skip-objects leaves such values out.") from error
             self._skipped.append(key)
 
-    def _shard(self, file: IO[bytes], key: str, box: Box, at: ByteRange, what: str) -> Any:
-        if self._header is None:
-            return load_pickled(_bytes(file, at, what), what)
-        if key not in self._header.tensors:
-            raise ForeignCheckpointError(f"{what}: the file does not have it")
-        try:
-            offsets = json.loads(self._header.metadata.get(_SHARDING_INFO, "{}")).get(key, {}).get("saved_offsets")
-        except (ValueError, AttributeError, RecursionError) as error:
-            raise ForeignCheckpointError(f"{what}: invalid {_SHARDING_INFO}") from error
-        if offsets is not None and offsets != list(box.offset):
-            raise ForeignCheckpointError(f"{what} is the shard at {offsets}, but .metadata says {list(box.offset)}")
-        return read_tensor(file, self._header.tensors[key])
+
+def read_shard(directory: Path, where: ByteRange, key: str, box: Box, dtype: torch.dtype) -> torch.Tensor:
+    """Return one stored part of a tensor.
+
+    Args:
+        directory: the checkpoint.
+        where: its bytes.
+        key: of the tensor.
+        box: of the part, as ``.metadata`` has it.
+        dtype: of the tensor.
+
+    Raises:
+        ForeignCheckpointError: the file is missing or damaged, or does not fit ``.metadata``.
+    """
+    what = f"{key!r} in {directory / where.file}"
+    with _opened(directory / where.file) as file:
+        shard = _shard(file, _header_of(file, directory / where.file), key, box, where, what)
+    return _check_shard(shard, dtype, box, what)
+
+
+def read_value(directory: Path, where: ByteRange, key: str, *, allow_pickle: bool = False) -> Any:
+    """Return one value that is not a tensor.
+
+    Args:
+        directory: the checkpoint.
+        where: its bytes.
+        key: of the value.
+        allow_pickle: run the code that the value names. Only for a checkpoint of one's own.
+
+    Raises:
+        RefusedClass: the value has objects of other classes than tensors and plain values.
+        ForeignCheckpointError: the file is missing or damaged.
+    """
+    path = directory / where.file
+    with _opened(path) as file:
+        return _value(file, _header_of(file, path), where, f"{key!r} in {path}", allow_pickle=allow_pickle)
+
+
+def _opened(path: Path) -> IO[bytes]:
+    try:
+        return path.open("rb")
+    except FileNotFoundError:
+        raise ForeignCheckpointError(f"{path} not found: the directory is incomplete") from None
+
+
+def _header_of(file: IO[bytes], path: Path) -> Header | None:
+    """Return the header of a safetensors file. None: torch.save wrote the file."""
+    return None if file.read(2).startswith(_SAVED_BY_TORCH) else read_header(path)
+
+
+def _value(file: IO[bytes], header: Header | None, at: ByteRange, what: str, *, allow_pickle: bool = False) -> Any:
+    if header is not None:
+        raise ForeignCheckpointError(f"{what} is not a tensor, and the file is safetensors, which holds only these")
+    return load_pickled(_bytes(file, at, what), what, allow_pickle=allow_pickle)
+
+
+def _shard(file: IO[bytes], header: Header | None, key: str, box: Box, at: ByteRange, what: str) -> Any:
+    if header is None:
+        return load_pickled(_bytes(file, at, what), what)
+    if key not in header.tensors:
+        raise ForeignCheckpointError(f"{what}: the file does not have it")
+    try:
+        offsets = json.loads(header.metadata.get(_SHARDING_INFO, "{}")).get(key, {}).get("saved_offsets")
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise ForeignCheckpointError(f"{what}: invalid {_SHARDING_INFO}") from error
+    if offsets is not None and offsets != list(box.offset):
+        raise ForeignCheckpointError(f"{what} is the shard at {offsets}, but .metadata says {list(box.offset)}")
+    return read_tensor(file, header.tensors[key])
+
+
+def _check_shard(shard: Any, dtype: torch.dtype, box: Box, what: str) -> torch.Tensor:
+    if type(shard) not in (torch.Tensor, torch.nn.Parameter):
+        raise ForeignCheckpointError(f"{what} is a {type(shard).__name__}, expected a tensor")
+    if shard.dtype != dtype or tuple(shard.shape) != box.shape:
+        raise ForeignCheckpointError(
+            f"{what} is a {shard.dtype} tensor of shape {tuple(shard.shape)}; .metadata says {dtype} and {box.shape}"
+        )
+    return cast("torch.Tensor", shard)
+
+
+def _unflattened(tensor: torch.Tensor, original: Sizes, key: str) -> torch.Tensor:
+    """Return a tensor that is stored as flattened chunks in its original shape."""
+    counts, chunk = tensor.shape[:-1], chunk_shape(original, tuple(tensor.shape), key)
+    axes = [axis for number in range(len(counts)) for axis in (number, len(counts) + number)]
+    return tensor.view(*counts, *chunk).permute(axes).reshape(original)
 
 
 def _bytes(file: IO[bytes], at: ByteRange, what: str) -> bytes:

@@ -1,13 +1,13 @@
-"""Content of a directory of torch.distributed.checkpoint: its ``.metadata``, checked. Torch 2.0 to 2.13 write it.
+"""Content of a directory of torch.distributed.checkpoint: its ``.metadata``, checked.
 
-A directory from elsewhere is untrusted: types, sizes, positions and file names are checked, and the shards of a tensor
-must cover it, before memory is allocated.
+Torch 2.0 to 2.13 write it, and Megatron Core. A directory from elsewhere is untrusted: types, sizes, positions and file
+names are checked, and the shards of a tensor must cover it, before memory is allocated.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -26,6 +26,8 @@ from keepstep.checkpointing.state.leaves import TORCH_DTYPES
 from keepstep_mesh.protocol.boxes import Box, Sizes, uncovered
 
 METADATA = ".metadata"
+ORIGINAL_SHAPE = "nd_reformulated_orig_global_shape"
+"""Megatron Core's name for the shape of a tensor that it stored as flattened chunks, until its version 0.15."""
 MAX_SIZE = 1 << 46
 """Elements along a dimension, and bytes of a file."""
 MAX_DIMENSIONS = 64
@@ -63,11 +65,14 @@ class DcpContent:
         tensors: by key.
         objects: all other values, by key.
         paths: path of each key in the nested state that was saved.
+        flattened: original shape of each tensor that Megatron Core stored as flattened chunks. Such a tensor has the
+            shape ``[x, y, n]``: ``x * y`` chunks of ``n`` elements, which tile the original shape.
     """
 
     tensors: dict[str, ForeignTensor]
     objects: dict[str, ByteRange]
     paths: dict[str, LeafPath]
+    flattened: dict[str, Sizes] = field(default_factory=dict)
 
 
 def read_dcp_metadata(directory: Path) -> DcpContent:
@@ -95,7 +100,7 @@ class _Reading:
     """Checks the records of one file."""
 
     def __init__(self, metadata: Any, size: int) -> None:
-        self._top = _fields(metadata, "Metadata")
+        self._top = _fields(metadata, "Metadata", "MCoreMetadata")
         self._left = size
         """Shards that may follow. Each takes more than a byte of the file, unless they are hostile references."""
 
@@ -110,7 +115,7 @@ class _Reading:
                 objects[key] = _stored(stored, key, ())
             else:
                 tensors[key] = self._tensor(key, item, stored)
-        return DcpContent(tensors, objects, self._paths([*tensors, *objects]))
+        return DcpContent(tensors, objects, self._paths([*tensors, *objects]), self._flattened(tensors))
 
     def _storage(self) -> dict[tuple[str, Sizes], ByteRange]:
         found: dict[tuple[str, Sizes], ByteRange] = {}
@@ -156,12 +161,42 @@ class _Reading:
             raise ForeignCheckpointError("two keys have the same path in planner_data")
         return paths
 
+    def _flattened(self, tensors: dict[str, ForeignTensor]) -> dict[str, Sizes]:
+        known = self._top.get("mcore_data")
+        known = _dict(known, "mcore_data") if known is not None else {}
+        found: dict[str, Sizes] = {}
+        for key, tensor in tensors.items():
+            shape = _dict(known.get(key, {}), "mcore_data").get(ORIGINAL_SHAPE)
+            if shape is not None and shape != tensor.shape:
+                found[key] = _sizes(shape, key)
+                chunk_shape(found[key], tensor.shape, key)
+        return found
 
-def _fields(value: Any, kind: str) -> dict[str, Any]:
-    if not isinstance(value, Record) or value.kind != kind:
+
+def chunk_shape(original: Sizes, stored: Sizes, key: str) -> Sizes:
+    """Return the shape of each chunk of a flattened tensor.
+
+    Args:
+        original: shape of the tensor.
+        stored: chunks along each dimension, and elements of a chunk.
+        key: of the tensor, for the error.
+
+    Raises:
+        ForeignCheckpointError: the shapes do not fit.
+    """
+    counts = stored[:-1]
+    if len(counts) == len(original) and all(n and size % n == 0 for size, n in zip(original, counts, strict=True)):
+        chunk = tuple(size // n for size, n in zip(original, counts, strict=True))
+        if math.prod(chunk) == stored[-1]:
+            return chunk
+    raise ForeignCheckpointError(f"tensor {key!r} has flattened chunks {stored}, which do not fit its shape {original}")
+
+
+def _fields(value: Any, *kinds: str) -> dict[str, Any]:
+    if not isinstance(value, Record) or value.kind not in kinds:
         found = value.kind if isinstance(value, Record) else type(value).__name__
-        raise ForeignCheckpointError(f"the metadata has a {found} in place of a {kind}")
-    return _dict({} if value.state is None else value.state, kind)
+        raise ForeignCheckpointError(f"the metadata has a {found} in place of a {kinds[0]}")
+    return _dict({} if value.state is None else value.state, kinds[0])
 
 
 def _dict(value: Any, what: str) -> dict[Any, Any]:

@@ -20,11 +20,16 @@ MAX_METADATA_BYTES = 1 << 30
 _METADATA = "torch.distributed.checkpoint.metadata"
 _OLD_METADATA = "torch.distributed._shard.sharded_tensor.metadata"
 """Module of TensorProperties until torch 2.2."""
+_PLANNER = "torch.distributed.checkpoint.planner"
+"""Megatron Core stores the plans of all ranks."""
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 _CLASSES = {
     *((_METADATA, name) for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties")),
     *((_METADATA, name) for name in ("ChunkStorageMetadata", "MetadataIndex", "StorageMeta")),
     (_OLD_METADATA, "TensorProperties"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    *((_PLANNER, name) for name in ("SavePlan", "WriteItem", "TensorWriteData")),
+    *((_MEGATRON, name) for name in ("MCoreMetadata", "MCoreSavePlan")),
 }
 
 
@@ -108,6 +113,7 @@ def _size(dimensions: Any = ()) -> tuple[int, ...]:
 _FUNCTIONS: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch", "Size"): _size,
     ("torch.serialization", "_get_layout"): lambda name: name,
+    (_PLANNER, "WriteItemType"): lambda value: value,
     (_METADATA, "_MEM_FORMAT_ENCODING"): lambda value: value,
     (_OLD_METADATA, "MEM_FORMAT_ENCODING"): lambda value: value,
     ("collections", "OrderedDict"): dict,

@@ -1,15 +1,16 @@
-"""Values of torch.save: read without running code from them, and written. No other module reads or writes pickles."""
+"""Values of torch.save: read without running code from them, and written. No other module uses pickle."""
 
 from __future__ import annotations
 
 import io
-import pickle  # its error only
+import pickle
 import re
 import zipfile
+from argparse import Namespace
 from contextlib import AbstractContextManager
 from datetime import date, datetime, time, timedelta, timezone
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +18,9 @@ from keepstep.checkpoint.foreign.finished_output import finished_output
 from keepstep.checkpoint.foreign.foreign_errors import ForeignCheckpointError, RefusedClass
 from keepstep.checkpoint.foreign.pickled_arrays import ALLOWED, with_arrays
 from keepstep_mesh.text import listed
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
 MAX_NAMED = 5
 VALUES_PER_BYTE = 64
@@ -31,9 +35,9 @@ _COLOR = re.compile(r"\x1b\[\d*m")
 
 
 def plain_values() -> AbstractContextManager[None]:
-    """Allow numpy arrays and times in ``torch.load(weights_only=True)``."""
+    """Allow numpy arrays, times, bytes in memory, and arguments of a command in ``torch.load(weights_only=True)``."""
     allowed: AbstractContextManager[None] = torch.serialization.safe_globals(
-        [*ALLOWED, datetime, date, time, timedelta, timezone]
+        [*ALLOWED, datetime, date, time, timedelta, timezone, io.BytesIO, Namespace]
     )
     return allowed
 
@@ -91,6 +95,16 @@ def save_pickled(value: Any, path: Path) -> None:
     """Write a new file of torch.save. After an error it is absent."""
     with finished_output(path) as temporary:
         torch.save(value, temporary)
+
+
+def write_pickled(value: Any, file: IO[bytes]) -> None:
+    """Append a value to a file, as torch.save writes it. A tensor is written with all of its storage."""
+    torch.save(value, file)
+
+
+def pickled_metadata(metadata: Metadata) -> bytes:
+    """Return the bytes of a ``.metadata`` file of torch.distributed.checkpoint."""
+    return pickle.dumps(metadata)
 
 
 def check_sums(file: IO[bytes], what: str) -> bool:

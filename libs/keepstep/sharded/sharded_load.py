@@ -1,0 +1,130 @@
+"""Load of a sharded state."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+from keepstep.sharded.core import CheckpointingException
+from keepstep.sharded.dict_utils import extract_matching_values, merge, nested_values
+from keepstep.sharded.exchange import TIMEOUT, Ranks
+from keepstep.sharded.mapping import ShardedObject, ShardedStateDict, StateDict, apply_factory_merges
+from keepstep.sharded.state_parts import RequestedParts, parts_to_load
+from keepstep.sharded.strategies.chosen import LoadStrategies, load_strategies
+from keepstep.sharded.strategies.interfaces import (
+    CheckpointDir,
+    LoadCommonStrategy,
+    LoadShardedStrategy,
+    ShardedMetadata,
+)
+from keepstep.sharded.validation import (
+    StrictHandling,
+    check_integrity,
+    compare_keys,
+    pack_rows,
+    parse_strict_flag,
+    row_of,
+    unpack_rows,
+)
+from keepstep_mesh.config.logging import get_logger
+
+Loaded: TypeAlias = StateDict | tuple[StateDict, set[str], set[str]]
+
+log = get_logger("keepstep.sharded")
+
+
+def load(
+    sharded_state_dict: ShardedStateDict,
+    checkpoint_dir: CheckpointDir,
+    sharded_strategy: LoadShardedStrategy | tuple[str, int] | None = None,
+    common_strategy: LoadCommonStrategy | tuple[str, int] | None = None,
+    validate_access_integrity: bool = True,
+    strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
+) -> Loaded:
+    """Load a sharded state. Every rank calls it, with the parts that it wants, however they were saved.
+
+    Tensors are loaded into ``data`` of their leaf and converted to its dtype; or into new ones, if it is None. After an
+    error, they may be half loaded.
+
+    Args:
+        sharded_state_dict: nested dicts and lists; only the memory of its tensors is changed.
+        checkpoint_dir: see ``save``.
+        sharded_strategy: a strategy, or ``(backend, version)``. Default: that of the checkpoint.
+        common_strategy: the same for the values without sharding.
+        validate_access_integrity: check that the ranks request each element of each value as main replica exactly once.
+            False: the ranks do not speak to each other, unless ``strict`` needs the keys of all ranks.
+        strict: what to do about keys that only the checkpoint or only the state has.
+
+    Returns:
+        The state: all values without sharding, loaded leaves in the structure of ``sharded_state_dict``, and values of
+        ``LocalNonpersistentObject``. With ``StrictHandling.RETURN_*``: the state, missing keys, and unexpected keys.
+
+    Raises:
+        CheckpointingException: the checkpoint is not complete, a key is missing or has another shape, stored bytes are
+            damaged, or a rank failed or was lost.
+    """
+    handling = parse_strict_flag(strict)
+    has_all = validate_access_integrity or StrictHandling.requires_global_app_metadata(handling)
+    timeout = sharded_strategy.timeout if isinstance(sharded_strategy, LoadShardedStrategy) else TIMEOUT
+    ranks = Ranks(f"{checkpoint_dir} was not loaded", timeout, alone=not has_all)
+    strategies: LoadStrategies
+    parts: RequestedParts
+    state: StateDict = {}
+    stored = frozenset[str]()
+
+    def prepare() -> bytes:
+        nonlocal strategies, parts, state, stored
+        strategies = load_strategies(checkpoint_dir, sharded_strategy, common_strategy)
+        state = strategies.common.load_common(checkpoint_dir)
+        parts = parts_to_load(sharded_state_dict)
+        merge(state, parts.nonpersistent)
+        if StrictHandling.requires_explicit_ckpt_mismatch_check(handling):
+            stored = frozenset(leaf.key for leaf in stored_leaves(strategies, checkpoint_dir).values())
+        return pack_rows(row_of(leaf) for leaf in nested_values(parts.sharded))
+
+    rows = [unpack_rows(one) for one in ranks.stage(prepare)]
+    if validate_access_integrity:
+        check_integrity(rows)
+    requested = [leaf.key for leaf in nested_values(parts.sharded)]
+    keys = compare_keys(handling, stored, requested, (row.key for of_rank in rows for row in of_rank))
+    if keys.error:
+        raise CheckpointingException(f"{checkpoint_dir} was not loaded: {keys.error}")
+    if keys.warning:
+        log.warning("checkpoint and requested state differ", checkpoint=str(checkpoint_dir), reason=keys.warning)
+
+    def read() -> None:
+        nonlocal state
+        unexpected, sharded = extract_matching_values(parts.sharded, lambda leaf: leaf.key in keys.unexpected)
+        merge(state, _loaded(strategies, sharded, checkpoint_dir))
+        state = apply_factory_merges(state, _without(parts.factories, state) if unexpected else parts.factories)
+
+    ranks.stage(read)
+    if StrictHandling.requires_returning_mismatch_keys(handling):
+        return state, set(keys.missing), set(keys.unexpected)
+    return state
+
+
+def stored_leaves(strategies: LoadStrategies, checkpoint_dir: CheckpointDir) -> ShardedMetadata:
+    """Return the tensors and objects of a checkpoint, without data."""
+    found = strategies.sharded.load_sharded_metadata(checkpoint_dir)
+    if not strategies.sharded.can_handle_sharded_objects:
+        found = {**found, **strategies.common.load_sharded_metadata(checkpoint_dir)}
+    return found
+
+
+def _loaded(strategies: LoadStrategies, sharded: ShardedStateDict, checkpoint_dir: CheckpointDir) -> StateDict:
+    if strategies.sharded.can_handle_sharded_objects:
+        return strategies.sharded.load(sharded, checkpoint_dir)
+    objects, tensors = extract_matching_values(sharded, lambda leaf: isinstance(leaf, ShardedObject))
+    found: Any = merge(
+        strategies.common.load_sharded_objects(objects, checkpoint_dir),
+        strategies.sharded.load(tensors, checkpoint_dir),
+    )
+    return found  # type: ignore[no-any-return]
+
+
+def _without(factories: Any, state: Any) -> Any:
+    """Return the factories whose place the loaded state has."""
+    if not isinstance(factories, dict) or not isinstance(state, dict | list):
+        return factories
+    there = state if isinstance(state, dict) else range(len(state))
+    return {place: _without(part, state[place]) for place, part in factories.items() if place in there}

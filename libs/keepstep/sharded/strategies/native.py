@@ -1,0 +1,223 @@
+"""Keepstep's own format, in a directory or at a relay. docs/checkpoint-format.md describes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cached_property
+from typing import Any
+
+from keepstep.checkpoint.loading import naming_key, open_reader, read_pieces
+from keepstep.checkpoint.parts.local_parts import ObjectPart, Part, TensorPart
+from keepstep.checkpoint.parts.staged_parts import StagedParts
+from keepstep.checkpoint.places.target import CheckpointTarget
+from keepstep.checkpoint.saving import Kind, open_target, pack_of, save_facts
+from keepstep.checkpoint.stored import StoredCheckpoint
+from keepstep.checkpoint.stored import pieces_of as stored_pieces
+from keepstep.sharded.core import CheckpointingException
+from keepstep.sharded.dict_utils import nested_values
+from keepstep.sharded.exchange import TIMEOUT, Ranks
+from keepstep.sharded.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict, is_main_replica
+from keepstep.sharded.pieces import pieces_of
+from keepstep.sharded.strategies.async_requests import AsyncRequest
+from keepstep.sharded.strategies.interfaces import (
+    AsyncSaveShardedStrategy,
+    CheckpointDir,
+    LoadCommonStrategy,
+)
+from keepstep.sharded.strategies.stored_state import (
+    COMMON_STATE_KEY,
+    Destination,
+    StoredLoadStrategy,
+    StoredState,
+    StoredTensorFacts,
+)
+
+BACKEND = "keepstep"
+
+
+class NativeSaveStrategy(AsyncSaveShardedStrategy):
+    """Saves in keepstep's format.
+
+    Args:
+        backend: name of the format.
+        version: of the format.
+        step: step of the training, for lists of checkpoints.
+        kind: see ``keepstep.checkpoint.save``.
+        timeout: time limit of a save.
+        token: token for the relay. Default: that of the environment.
+    """
+
+    def __init__(
+        self,
+        backend: str = BACKEND,
+        version: int = 1,
+        *,
+        step: int = 0,
+        kind: Kind = "durable",
+        timeout: timedelta = TIMEOUT,
+        token: str | None = None,
+    ) -> None:
+        super().__init__(backend, version)
+        self.timeout = timeout
+        self._step = step
+        self._kind = kind
+        self._token = token
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def can_handle_common_state(self) -> bool:
+        """True."""
+        return True
+
+    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: CheckpointDir) -> None:
+        """See ``SaveShardedStrategy``."""
+        parts: dict[str, Part] = {}
+        ranks = Ranks(f"{checkpoint_dir} was not saved", self.timeout)
+        ranks.stage(lambda: parts.update(_parts(sharded_state_dict)))  # before any rank waits for the others' packs
+        self._request(parts, checkpoint_dir, None).execute_sync()
+
+    def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: CheckpointDir) -> AsyncRequest:
+        """See ``AsyncSaveShardedStrategy``."""
+        staged = StagedParts(_parts(sharded_state_dict))
+        return self._request(staged.parts, checkpoint_dir, staged)
+
+    def _request(
+        self, parts: Mapping[str, Part], checkpoint_dir: CheckpointDir, staged: StagedParts | None
+    ) -> AsyncRequest:
+        facts = save_facts(None, None, self._step, self._kind)
+        target = open_target(checkpoint_dir, facts, timeout=self.timeout, token=self._token)
+        one = _OneSave(target, parts, facts.world_size, Ranks(f"{checkpoint_dir} was not saved", self.timeout), staged)
+        return AsyncRequest(one.write, (), [one.finalize])
+
+
+class _OneSave:
+    """The save of one rank."""
+
+    def __init__(
+        self,
+        target: CheckpointTarget,
+        parts: Mapping[str, Part],
+        world_size: int,
+        ranks: Ranks,
+        staged: StagedParts | None,
+    ) -> None:
+        self._target = target
+        self._parts = parts
+        self._world_size = world_size
+        self._ranks = ranks
+        self._staged = staged
+        self._problem: BaseException | None = None
+
+    def write(self) -> None:
+        """Store the part of this rank. Speaks to other ranks only through the place of the checkpoint."""
+        try:
+            self._target.begin()
+            if self._world_size > 1:
+                self._target.exchange(b"")  # all ranks are in the same attempt
+            self._target.store(pack_of(self._parts))
+        except BaseException as error:  # noqa: BLE001  finalize raises it
+            self._problem = error
+            self._target.fail(f"{type(error).__name__}: {error}")
+
+    def finalize(self) -> None:
+        """Commit if all ranks have stored their parts. Otherwise, raise on all of them."""
+        try:
+            self._ranks.stage(self._raise)
+            self._ranks.stage(self._target.commit)
+        except BaseException as error:
+            if self._problem is None:
+                self._target.fail(str(error))
+            raise
+        finally:
+            self._target.close()
+            if self._staged is not None:
+                self._staged.release()
+
+    def _raise(self) -> None:
+        if self._problem is not None:
+            raise self._problem
+
+
+def _parts(sharded_state_dict: ShardedStateDict) -> dict[str, Part]:
+    """Return what this rank writes."""
+    found: dict[str, Part] = {}
+    for leaf in nested_values(sharded_state_dict):
+        if not is_main_replica(leaf.replica_id):
+            continue
+        if isinstance(leaf, ShardedObject):
+            if leaf.unique_key in found:
+                raise CheckpointingException(f"two values have the key {leaf.unique_key!r}: rename one of them")
+            found[leaf.unique_key] = ObjectPart((leaf.unique_key,), leaf.data)
+        elif isinstance(leaf, ShardedTensor):
+            pieces = tuple((box, memory) for box, memory in pieces_of(leaf) if box.volume or 0 in leaf.global_shape)
+            known = found.get(leaf.key)
+            if isinstance(known, TensorPart):
+                pieces = (*known.pieces, *pieces)
+            found[leaf.key] = TensorPart((leaf.key,), leaf.dtype, leaf.global_shape, pieces, None, True)
+    return found
+
+
+class NativeLoadStrategy(StoredLoadStrategy, LoadCommonStrategy):
+    """Loads keepstep's format: what ``NativeSaveStrategy`` or ``keepstep.checkpoint.save`` has written.
+
+    Args:
+        timeout: time limit of a load.
+        token: token for the relay. Default: that of the environment.
+    """
+
+    def __init__(self, *, timeout: timedelta = TIMEOUT, token: str | None = None) -> None:
+        self.timeout = timeout
+        self._token = token
+
+    @contextmanager
+    def open(self, checkpoint_dir: CheckpointDir) -> Iterator[StoredState]:
+        """See ``StoredLoadStrategy``."""
+        reader = open_reader(checkpoint_dir, timeout=self.timeout, token=self._token)
+        try:
+            yield _NativeState(StoredCheckpoint(reader))
+        finally:
+            reader.close()
+
+    def load_common(self, checkpoint_dir: CheckpointDir) -> StateDict:
+        """See ``LoadCommonStrategy``."""
+        with self.open(checkpoint_dir) as stored:
+            if COMMON_STATE_KEY not in stored.objects:
+                return {}
+            state = stored.value(COMMON_STATE_KEY)
+        if not isinstance(state, dict):
+            raise CheckpointingException(f"{checkpoint_dir} has a common state that is no dict: {type(state).__name__}")
+        return state
+
+
+class _NativeState:
+    """See ``StoredState``."""
+
+    def __init__(self, stored: StoredCheckpoint) -> None:
+        self._stored = stored
+
+    @cached_property
+    def tensors(self) -> Mapping[str, StoredTensorFacts]:
+        return {key: StoredTensorFacts(one.dtype, one.shape) for key, one in self._stored.tensors.items()}
+
+    @property
+    def objects(self) -> tuple[str, ...]:
+        return tuple(self._stored.objects)
+
+    def read(self, destinations: list[Destination]) -> None:
+        found = []
+        for one in destinations:
+            for shard in self._stored.tensors[one.key].shards:
+                overlap = shard.box.overlap(one.box)
+                if overlap is not None:
+                    memory = one.memory[overlap.within(one.box)]
+                    found += [(one.key, piece, memory) for piece in stored_pieces(shard, overlap)]
+        read_pieces(self._stored.reader, found)
+
+    def value(self, unique_key: str) -> Any:
+        return naming_key(unique_key, lambda: self._stored.value(unique_key))

@@ -1,0 +1,128 @@
+"""The ``torch_dist`` format: a directory of torch.distributed.checkpoint, as Megatron Core writes and reads it.
+
+* ``common.pt``: the part of the state without sharded leaves.
+* ``__RANK_NUMBER.distcp``: tensors and objects, each as torch.save writes it.
+* ``.metadata``: which bytes of which file each part of a tensor is.
+* ``metadata.json``: written last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+from keepstep.checkpoint.foreign.dcp_metadata import METADATA
+from keepstep.checkpoint.foreign.dcp_metadata_file import dcp_metadata_file
+from keepstep.checkpoint.places.durable_files import write_whole
+from keepstep.checkpoint.places.location import InDirectory, parse
+from keepstep.sharded.core import CheckpointingException
+from keepstep.sharded.exchange import TIMEOUT, Ranks
+from keepstep.sharded.mapping import ShardedStateDict
+from keepstep.sharded.strategies.async_requests import AsyncRequest
+from keepstep.sharded.strategies.distcp_files import Item, items_of, merged, pack_written, remove_files, write_items
+from keepstep.sharded.strategies.interfaces import AsyncSaveShardedStrategy, CheckpointDir
+from keepstep.sharded.strategies.stored_dist import TorchDistState
+from keepstep.sharded.strategies.stored_state import StoredLoadStrategy, StoredState
+
+BACKEND = "torch_dist"
+
+
+def directory_of(checkpoint_dir: CheckpointDir) -> Path:
+    """Return the path of a directory. Raises ``CheckpointingException`` for a relay."""
+    location = parse(checkpoint_dir)
+    if not isinstance(location, InDirectory):
+        raise CheckpointingException(f"{location} is not a directory: the format {BACKEND} needs one")
+    return location.path
+
+
+class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
+    """Saves a directory that Megatron Core 0.16 and plain ``dcp.load`` read.
+
+    Args:
+        backend: name of the format.
+        version: of the format.
+        thread_count: files that each rank writes at a time.
+        timeout: time limit of a save.
+    """
+
+    def __init__(
+        self, backend: str = BACKEND, version: int = 1, thread_count: int = 2, *, timeout: timedelta = TIMEOUT
+    ) -> None:
+        super().__init__(backend, version)
+        self.timeout = timeout
+        self._thread_count = thread_count
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        """True."""
+        return True
+
+    def prepare(self, checkpoint_dir: CheckpointDir) -> None:
+        """See ``SaveShardedStrategy``. Remove the files of a save that did not finish."""
+        path = directory_of(checkpoint_dir)
+        path.mkdir(parents=True, exist_ok=True)
+        remove_files(path)
+
+    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: CheckpointDir) -> None:
+        """See ``SaveShardedStrategy``."""
+        self._request(items_of(sharded_state_dict), checkpoint_dir).execute_sync()
+
+    def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: CheckpointDir) -> AsyncRequest:
+        """See ``AsyncSaveShardedStrategy``."""
+        return self._request([one.copied() for one in items_of(sharded_state_dict)], checkpoint_dir)
+
+    def _request(self, items: list[Item], checkpoint_dir: CheckpointDir) -> AsyncRequest:
+        one = _OneSave(directory_of(checkpoint_dir), items, self._thread_count, self.timeout)
+        return AsyncRequest(one.write, (), [one.finalize])
+
+
+class _OneSave:
+    """The save of one rank."""
+
+    def __init__(self, path: Path, items: list[Item], thread_count: int, timeout: timedelta) -> None:
+        self._path = path
+        self._items = items
+        self._thread_count = thread_count
+        self._ranks = Ranks(f"{path} was not saved", timeout)
+        self._written = b""
+        self._problem: BaseException | None = None
+
+    def write(self) -> None:
+        """Write the files of this rank. Speaks to no other rank."""
+        try:
+            self._written = pack_written(write_items(self._path, self._ranks.rank, self._items, self._thread_count))
+        except BaseException as error:  # noqa: BLE001  finalize raises it
+            self._problem = error
+        self._items = []
+
+    def finalize(self) -> None:
+        """Write ``.metadata`` if all ranks have written their files. Otherwise, raise on all of them."""
+        written = self._ranks.stage(self._result)
+        self._ranks.stage(lambda: self._write_metadata(written))
+
+    def _result(self) -> bytes:
+        if self._problem is not None:
+            raise self._problem
+        return self._written
+
+    def _write_metadata(self, written: list[bytes]) -> None:
+        if self._ranks.rank == 0:
+            write_whole(self._path / METADATA, dcp_metadata_file(self._path, merged(written)))
+
+
+class TorchDistLoadShardedStrategy(StoredLoadStrategy):
+    """Loads a directory of Megatron Core 0.7 to 0.19, of ``TorchDistSaveShardedStrategy``, or of ``dcp.save``.
+
+    Args:
+        allow_pickle: run the code that objects name. Only for a checkpoint of one's own.
+    """
+
+    def __init__(self, *, allow_pickle: bool = False) -> None:
+        self._allow_pickle = allow_pickle
+
+    @contextmanager
+    def open(self, checkpoint_dir: CheckpointDir) -> Iterator[StoredState]:
+        """See ``StoredLoadStrategy``."""
+        yield TorchDistState(directory_of(checkpoint_dir), allow_pickle=self._allow_pickle)
