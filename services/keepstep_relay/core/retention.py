@@ -21,12 +21,14 @@ def retirements(checkpoints: Iterable[Checkpoint], limits: Limits) -> Iterator[D
     """Iterate over the checkpoints to drop. The newest of a job and kind stays, unless it is live and unused.
 
     A job that went back to an earlier step has a new quorum_id, so its checkpoints are newer than those of later steps.
+    Those that a script saved by itself have no quorum_id. They are a group of their own: neither kind drops the other.
     """
-    groups: dict[tuple[str, Kind], list[tuple[tuple[int, int], float, Checkpoint]]] = {}
+    groups: dict[tuple[str, Kind, bool], list[tuple[tuple[int, int], float, Checkpoint]]] = {}
     for one in checkpoints:
         if one.committed_at is not None:
-            groups.setdefault((one.key.job, one.facts.kind), []).append((one.facts.age_order, one.committed_at, one))
-    for (_, kind), group in groups.items():
+            group_key = (one.key.job, one.facts.kind, one.facts.quorum_id > 0)
+            groups.setdefault(group_key, []).append((one.facts.age_order, one.committed_at, one))
+    for (_, kind, _), group in groups.items():
         live = kind is Kind.LIVE
         count = limits.keep_live if live else limits.keep_durable
         age = limits.live_seconds if live else limits.durable_seconds

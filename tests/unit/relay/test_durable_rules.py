@@ -60,6 +60,13 @@ def test_a_job_that_went_back_keeps_its_new_checkpoints_and_drops_those_that_it_
     assert {key.id for key in core.checkpoints} == {"step-11-q6", "step-12-q6"}
 
 
+def test_checkpoints_that_a_script_saves_by_itself_and_those_of_its_manager_do_not_replace_each_other() -> None:
+    core = RelayCore(Limits(keep_durable=2))
+    for at, (step, quorum_id) in enumerate([(19, 5), (20, 5), (30, 0), (21, 5), (31, 0), (32, 0)]):
+        commit(core, step, quorum_id, at=float(at))
+    assert {key.id for key in core.checkpoints} == {"step-20-q5", "step-21-q5", "step-31-q0", "step-32-q0"}
+
+
 def test_the_last_good_checkpoint_stays_whatever_its_age_while_later_uploads_fail() -> None:
     core = RelayCore(Limits(keep_durable=1, durable_seconds=10.0, upload_seconds=5.0))
     commit(core, 1, 1, at=0.0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -32,7 +32,7 @@ COPY_PATIENCE_SECONDS = 5.0
 COMMIT_SECONDS = 600.0
 """A relay may take this long to write a complete checkpoint to its tiers."""
 DURABLE_ABORT_SECONDS = 2.0
-"""To tell a relay that a checkpoint has failed."""
+"""To tell the relays that checkpoints have failed."""
 FINAL = frozenset({400, 401, 403, 410, 413, 507})
 """Answers that do not change when the request is sent again."""
 
@@ -155,25 +155,6 @@ class DurableUpload:
                 pause = max(getattr(error, "retry_after", 0.0), DURABLE_ERROR_BACKOFF.seconds(failures))
                 self._ended.wait(min(pause, self._deadline.remaining()))
 
-    def give_up(self, reason: str) -> None:
-        """Tell the relay that this checkpoint has failed, so that all ranks learn it at once. Never raises."""
-        connection = Connection(
-            self._relay, Deadline(DURABLE_ABORT_SECONDS, "no answer to an abort"), DURABLE_ABORT_SECONDS
-        )
-        try:
-            connection.connect()
-            try:
-                self._checkpoint.abort(connection, reason)
-            except Refusal as refusal:
-                if refusal.status != HTTPStatus.NOT_FOUND:
-                    raise
-                self._checkpoint.begin(connection, self._ticket.facts)  # a rank that is slower finds it aborted
-                self._checkpoint.abort(connection, reason)
-        except (BrokenConnection, TransferError) as error:
-            log.info("failure of a durable checkpoint not told", relay=self.address, reason=str(error))
-        finally:
-            connection.close()
-
     def _is_final(self, error: Refusal) -> bool:
         conflict = not self._begun and error.status == HTTPStatus.CONFLICT
         return error.status in FINAL or conflict
@@ -294,6 +275,43 @@ class DurableUpload:
             with self._lock:
                 self._connection = None
             connection.close()
+
+
+def tell_failures(relays: Mapping[str, Endpoint], failures: Sequence[tuple[Ticket, str]]) -> None:
+    """Tell relays why checkpoints have failed, so that all ranks learn it at once. Never raises.
+
+    Ends after ``DURABLE_ABORT_SECONDS``, whatever the number of relays and failures. The newest failures are first.
+
+    Args:
+        relays: by address.
+        failures: uploads, and the reason of each.
+    """
+    threads = [
+        threading.Thread(target=_tell, args=(relay, failures), name="keepstep-durable-abort", daemon=True)
+        for relay in relays.values()
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _tell(relay: Endpoint, failures: Sequence[tuple[Ticket, str]]) -> None:
+    connection = Connection(relay, Deadline(DURABLE_ABORT_SECONDS, "no answer to an abort"), DURABLE_ABORT_SECONDS)
+    try:
+        connection.connect()
+        for ticket, reason in sorted(failures, key=lambda one: one[0].step, reverse=True):
+            try:
+                ticket.checkpoint.abort(connection, reason)
+            except Refusal as refusal:
+                if refusal.status != HTTPStatus.NOT_FOUND:
+                    raise
+                ticket.checkpoint.begin(connection, ticket.facts)  # a rank that is slower finds it aborted
+                ticket.checkpoint.abort(connection, reason)
+    except (BrokenConnection, TransferError) as error:
+        log.info("failures of durable checkpoints did not reach a relay", relay=relay.address, reason=str(error))
+    finally:
+        connection.close()
 
 
 def run_all(uploads: list[DurableUpload]) -> dict[str, Exception | None]:

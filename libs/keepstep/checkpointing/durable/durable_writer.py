@@ -16,7 +16,7 @@ from typing import Any
 from keepstep.checkpointing.direct.connection import Endpoint, Refusal
 from keepstep.checkpointing.direct.rate_limiter import RateLimiter
 from keepstep.checkpointing.durable.due_checkpoints import RelayHealth
-from keepstep.checkpointing.durable.durable_upload import DurableUpload, StagedState, Ticket, run_all
+from keepstep.checkpointing.durable.durable_upload import DurableUpload, StagedState, Ticket, run_all, tell_failures
 from keepstep.checkpointing.state.staging import Snapshot, StagingArea
 from keepstep.checkpointing.state.state_manifest import build_manifest
 from keepstep_mesh.config.logging import get_logger
@@ -196,8 +196,7 @@ class DurableWriter:
                 if work is None:
                     self._thread = None
                 self._changed.notify_all()
-            for one in replaced:
-                self._tell_failure(one, one.withdrawn)
+            self._tell_failures(replaced)
             if work is None:
                 return
             try:
@@ -236,7 +235,8 @@ class DurableWriter:
         elif not work.withdrawn:
             self.failed(ticket.step, problems)
             if work.snapshot is not None:
-                self._tell_failure(work, problems)
+                work.withdrawn = problems
+                self._tell_failures([work])
         elif work.snapshot is not None:
             self.failed(ticket.step, work.withdrawn)
 
@@ -262,10 +262,10 @@ class DurableWriter:
                 failing_since=None,
             )
 
-    def _tell_failure(self, work: _Work, reason: str) -> None:
-        """Abort the checkpoint at its relays: the other ranks need not wait for it."""
-        for relay in work.relays:
-            DurableUpload(work.ticket, relay, None, self._seconds, self._limiter).give_up(reason)
+    def _tell_failures(self, failed: Sequence[_Work]) -> None:
+        """Abort checkpoints at their relays: the other ranks need not wait for them."""
+        relays = {relay.address: relay for work in failed for relay in work.relays}
+        tell_failures(relays, [(work.ticket, work.withdrawn) for work in failed])
 
 
 def _described(snapshot: Snapshot, ticket: Ticket) -> StagedState:

@@ -81,3 +81,17 @@ def test_an_upload_that_waits_is_not_given_up_for_the_outcome_of_another_group(m
         assert one._next is not None
         assert one._next.ticket.step == 2
         assert one._next.snapshot is not None
+
+
+def test_the_end_waits_once_for_relays_that_hang_whatever_was_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(durable_upload, "DURABLE_ABORT_SECONDS", 0.5)
+    with switched_off() as url, switched_off() as other:
+        one = DurableWriter(seconds=60.0, newest_wins=True, limiter=RateLimiter(None))
+        for step in range(1, 12):
+            one.offer(ticket(step), [Endpoint.of(url, dict), Endpoint.of(other, dict)], {"w": torch.ones(1)})
+            eventually(lambda: one.last.uploading == 1)
+        assert len(one._replaced) == 9
+        began = time.monotonic()
+        one.close()
+        assert time.monotonic() - began < 5, "18 aborts, one after the other, take 9 s"
+        assert one._thread is None
