@@ -93,6 +93,8 @@ class Manager(BackgroundQuorum, StateAndProgress):
         durable_newest_wins: what happens to a checkpoint that is due while an earlier one is uploaded and another one
             waits. True: it replaces the one that waits. False: the step waits for the upload, at most ``timeout``
             (``KEEPSTEP_DURABLE_NEWEST_WINS``).
+        resume_wait: how long a resume waits for relays that do not answer and may have a newer durable checkpoint than
+            the others: ``durable_copies`` of them, or more (``KEEPSTEP_RESUME_WAIT_SEC``).
 
     Raises:
         ValueError: an argument or variable is missing or out of range.
@@ -131,6 +133,7 @@ class Manager(BackgroundQuorum, StateAndProgress):
         durable_relays: str | None = None,
         durable_copies: int = 1,
         durable_newest_wins: bool = False,
+        resume_wait: timedelta = timedelta(seconds=30),
     ) -> None:
         if (state_dict is None) != (load_state_dict is None):
             missing = "state_dict" if state_dict is None else "load_state_dict"
@@ -160,6 +163,7 @@ class Manager(BackgroundQuorum, StateAndProgress):
             durable_relays=durable_relays,
             durable_copies=durable_copies,
             durable_newest_wins=durable_newest_wins,
+            resume_wait=resume_wait,
         )
         self._pid = os.getpid()
         self._attempt: Attempt | None = None

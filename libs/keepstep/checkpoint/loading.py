@@ -77,9 +77,13 @@ def open_reader(
     """
     location = parse(checkpoint_id)
     if isinstance(location, AtRelay):
-        deadline = Deadline(timeout.total_seconds(), f"{location} was not loaded")
-        return VerifiedReader(RelaySource(location, deadline, token))
+        return reader_at_relay(location, Deadline(timeout.total_seconds(), f"{location} was not loaded"), token)
     return VerifiedReader(DirectorySource(location.path))
+
+
+def reader_at_relay(location: AtRelay, deadline: Deadline, token: str | None) -> CheckpointReader:
+    """Return a reader of a checkpoint that one or several relays have. The caller closes it."""
+    return VerifiedReader(RelaySource(location, deadline, token))
 
 
 def _take_over(into: Any, loaded: Any) -> None:

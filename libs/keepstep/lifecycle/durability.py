@@ -15,6 +15,7 @@ from typing import Any
 
 from torch.distributed import DistStoreError, Store
 
+from keepstep.checkpoint.places.location import AtRelay
 from keepstep.checkpointing.direct.connection import Endpoint
 from keepstep.checkpointing.direct.rate_limiter import RateLimiter
 from keepstep.checkpointing.durable.due_checkpoints import MAX_UPLOADERS, Commit, choose_relays, follow_seconds, is_due
@@ -22,7 +23,7 @@ from keepstep.checkpointing.durable.durable_upload import COMMIT_SECONDS, Ticket
 from keepstep.checkpointing.durable.durable_writer import DurableWriter, LastCheckpoint
 from keepstep.checkpointing.durable.newest_checkpoint import LIST_SECONDS, find_newest
 from keepstep.checkpointing.durable.rank_loading import load_rank
-from keepstep.checkpointing.relayed.relay_client import Credentials, RelayCheckpoint, checkpoints_path
+from keepstep.checkpointing.relayed.relay_client import Credentials, RelayCheckpoint
 from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.lifecycle.manager_settings import ManagerSettings
 from keepstep.lifecycle.resharding import load_resharded
@@ -130,7 +131,8 @@ class Durability:
         context, own = self._context, self._context.settings
         commit = Commit(plan.epoch, plan.quorum_id, step, plan.replica_ids)
         # groups whose states differ by design do not share an upload
-        uploaders = commit.uploaders(MAX_UPLOADERS if context.state.compared is None else 1)
+        shared = context.state.compared is None
+        uploaders = commit.uploaders(self._settings.every, MAX_UPLOADERS if shared else 1)
         producer, progress = context.link.replica_id, context.progress
         if producer in uploaders and soundness(progress.step, progress.lineage) is not Soundness.SOUND:
             uploaders = tuple(one for one in uploaders if one != producer)
@@ -196,7 +198,14 @@ class Durability:
 
     def _choose(self) -> Choice:
         job = self._context.settings.job
-        found = find_newest(lambda: list(self._relays().values()), job, self._connect_seconds)
+        settings = self._settings
+        found = find_newest(
+            lambda: list(self._relays().values()),
+            job,
+            seconds=self._connect_seconds,
+            wait=settings.resume_wait,
+            copies=settings.copies,
+        )
         if not found:
             return {}
         one = found[0]
@@ -218,7 +227,7 @@ class Durability:
                 raise
             store.set(key, json.dumps(choice))
             return choice
-        seconds = self._connect_seconds + 2 * LIST_SECONDS
+        seconds = max(self._connect_seconds, self._settings.resume_wait) + 2 * LIST_SECONDS
         answer: Choice = json.loads(value_of_rank_0(store, key, seconds, self._still_waiting))
         if "error" in answer:
             raise KeepstepError(f"rank 0: {answer['error']}")
@@ -240,9 +249,10 @@ class Durability:
             if ranks == own.world_size:
                 state = load_rank(*(relays, own.job, name, own.rank), into=into, seconds=self._seconds)
             else:
-                url = f"{addresses[own.rank % len(addresses)]}{checkpoints_path(own.job)}/{name}"
+                first = own.rank % len(addresses)  # ranks begin at different relays
+                location = AtRelay(addresses[first], own.job, name, (*addresses[first + 1 :], *addresses[:first]))
                 token = ClientToken.of(own.token).latest()
-                state = load_resharded(url, into, seconds=COMMIT_SECONDS, token=token)
+                state = load_resharded(location, into, seconds=self._seconds, token=token)
             context.state.load_user_state(state["user"])
         except BaseException:
             context.tear()  # the state may be half written

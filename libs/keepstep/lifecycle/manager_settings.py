@@ -22,10 +22,19 @@ class DurableSettings:
     """Empty: those that are registered with the lighthouse."""
     copies: int
     newest_wins: bool
+    resume_wait: float
+    """Seconds."""
 
     @classmethod
     def from_arguments(
-        cls, every: int, resume: bool | None, relays: str | None, copies: int, *, newest_wins: bool
+        cls,
+        every: int,
+        resume: bool | None,
+        relays: str | None,
+        copies: int,
+        *,
+        newest_wins: bool,
+        resume_wait: timedelta,
     ) -> DurableSettings:
         """Complete the arguments from the environment and validate them. ValueError names what is out of range."""
         addresses = relays or environment.variable("DURABLE_RELAYS")
@@ -38,6 +47,7 @@ class DurableSettings:
             relays=split_addresses(addresses) if addresses else (),
             copies=copies,
             newest_wins=bool(environment.flag("DURABLE_NEWEST_WINS", newest_wins)),
+            resume_wait=environment.seconds("RESUME_WAIT_SEC", resume_wait).total_seconds(),
         )
 
     @property
@@ -91,6 +101,7 @@ class ManagerSettings:
         durable_relays: str | None,
         durable_copies: int,
         durable_newest_wins: bool,
+        resume_wait: timedelta,
     ) -> ManagerSettings:
         """Complete the arguments from the environment and validate them.
 
@@ -127,7 +138,12 @@ class ManagerSettings:
             max_retries=max_retries,
             refuse_nonfinite=refuse_nonfinite,
             durable=DurableSettings.from_arguments(
-                durable_every, resume, durable_relays, durable_copies, newest_wins=durable_newest_wins
+                durable_every,
+                resume,
+                durable_relays,
+                durable_copies,
+                newest_wins=durable_newest_wins,
+                resume_wait=resume_wait,
             ),
             uplink=environment.rate("UPLINK_BYTES_PER_SECOND"),
         )

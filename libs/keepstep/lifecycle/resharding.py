@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import timedelta
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from keepstep.checkpoint import StoredCheckpoint, open_reader
-from keepstep.checkpoint.loading import load_leaves
+from keepstep.checkpoint import CheckpointDamaged, StoredCheckpoint
+from keepstep.checkpoint.loading import load_leaves, reader_at_relay
 from keepstep.checkpoint.parts.flattening import Leaf, build, flatten
+from keepstep.checkpoint.places.location import AtRelay
+from keepstep.checkpointing.direct.connection import Deadline
 from keepstep.checkpointing.errors import StateMismatch
 from keepstep.checkpointing.state.sharding import is_dtensor
+from keepstep_mesh.config.logging import get_logger
+
+log = get_logger("keepstep.durable")
 
 
-def load_resharded(url: str, into: Mapping[str, Any], *, seconds: float, token: str | None) -> Any:
+def load_resharded(location: AtRelay, into: Mapping[str, Any], *, seconds: float, token: str | None) -> Any:
     """Load this rank's part of a checkpoint that was saved from other ranks.
 
     Tensors of ``into`` are loaded in place; a DTensor gets its shard. Values that ``into`` does not have, such as the
     state of an optimizer before its first step, are new: a DTensor is sharded as the one of equal shape in ``into``.
+    A relay that fails is replaced by another one. If a chunk of it is damaged, the load begins again without it.
 
     Args:
-        url: of the checkpoint at a relay.
+        location: the checkpoint, with all relays that have it.
         into: state of the same structure.
-        seconds: time limit.
-        token: for the relay.
+        seconds: time without progress after which this fails.
+        token: for the relays.
 
     Returns:
         The state.
@@ -34,13 +40,25 @@ def load_resharded(url: str, into: Mapping[str, Any], *, seconds: float, token: 
         StateMismatch: the checkpoint does not have a value of ``into``, or the sharding of a new DTensor is unknown.
         CheckpointError: the checkpoint cannot be read, or a tensor has another shape in it.
     """
-    reader = open_reader(url, timeout=timedelta(seconds=seconds), token=token)
+    try:
+        return _load_resharded(location, into, seconds, token)
+    except CheckpointDamaged as error:
+        if not location.others:
+            raise
+        log.warning("checkpoint damaged at a relay; loading it from another", reason=str(error))
+        another = replace(location, address=location.others[0], others=location.others[1:])
+        return load_resharded(another, into, seconds=seconds, token=token)
+
+
+def _load_resharded(location: AtRelay, into: Mapping[str, Any], seconds: float, token: str | None) -> Any:
+    deadline = Deadline(seconds, f"{location} was not loaded", float("inf"))
+    reader = reader_at_relay(location, deadline, token)
     try:
         stored = StoredCheckpoint(reader)
         here = {key: leaf for key, leaf in flatten(into).items() if not _is_empty(leaf.value)}
         keys = stored.keys()
         if missing := sorted(here.keys() - set(keys)):
-            raise StateMismatch(f"the checkpoint {url} does not have {missing[:10]}, which this group has registered")
+            raise StateMismatch(f"{location} does not have {missing[:10]}, which this group has registered")
         models = {
             tuple(leaf.value.shape): leaf.value for leaf in here.values() if is_dtensor(leaf.value)
         }  # an optimizer's state is sharded as its parameter

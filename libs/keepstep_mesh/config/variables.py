@@ -28,6 +28,7 @@ OF_TRAINERS: Mapping[str, str] = {
     "KEEPSTEP_DURABLE_NEWEST_WINS": "1: a durable checkpoint that waits for an upload is replaced by a newer one",
     "KEEPSTEP_RESUME": "1: a job without a live state begins with its newest durable checkpoint; 0: at step 0; with "
     "durable checkpoints 1 unless said",
+    "KEEPSTEP_RESUME_WAIT_SEC": "how long a resume waits for relays that may have a newer durable checkpoint",
     "KEEPSTEP_STEP_LOG": "file that gets a JSON line for each step committed, discarded or healed; "
     "`keepstep check-history` reads it",
     "KEEPSTEP_NAME_FILE": "file where the group leaves its name, for its launcher (`keepstep run` sets it): what a ban "

@@ -42,9 +42,15 @@ def test_all_groups_derive_one_name_that_no_other_commit_has() -> None:
 def test_the_first_uploader_changes_with_the_step_and_there_are_few_of_them() -> None:
     assert Commit(1, 1, 3, MEMBERS).uploaders() == MEMBERS
     assert Commit(1, 1, 4, MEMBERS).uploaders() == ("b:2", "c:3", "a:1")
-    assert Commit(1, 1, 5, MEMBERS).uploaders(1) == ("c:3",)
+    assert Commit(1, 1, 5, MEMBERS).uploaders(most=1) == ("c:3",)
     many = tuple(f"{number:04}:x" for number in range(1000))
     assert len(Commit(1, 1, 999, many).uploaders()) == 8
+
+
+def test_groups_that_share_no_upload_take_turns_also_if_their_number_divides_that_of_the_steps() -> None:
+    turns = [Commit(1, 1, step, MEMBERS).uploaders(every=30, most=1) for step in (30, 60, 90, 120)]
+    assert turns == [("b:2",), ("c:3",), ("a:1",), ("b:2",)]
+    assert Commit(1, 1, 3, MEMBERS).uploaders(every=0, most=1) == ("a:1",)
 
 
 def test_followers_of_a_large_job_ask_a_relay_a_hundred_times_a_second_together() -> None:
@@ -83,6 +89,12 @@ def test_a_job_resumes_from_its_last_life_and_there_from_the_highest_step() -> N
     here, there = stored("r1", 11, 6, committed=100.0), stored("r2", 11, 6, committed=99.0)
     assert newest([gave_up, here, stored("r2", 10, 6), there]) == [here, there]
     assert newest([]) == []
+
+
+def test_a_job_does_not_resume_from_what_a_script_saved_by_itself() -> None:
+    by_hand, written = stored("r1", 900, 0, committed=500.0), stored("r1", 10, 3)
+    assert newest([by_hand, written]) == [written]
+    assert newest([by_hand]) == []
 
 
 def test_a_share_is_sent_first_and_that_of_a_silent_uploader_after_some_patience() -> None:

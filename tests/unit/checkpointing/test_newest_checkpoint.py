@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import pytest
 from torch.distributed import HashStore
 
-from keepstep.checkpointing.direct.connection import Endpoint
+from keepstep.checkpointing.direct.connection import BrokenConnection, Endpoint
 from keepstep.checkpointing.durable import newest_checkpoint
 from keepstep.checkpointing.durable.due_checkpoints import Stored
 from keepstep.checkpointing.durable.newest_checkpoint import find_newest
@@ -24,7 +25,55 @@ def test_all_relays_are_asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return [Stored(relay.address, "step-1-1-a", 1, 1, 1, 0.0)]
 
     monkeypatch.setattr(newest_checkpoint, "stored_at", stored_at)
-    assert [one.relay for one in find_newest(lambda: relays, "job", 0.0)] == [relay.address for relay in relays]
+    found = find_newest(lambda: relays, "job", seconds=0.0)
+    assert [one.relay for one in found] == [relay.address for relay in relays]
+
+
+A, B = (Endpoint.of(f"http://{name}:1", dict) for name in "ab")
+
+
+def search(
+    monkeypatch: pytest.MonkeyPatch, answers: Callable[[int], list[Stored] | None], wait: float, copies: int = 1
+) -> tuple[int, int]:
+    """Return the step of the newest one, and how often relay b was asked. ``answers`` has what b does each time."""
+    asked = 0
+
+    def stored_at(relay: Endpoint, _job: str) -> list[Stored]:
+        nonlocal asked
+        if relay is A:
+            return [Stored(A.address, "step-1-1-a", 1, 1, 1, 0.0)]
+        asked += 1
+        if (found := answers(asked)) is None:
+            raise BrokenConnection("refused")
+        return found
+
+    named = iter([[A, B], [A]])  # the lighthouse no longer names a relay that is away for long
+    monkeypatch.setattr(newest_checkpoint, "stored_at", stored_at)
+    monkeypatch.setattr(newest_checkpoint, "FIND_PAUSE_SECONDS", 0.01)
+    (one,) = find_newest(lambda: next(named, []), "job", seconds=0.0, wait=wait, copies=copies)
+    return one.step, asked
+
+
+def test_a_relay_that_comes_back_soon_with_a_newer_checkpoint_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    newer = [Stored(B.address, "step-5-1-a", 5, 1, 1, 0.0)]
+    assert search(monkeypatch, lambda asked: newer if asked == 4 else None, wait=30.0) == (5, 4)
+
+
+def test_an_older_checkpoint_is_taken_after_the_wait_and_the_log_names_the_silent_relay(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    step, asked = search(monkeypatch, lambda _: None, wait=0.1)
+    assert step == 1
+    assert asked > 1
+    waiting, taken = (record.getMessage() for record in caplog.records)
+    assert "waiting for relays that may have a newer durable checkpoint" in waiting
+    assert "taking a durable checkpoint although relays that may have a newer one do not answer" in taken
+    assert B.address in waiting
+    assert B.address in taken
+
+
+def test_with_copies_at_other_relays_one_that_is_silent_costs_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert search(monkeypatch, lambda _: None, wait=30.0, copies=2) == (1, 1)
 
 
 def test_a_rank_waits_for_rank_0_that_comes_later_to_its_first_step() -> None:

@@ -19,6 +19,8 @@ class AtRelay:
     """``http://host:port``."""
     job: str
     id: str
+    others: tuple[str, ...] = ()
+    """Addresses of more relays that have the checkpoint."""
 
     def __str__(self) -> str:
         return f"{self.address}/v1/jobs/{self.job}/checkpoints/{self.id}"

@@ -36,9 +36,14 @@ class Commit:
         world = hashlib.blake2b(repr((self.epoch, self.members)).encode(), digest_size=6).hexdigest()
         return f"step-{self.step}-{self.quorum_id}-{world}{f'.{attempt}' if attempt > 1 else ''}"
 
-    def uploaders(self, most: int = MAX_UPLOADERS) -> tuple[str, ...]:
-        """Return the groups that upload it, in an order that changes with the step. The first one counts most."""
-        first = self.step % len(self.members)
+    def uploaders(self, every: int = 1, most: int = MAX_UPLOADERS) -> tuple[str, ...]:
+        """Return the groups that upload it, in an order that changes with the checkpoint. The first one counts most.
+
+        Args:
+            every: number of steps between two checkpoints; 0: none are due by themselves.
+            most: number of groups that upload.
+        """
+        first = self.step // max(1, every) % len(self.members)
         return (*self.members[first:], *self.members[:first])[:most]
 
 
@@ -107,11 +112,12 @@ class Stored:
 
 
 def newest(found: Iterable[Stored]) -> list[Stored]:
-    """Return the newest checkpoint, once for each relay that has it. Empty: ``found`` is.
+    """Return the newest checkpoint of a Manager, once for each relay that has it. Empty: none is there.
 
-    Within one history of a job, quorum_ids and steps grow. A job that went back to an earlier step has a new quorum_id,
-    so its later checkpoints are newer than those that it gave up.
+    A checkpoint of ``keepstep.checkpoint.save`` has no quorum_id, and a state of its own structure. Within one history
+    of a job, quorum_ids and steps grow. A job that went back to an earlier step has a new quorum_id, so its later
+    checkpoints are newer than those that it gave up.
     """
-    found = list(found)
+    found = [one for one in found if one.quorum_id]
     best = max(found, key=lambda one: (one.quorum_id, one.step, one.committed), default=None)
     return [one for one in found if best is not None and one.id == best.id]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from keepstep.checkpointing.direct.connection import BrokenConnection, Connection, Deadline, Endpoint
@@ -53,38 +53,67 @@ def stored_at(relay: Endpoint, job: str) -> list[Stored]:
         connection.close()
 
 
-def find_newest(relays: Callable[[], Sequence[Endpoint]], job: str, seconds: float) -> list[Stored]:
+def find_newest(
+    relays: Callable[[], Sequence[Endpoint]], job: str, *, seconds: float, wait: float = 0.0, copies: int = 1
+) -> list[Stored]:
     """Return the newest durable checkpoint of ``job``, once for each relay that has it. Empty: no relay has any.
 
+    A relay that does not answer may have a newer one than the others. If as many relays as ``copies`` do not answer,
+    this asks them again for a while. With fewer, each checkpoint that has all its copies is at a relay that answers.
+
     Args:
-        relays: returns all relays that may have one.
+        relays: returns all relays that may have one. A relay that it no longer returns counts too.
         job: name of the job.
-        seconds: time limit for the relays to answer.
+        seconds: time limit for the relays to answer, if none of those that answer has a checkpoint.
+        wait: the same, if one of them has.
+        copies: number of relays that store each checkpoint.
 
     Raises:
         KeepstepError: no relay is known, or none has a checkpoint and one of them does not answer. The job may have a
             checkpoint then, and must not begin again at step 0.
     """
-    deadline = time.monotonic() + seconds
+    began, known, told = time.monotonic(), dict[str, Endpoint](), False
     while True:
-        known, found, silent = list(relays()), list[Stored](), dict[str, str]()
-        with ThreadPoolExecutor(LIST_THREADS, "keepstep-durable-list") as pool:
-            answers = [(relay.address, pool.submit(stored_at, relay, job)) for relay in known]
-        for address, answer in answers:
-            try:
-                found += answer.result()
-            except (BrokenConnection, TransferError) as error:
-                silent[address] = str(error)
-        if best := newest(found):
+        known |= {relay.address: relay for relay in relays()}
+        found, silent = _ask(known.values(), job)
+        best, waited = newest(found), time.monotonic() - began
+        if best and (len(silent) < copies or waited >= wait):
             if silent:
-                log.warning("resuming without the relays that do not answer", relays=sorted(silent), step=best[0].step)
+                log.warning(
+                    "taking a durable checkpoint although relays that may have a newer one do not answer",
+                    step=best[0].step,
+                    id=best[0].id,
+                    silent_relays=sorted(silent),
+                    waited_seconds=round(waited, 1),
+                )
             return best
         if known and not silent:
             return []
-        if time.monotonic() >= deadline:
+        if not best and waited >= seconds:
             why = "; ".join(silent.values()) or "no relay is registered with the lighthouse"
             raise KeepstepError(
                 f"cannot find out whether job {job} has a durable checkpoint: {why}; start the relay that stores them "
                 f"(keepstep relay), or pass resume=False (KEEPSTEP_RESUME=0) to begin at step 0"
             )
+        if best and not told:
+            told = True
+            log.warning(
+                "waiting for relays that may have a newer durable checkpoint",
+                step=best[0].step,
+                silent_relays=sorted(silent),
+                seconds=wait,
+            )
         time.sleep(FIND_PAUSE_SECONDS)  # before the relays are asked again
+
+
+def _ask(relays: Collection[Endpoint], job: str) -> tuple[list[Stored], dict[str, str]]:
+    """Return what the relays have, and the errors of those that did not answer, by address."""
+    found, silent = list[Stored](), dict[str, str]()
+    with ThreadPoolExecutor(LIST_THREADS, "keepstep-durable-list") as pool:
+        answers = [(relay.address, pool.submit(stored_at, relay, job)) for relay in relays]
+    for address, answer in answers:
+        try:
+            found += answer.result()
+        except (BrokenConnection, TransferError) as error:
+            silent[address] = str(error)
+    return found, silent

@@ -17,7 +17,7 @@ from keepstep_mesh.protocol.manifest import MAX_MANIFEST_BYTES, chunk_length
 
 LOAD_STREAMS = 4
 LOAD_STALL_SECONDS = 30.0
-"""Without a byte for this long, a chunk is requested from another relay."""
+"""Without a byte for this long, a chunk is requested from another relay. Less, so that all can be asked in time."""
 LOAD_ATTEMPTS = 3
 """Attempts at a chunk, per relay."""
 
@@ -40,7 +40,8 @@ class _Reader:
             try:
                 if self._connection is None:
                     relay = self._relays[self._place % len(self._relays)]
-                    self._connection = Connection(relay, self._deadline, LOAD_STALL_SECONDS)
+                    stall = min(LOAD_STALL_SECONDS, self._deadline.seconds / (len(self._relays) + 1))
+                    self._connection = Connection(relay, self._deadline, stall)
                     self._connection.connect()
                 return work(self._connection)
             except TransferTimeout:

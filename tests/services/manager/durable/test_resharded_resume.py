@@ -15,11 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from keepstep.checkpoint import CheckpointDamaged
+from keepstep.checkpoint.places.location import AtRelay
 from keepstep.checkpointing.errors import StateMismatch
 from keepstep.checkpointing.state.serialization import save_state
 from keepstep.lifecycle.resharding import load_resharded
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES
-from tests.support.services.relay_driver import Client, State, client, relay_process
+from tests.services.relay_transport.scene import switched_off
+from tests.support.services.relay_driver import JOB, Client, State, client, relay, relay_process
 
 ROWS = 10
 WEIGHTS = torch.arange(ROWS * 3, dtype=torch.float32).view(ROWS, 3)
@@ -48,8 +51,8 @@ def state(mesh: DeviceMesh, full: torch.Tensor, *, trained: bool) -> dict[str, A
     return {"user": user, "manager": {"step": 7 if trained else 0, "batches_committed": 14, "lineage": 3}}
 
 
-async def stored(worker: Client) -> str:
-    """Store what two ranks have; return the URL."""
+async def stored(worker: Client) -> AtRelay:
+    """Store what two ranks have."""
     await worker.begin("step-7", 7, kind="durable", ranks=2)
     for rank in (0, 1):
         with rank_of(rank, 2) as mesh:
@@ -59,7 +62,27 @@ async def stored(worker: Client) -> str:
         await worker.manifest(one, "step-7", rank=rank)
         await worker.put(one.pack)
     await worker.commit("step-7")
-    return f"{worker.address}{worker.checkpoints}/step-7"
+    return AtRelay(worker.address, JOB, "step-7")
+
+
+async def test_a_relay_that_hangs_or_does_not_have_it_or_sends_damaged_bytes_is_replaced_by_another() -> None:
+    memory = {"memory_checkpoints": 1}
+    async with relay(**memory) as empty, relay(**memory) as damaged, relay(**memory) as whole:
+        for one in (damaged, whole):
+            async with client(one.address) as worker:
+                await stored(worker)
+        for chunk in damaged.chunks.memory.chunks.values():
+            chunk[chunk.nbytes // 2] ^= 1
+        with switched_off() as hanging, rank_of(1, 2) as mesh:
+            for first in (hanging, empty.address, damaged.address):
+                into = state(mesh, torch.zeros(ROWS, 3), trained=False)
+                location = AtRelay(first, JOB, "step-7", (whole.address,))
+                loaded = await asyncio.to_thread(load_resharded, location, into, seconds=3.0, token=None)
+                assert loaded["user"]["default"]["model"]["weight"].to_local().equal(WEIGHTS[5:])
+        with pytest.raises(CheckpointDamaged, match="is damaged"), rank_of(1, 2) as mesh:
+            into = state(mesh, torch.zeros(ROWS, 3), trained=False)
+            location = AtRelay(damaged.address, JOB, "step-7")
+            await asyncio.to_thread(load_resharded, location, into, seconds=3.0, token=None)
 
 
 async def test_each_rank_loads_its_new_shard_and_a_new_optimizer_that_of_its_parameter(tmp_path: Path) -> None:
@@ -81,7 +104,7 @@ async def test_each_rank_loads_its_new_shard_and_a_new_optimizer_that_of_its_par
                 assert loaded["manager"] == expected["manager"]
         with rank_of(0, 1) as mesh:
             into["user"]["default"]["other"] = torch.zeros(1)
-            with pytest.raises(StateMismatch, match=r"does not have \['user\.default\.other'\]"):
+            with pytest.raises(StateMismatch, match=r"step-7 does not have \['user\.default\.other'\]"):
                 await asyncio.to_thread(load_resharded, checkpoint, into, seconds=60.0, token=None)
             plain = {"user": {"default": {"model": {"weight": torch.zeros(ROWS, 3)}, "optimizer": {}}}}
             with pytest.raises(StateMismatch, match="exp_avg is sharded, and this group has no DTensor"):
