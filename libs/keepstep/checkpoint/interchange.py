@@ -1,6 +1,7 @@
 """Conversion of checkpoints between keepstep and other programs. docs/interchange.md shows it in use.
 
-Each call reads a whole state into the memory of this process, and writes it again. It needs no process group.
+Each call converts a whole state in this process, without a process group. docs/interchange.md says how much memory that
+takes.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ MAX_NAMED = 5
 CONVERSION_TIMEOUT = timedelta(hours=1)
 
 Progress = Callable[[str, int, int], None]
-"""Receives what is done (``reading``, ``writing``), the bytes done, and the bytes in all (0: not known)."""
+"""Receives what is done (``converting``, ``reading``, ``writing``), the bytes done, and those in all (0: not known)."""
 
 
 class Format(StrEnum):
@@ -116,20 +117,23 @@ def export_checkpoint(
     check_free(path)  # before a long read
     reader = open_reader(checkpoint_id, timeout=timeout, token=token)
     try:
-        leaves, left_out = _stored_leaves(StoredCheckpoint(reader), part, form, skip_objects, progress)
+        exported = _Export(StoredCheckpoint(reader), part, form, skip_objects, progress)
+        match form:
+            case Format.SAFETENSORS:
+                tensors = {key: leaf.value for key, leaf in exported.leaves.items()}
+                write_safetensors(tensors, path, shard_bytes, read=exported.read)
+            case Format.TORCH:
+                leaves = {
+                    key: Leaf(leaf.path, exported.read(leaf.value)) if isinstance(leaf.value, torch.Tensor) else leaf
+                    for key, leaf in exported.leaves.items()
+                }
+                progress("writing", 0, 0)
+                save_pickled(build(leaves), path)
+            case Format.DCP:
+                exported.left_out += write_dcp_directory(build(exported.leaves), path, exported.read)
     finally:
         reader.close()
-    done = _converted(form, leaves, left_out)
-    progress("writing", 0, done.nbytes)
-    match form:
-        case Format.SAFETENSORS:
-            report = _Report("writing", done.nbytes, progress)
-            write_safetensors({key: leaf.value for key, leaf in leaves.items()}, path, shard_bytes, report.add)
-        case Format.TORCH:
-            save_pickled(build(leaves), path)
-        case Format.DCP:
-            done = _converted(form, leaves, [*left_out, *write_dcp_directory(build(leaves), path)])
-    return done
+    return _converted(form, exported.leaves, exported.left_out)
 
 
 def import_checkpoint(
@@ -234,36 +238,59 @@ def _files(path: Path, form: Format) -> list[Path]:
     return [one for one in path.rglob("*") if one.is_file()] if path.is_dir() else [path]
 
 
-def _stored_leaves(
-    stored: StoredCheckpoint, part: str, form: Format, skip_objects: bool, progress: Progress
-) -> tuple[dict[str, Leaf], list[str]]:
-    """Read the values to export. Return them by key, and the keys of those that are left out."""
-    chosen = {
-        key: path for key in (*stored.tensors, *stored.objects) if (path := _below(stored.paths[key], part)) is not None
-    }
-    if not chosen:
-        raise CheckpointError(
-            f"nothing to export: the checkpoint has no value below {part!r}; it has {listed(stored.keys(), MAX_NAMED)}"
-            if part
-            else "nothing to export: the checkpoint is empty"
-        )
-    left_out = [key for key in chosen if key in stored.objects] if form is Format.SAFETENSORS else []
-    if left_out and not skip_objects:
-        raise CannotHold(
-            f"safetensors holds only tensors, and {listed(left_out, MAX_NAMED)} "
-            f"{'is' if len(left_out) == 1 else 'are'} not: leave such values out with --skip-objects "
-            f"(skip_objects=True), or export only a part, such as --part model"
-        )
-    total = sum(_nbytes(stored, key) for key in chosen)
-    report = _Report("reading", total, progress)
-    leaves: dict[str, Leaf] = {}
-    for key, path in chosen.items():
-        if key in left_out:
-            continue
-        name = key_of(path)
-        leaves[name] = Leaf(path, stored.tensor(key) if key in stored.tensors else stored.value(key))
-        report.add(_nbytes(stored, key))
-    return leaves, left_out
+class _Export:
+    """The values to export.
+
+    Attributes:
+        leaves: by key, without the part. Tensors are those of the meta device: ``read`` returns their values.
+        left_out: keys of the values that the format cannot hold.
+    """
+
+    def __init__(
+        self, stored: StoredCheckpoint, part: str, form: Format, skip_objects: bool, progress: Progress
+    ) -> None:
+        chosen = {
+            key: path
+            for key in (*stored.tensors, *stored.objects)
+            if (path := _below(stored.paths[key], part)) is not None
+        }
+        if not chosen:
+            raise CheckpointError(
+                f"nothing to export: the checkpoint has no value below {part!r}; it has "
+                f"{listed(stored.keys(), MAX_NAMED)}"
+                if part
+                else "nothing to export: the checkpoint is empty"
+            )
+        self.left_out = [key for key in chosen if key in stored.objects] if form is Format.SAFETENSORS else []
+        if self.left_out and not skip_objects:
+            raise CannotHold(
+                f"safetensors holds only tensors, and {listed(self.left_out, MAX_NAMED)} "
+                f"{'is' if len(self.left_out) == 1 else 'are'} not: leave such values out with --skip-objects "
+                f"(skip_objects=True), or export only a part, such as --part model"
+            )
+        self._stored = stored
+        self._report = _Report("converting", sum(_nbytes(stored, key) for key in chosen), progress)
+        self._keys: dict[int, str] = {}
+        """Key in the checkpoint, by the id of the tensor in ``leaves``."""
+        self.leaves: dict[str, Leaf] = {}
+        for key, path in chosen.items():
+            if key not in self.left_out:
+                self.leaves[key_of(path)] = Leaf(path, self._value(key))
+
+    def _value(self, key: str) -> Any:
+        tensor = self._stored.tensors.get(key)
+        if tensor is None:
+            return self._stored.value(key)
+        described = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        self._keys[id(described)] = key
+        return described
+
+    def read(self, described: torch.Tensor) -> torch.Tensor:
+        """Return the values of a tensor of ``leaves``, in new memory."""
+        key = self._keys[id(described)]
+        tensor = self._stored.tensor(key)
+        self._report.add(tensor.nbytes)
+        return tensor
 
 
 def _nbytes(stored: StoredCheckpoint, key: str) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
@@ -15,7 +16,7 @@ import click
 from keepstep_cli.asking.job_link import connect_relay, relay_option
 from keepstep_cli.asking.options import client_options
 from keepstep_cli.asking.rest import Relay, read_token, run
-from keepstep_cli.errors import Refused
+from keepstep_cli.errors import Refused, Unreachable
 
 if TYPE_CHECKING:
     from keepstep_mesh.security.tls import TlsFiles
@@ -47,15 +48,16 @@ class Places:
         if "/" in name:
             return name
         refusals: list[Refused] = []
-        for one in self._relays():
-            try:
-                run(one.get("jobs", self.job, "checkpoints", name))
-                return self._url(one, name)
-            except Refused as refusal:
-                if refusal.status not in (HTTPStatus.NOT_FOUND, HTTPStatus.GONE):
-                    raise
-                refusals.append(refusal)
-        raise refusals[0]
+        with _naming_directories(name):
+            for one in self._relays():
+                try:
+                    run(one.get("jobs", self.job, "checkpoints", name))
+                    return self._url(one, name)
+                except Refused as refusal:
+                    if refusal.status not in (HTTPStatus.NOT_FOUND, HTTPStatus.GONE):
+                        raise
+                    refusals.append(refusal)
+            raise refusals[0]
 
     def new(self, name: str) -> str:
         """Return the ``checkpoint_id`` of a checkpoint to save, after a request to its relay.
@@ -69,15 +71,28 @@ class Places:
             return name
         if "/" in name:
             return name
-        one = self._relays()[0]
-        run(one.get("jobs", self.job, "checkpoints"))
-        return self._url(one, name)
+        with _naming_directories(name):
+            one = self._relays()[0]
+            run(one.get("jobs", self.job, "checkpoints"))
+            return self._url(one, name)
 
     def _relays(self) -> list[Relay]:
         return connect_relay(self.addresses, self.token, self.tls, self.relays).each()
 
     def _url(self, relay: Relay, name: str) -> str:
         return f"{relay.address}/v1/jobs/{self.job}/checkpoints/{name}"
+
+
+@contextmanager
+def _naming_directories(name: str) -> Iterator[None]:
+    """Add to an error that ``name``, which has no slash, is one at a relay."""
+    hint = f"; {name} names a checkpoint at a relay: for a directory write ./{name}"
+    try:
+        yield
+    except Unreachable as error:
+        raise Unreachable(error.message + hint, may_pass=error.may_pass) from error
+    except Refused as error:
+        raise Refused(error.message + hint, error.status) from error
 
 
 def _relay_of(name: str) -> tuple[str, list[str]] | None:

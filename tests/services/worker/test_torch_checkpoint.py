@@ -52,6 +52,18 @@ async def test_two_ranks_save_and_load_through_a_relay_and_a_third_process_loads
         assert json.loads(printed) == [1, model(torch.ones(16)).tolist()]
 
 
+async def test_a_process_of_torch_saves_in_the_background(tmp_path):
+    """Starts a process, which starts another one: it takes as long as two imports of torch."""
+    peer = await asyncio.create_subprocess_exec(
+        *(sys.executable, str(PEERS / "async_process_peer.py"), str(tmp_path / "saved"), str(tmp_path / "store")),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    async with asyncio.timeout(110):
+        printed, logged = await peer.communicate()
+    assert (printed, peer.returncode) == (b"ok\n", 0), logged.decode()
+
+
 def check_without_a_group(place: str) -> ToyModel:
     """Load as the recipe does for inference, and as dcp_to_torch_save does."""
     model = ToyModel()

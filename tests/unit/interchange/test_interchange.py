@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import SerializationFormat
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
 from keepstep.checkpoint import CheckpointDamaged, CheckpointError, StoredCheckpoint, load, open_reader, save
 from keepstep.checkpoint.foreign.dcp_directory import read_dcp_directory
@@ -393,6 +395,41 @@ def test_an_index_names_only_files_beside_it(tmp_path: Path, index: Any, words: 
 
 
 # ---- complete or absent
+
+
+@pytest.mark.parametrize("name", ["out.safetensors", "sharded", "dcp"])
+def test_an_export_holds_one_tensor_at_a_time(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {f"w{number}": torch.full((300,), float(number)) for number in range(20)}
+    save(state, tmp_path / "ours")
+    usual, alive, most = StoredCheckpoint.tensor, 0, 0
+
+    def end() -> None:
+        nonlocal alive
+        alive -= 1
+
+    def tensor(self: StoredCheckpoint, key: str) -> torch.Tensor:
+        nonlocal alive, most
+        array = usual(self, key).numpy()
+        weakref.finalize(array, end)  # it lives as long as the memory of the tensor
+        alive += 1
+        most = max(most, alive)
+        return torch.from_numpy(array)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StoredCheckpoint, "tensor", tensor)
+        export_checkpoint(tmp_path / "ours", tmp_path / name, shard_bytes=3000 if name == "sharded" else None)
+    assert (alive, most in (1, 2)) == (0, True)
+    import_checkpoint(tmp_path / name, tmp_path / "again")
+    assert equal(stored(tmp_path / "again"), state)
+
+
+def test_the_conversions_of_the_recipe_take_what_an_export_wrote(tmp_path: Path) -> None:
+    save({"app": {"model": {"w": torch.arange(6.0).reshape(2, 3)}, "step": 4}}, tmp_path / "ours")
+    export_checkpoint(tmp_path / "ours", tmp_path / "checkpoint")
+    dcp_to_torch_save(tmp_path / "checkpoint", tmp_path / "torch_save_checkpoint.pth")
+    torch_save_to_dcp(tmp_path / "torch_save_checkpoint.pth", tmp_path / "checkpoint_new")
+    import_checkpoint(tmp_path / "checkpoint_new", tmp_path / "again")
+    assert equal(stored(tmp_path / "again"), stored(tmp_path / "ours"))
 
 
 def test_a_destination_that_exists_is_kept(tmp_path: Path) -> None:

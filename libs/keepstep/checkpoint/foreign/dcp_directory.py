@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import io
 import json
 from collections.abc import Mapping
 from itertools import groupby
@@ -9,20 +11,26 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
-from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan, SavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from keepstep.checkpoint.foreign.dcp_metadata import ByteRange, DcpContent, chunk_shape, read_dcp_metadata
 from keepstep.checkpoint.foreign.finished_output import finished_output
 from keepstep.checkpoint.foreign.foreign_errors import CannotHold, ForeignCheckpointError, RefusedClass
 from keepstep.checkpoint.foreign.pickled_items import load_pickled
-from keepstep.checkpoint.foreign.safetensors_files import Header, Report, read_header, read_tensor
+from keepstep.checkpoint.foreign.safetensors_files import Header, Read, Report, read_header, read_tensor
 from keepstep.checkpoint.parts.flattening import Leaf, build
 from keepstep_mesh.protocol.boxes import Box, Sizes, whole
 
 _SAVED_BY_TORCH = (b"PK", b"\x80\x02")
 """First bytes of a file of torch.save. Other files are safetensors."""
 _SHARDING_INFO = "DCP_SHARDING_INFO"
+FILE = "__0_0.distcp"
+"""Of rank 0, as torch names it."""
 
 
 def read_dcp_directory(
@@ -188,22 +196,61 @@ def _bytes(file: IO[bytes], at: ByteRange, what: str) -> bytes:
 
 
 class _Writer(FileSystemWriter):
-    """Names the final directory in ``.metadata``."""
+    """Writes one file, item by item, and names the final directory in ``.metadata``.
+
+    torch's own method keeps all tensors of a file in memory, and loses errors of its threads.
+    """
 
     def __init__(self, path: Path, final: Path) -> None:
-        super().__init__(path, thread_count=1)  # an error in another thread of torch's writer is lost
+        super().__init__(path)
+        self._folder = path
         self._final = final
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=str(self._final), save_id=self.save_id)
 
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        with (self._folder / FILE).open("wb") as file:
+            results = [_write_item(file, item, planner.resolve_data(item)) for item in plan.items]
+        written: Future[list[WriteResult]] = Future()
+        written.set_result(results)
+        return written
 
-def write_dcp_directory(state: Mapping[str, Any], path: Path) -> list[str]:
+
+def _write_item(file: IO[bytes], item: WriteItem, value: torch.Tensor | io.BytesIO) -> WriteResult:
+    start = file.tell()
+    if isinstance(value, torch.Tensor):
+        tensor = value.detach()
+        is_whole = tensor.untyped_storage().size() == tensor.nbytes
+        torch.save(tensor if is_whole else tensor.clone(), file)  # the whole storage of a view would be written
+    else:
+        file.write(value.getbuffer())
+    length = file.tell() - start
+    return WriteResult(item.index, length, _StorageInfo(FILE, start, length))
+
+
+class _Planner(DefaultSavePlanner):
+    """Takes the values of tensors from ``read``."""
+
+    def __init__(self, read: Read) -> None:
+        super().__init__()
+        self._read = read
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        value = super().lookup_object(index)
+        if not isinstance(value, torch.Tensor):
+            return value
+        gc.collect(1)  # torch.save leaves the last tensor in a cycle
+        return self._read(value)
+
+
+def write_dcp_directory(state: Mapping[str, Any], path: Path, read: Read = lambda tensor: tensor) -> list[str]:
     """Write a state, so that plain ``dcp.load(checkpoint_id=path)`` reads it.
 
     Args:
         state: nested dicts and lists, with tensors on the CPU. Other values are pickled, as DCP does.
         path: the new directory.
+        read: see ``Read``.
 
     Returns:
         Paths of empty dicts. DCP has no place for them, and ``dcp.load`` does not expect them.
@@ -215,7 +262,7 @@ def write_dcp_directory(state: Mapping[str, Any], path: Path) -> list[str]:
     empty: list[str] = []
     _find_empty(state, (), empty)
     with finished_output(path) as temporary:
-        writer, planner = _Writer(temporary, path.absolute()), DefaultSavePlanner()
+        writer, planner = _Writer(temporary, path.absolute()), _Planner(read)
         try:
             planner.set_up_planner(dict(state), is_coordinator=True)
         except ValueError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -45,6 +46,9 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 Report = Callable[[int], None]
 """Receives the bytes that were read or written since the last call."""
+Read = Callable[[torch.Tensor], torch.Tensor]
+"""Returns the values of a tensor of the state, which may be one of the meta device. It is called when the tensor is
+written, so that one tensor at a time needs memory."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +149,8 @@ def safetensors_files(source: Path) -> list[Path]:
 def read_safetensors(source: Path, report: Report = lambda _: None) -> dict[str, torch.Tensor]:
     """Return all tensors of a file, of an index with its files, or of a folder with either.
 
+    Their memory is that of the files, mapped: a page is read when it is used, and needs no memory of the process.
+
     Raises:
         ForeignCheckpointError: a file is missing or damaged, or two files have the same tensor.
     """
@@ -154,18 +160,37 @@ def read_safetensors(source: Path, report: Report = lambda _: None) -> dict[str,
             raise ForeignCheckpointError(f"{path} not found")
         header = read_header(path)
         with path.open("rb") as file:
-            for key, stored in header.tensors.items():
-                if key in found:
-                    raise ForeignCheckpointError(f"{key} is in {path} and in another file")
-                found[key] = read_tensor(file, stored)
-                report(stored.nbytes)
+            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # closed when its last tensor is gone
+        for key, stored in header.tensors.items():
+            if key in found:
+                raise ForeignCheckpointError(f"{key} is in {path} and in another file")
+            found[key] = _mapped(memory, stored)
+            report(stored.nbytes)
     return found
 
 
+def _mapped(memory: mmap.mmap, stored: StoredTensor) -> torch.Tensor:
+    if not stored.nbytes:
+        return torch.empty(stored.shape, dtype=stored.dtype)
+    flat = torch.frombuffer(memory, dtype=stored.dtype, count=math.prod(stored.shape), offset=stored.start)
+    return flat.reshape(stored.shape)
+
+
 def write_safetensors(
-    tensors: Mapping[str, torch.Tensor], path: Path, shard_bytes: int | None = None, report: Report = lambda _: None
+    tensors: Mapping[str, torch.Tensor],
+    path: Path,
+    shard_bytes: int | None = None,
+    report: Report = lambda _: None,
+    read: Read = lambda tensor: tensor,
 ) -> None:
     """Write tensors to a file, or to files of at most ``shard_bytes`` and an index in the new folder ``path``.
+
+    Args:
+        tensors: by key.
+        path: the new file or folder.
+        shard_bytes: None: one file.
+        report: receives the bytes that were written.
+        read: see ``Read``.
 
     Raises:
         CannotHold: a tensor has a dtype that the format does not have.
@@ -176,13 +201,13 @@ def write_safetensors(
             raise CannotHold(f"{key} has dtype {tensor.dtype}, which safetensors does not have")
     with finished_output(path) as temporary:
         if shard_bytes is None:
-            _write_file(tensors, temporary, report)
+            _write_file(tensors, temporary, report, read)
             return
         temporary.mkdir()
         shards = _split(tensors, shard_bytes)
         names = [f"model-{number + 1:05}-of-{len(shards):05}{SUFFIX}" for number in range(len(shards))]
         for name, shard in zip(names, shards, strict=True):
-            _write_file(shard, temporary / name, report)
+            _write_file(shard, temporary / name, report, read)
         total = sum(tensor.nbytes for tensor in tensors.values())
         where = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
         index = {"metadata": {"total_size": total}, "weight_map": where}
@@ -201,7 +226,7 @@ def _split(tensors: Mapping[str, torch.Tensor], shard_bytes: int) -> list[dict[s
     return shards
 
 
-def _write_file(tensors: Mapping[str, torch.Tensor], path: Path, report: Report) -> None:
+def _write_file(tensors: Mapping[str, torch.Tensor], path: Path, report: Report, read: Read) -> None:
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))  # keeps every tensor aligned
     rows: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -217,5 +242,5 @@ def _write_file(tensors: Mapping[str, torch.Tensor], path: Path, report: Report)
         file.write(len(text).to_bytes(LENGTH_BYTES, "little") + text)
         for _, tensor in ordered:
             if tensor.numel():
-                file.write(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                file.write(read(tensor).detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
             report(tensor.nbytes)

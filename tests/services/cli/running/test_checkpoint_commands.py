@@ -93,7 +93,9 @@ async def test_every_failure_has_an_exit_code_and_leaves_nothing(tmp_path: Path)
             said = await keepstep("checkpoint", *command, *away)
             assert (said.code, said.out) == (3, ""), (command, said)
             assert "no relay answers" in said.err
-        assert (await keepstep("checkpoint", "import", source, "c3", *away)).code == 3
+        said = await keepstep("checkpoint", "import", source, "there", *away)
+        assert said.code == 3
+        assert "there names a checkpoint at a relay: for a directory write ./there" in " ".join(said.err.split())
         assert await worker.list() == ["damaged"]
     file = tmp_path / "disk" / "chunks" / damaged.digests[1][:2] / damaged.digests[1]
     flip(file)
