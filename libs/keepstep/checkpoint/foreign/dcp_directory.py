@@ -21,7 +21,7 @@ from torch.futures import Future
 from keepstep.checkpoint.foreign.dcp_metadata import ByteRange, DcpContent, chunk_shape, read_dcp_metadata
 from keepstep.checkpoint.foreign.finished_output import finished_output
 from keepstep.checkpoint.foreign.foreign_errors import CannotHold, ForeignCheckpointError, RefusedClass
-from keepstep.checkpoint.foreign.pickled_items import load_pickled
+from keepstep.checkpoint.foreign.pickled_items import load_pickled, write_pickled
 from keepstep.checkpoint.foreign.safetensors_files import Header, Read, Report, read_header, read_tensor
 from keepstep.checkpoint.parts.flattening import Leaf, build
 from keepstep_mesh.protocol.boxes import Box, Sizes, whole
@@ -220,9 +220,8 @@ class _Writer(FileSystemWriter):
 def _write_item(file: IO[bytes], item: WriteItem, value: torch.Tensor | io.BytesIO) -> WriteResult:
     start = file.tell()
     if isinstance(value, torch.Tensor):
-        tensor = value.detach()
-        is_whole = tensor.untyped_storage().size() == tensor.nbytes
-        torch.save(tensor if is_whole else tensor.clone(), file)  # the whole storage of a view would be written
+        is_whole = value.untyped_storage().size() == value.nbytes
+        write_pickled(value.detach() if is_whole else value.detach().clone(), file)
     else:
         file.write(value.getbuffer())
     length = file.tell() - start
