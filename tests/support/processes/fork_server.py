@@ -150,7 +150,7 @@ def become(request: Request) -> None:
     os.chdir(request["folder"])
     time.tzset()
     if (torch := sys.modules.get("torch")) and (threads := os.environ.get("OMP_NUM_THREADS")):
-        torch.set_num_threads(int(threads))  # OpenMP reads the variable when torch is imported
+        torch.set_num_threads(int(threads.split(",")[0]))  # OpenMP reads the variable when torch is imported
     signal.signal(signal.SIGINT, signal.default_int_handler)
     stdin = open(0, encoding=sys.stdin.encoding, errors=sys.stdin.errors, closefd=False)  # noqa: SIM115
     streams = {"stdin": stdin, "stdout": like(sys.stdout, lines=os.isatty(1)), "stderr": like(sys.stderr, lines=True)}
