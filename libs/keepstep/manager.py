@@ -324,6 +324,7 @@ class Manager(BackgroundQuorum, StateAndProgress):
     def _new_attempt(self, arguments: tuple[object, ...], limit: float, *, allow_heal: bool = True) -> Attempt:
         """End what follows the last step, and open an attempt that is not begun. ``limit``: of a request, seconds."""
         context = self._context
+        context.reconfigurer.use_current_device()
         if self._attempt is not None and self._attempt.after is not None:
             self._attempt.after.end()
         self._durability.before_step()

@@ -77,8 +77,10 @@ class Reconfigurer:
         self._key_values = key_values
         self._own_address = own_address
         self._timeout = timeout
-        self.device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self._has_cuda = torch.cuda.is_available()
+        self.device: int | None = None
         """CUDA device of the training thread, which the building thread uses too; None without one."""
+        self.use_current_device()
         self._lock = threading.Lock()
         self._quorum_id = -1
         self._generation = 0
@@ -93,6 +95,11 @@ class Reconfigurer:
     def broken(self) -> bool:
         """Whether the process group was aborted or could not be built, so that it needs a new quorum_id."""
         return self._broken
+
+    def use_current_device(self) -> None:
+        """Build process groups for the CUDA device that is current in this thread."""
+        if self._has_cuda:
+            self.device = torch.cuda.current_device()
 
     async def follow(self, plan: QuorumPlan) -> bool:
         """Build the process group of ``plan``, unless it is built already.

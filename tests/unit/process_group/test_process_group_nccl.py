@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import Work
-from torch.futures import Future
 
 from keepstep.process_group import ProcessGroupAbortedError, ProcessGroupError, ProcessGroupNCCL, ProcessGroupXCCL
-from keepstep.process_group.torch_backends.nccl import AcceleratorCommunicator, AcceleratorWork
 from keepstep.rendezvous.store_client import KeyValueServer, RendezvousStore, Table
 
 on_gpu = pytest.mark.skipif(
@@ -139,67 +135,6 @@ def test_a_future_holds_the_value_that_its_operation_leaves(alone) -> None:
     assert one.group.errored() is None
 
 
-class Operation(Work):
-    """A Work as torch returns it for a collective; the test completes it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.future: Future[list[torch.Tensor]] = Future()
-
-    def get_future(self) -> Future[list[torch.Tensor]]:
-        return self.future
-
-
-class Expecting(AcceleratorCommunicator):
-    """Notes the waits for a stream, on a machine without streams."""
-
-    def __init__(self) -> None:
-        super().__init__(None, None, dist.HashStore(), 0, 1, timedelta(seconds=7))
-        self.expected: list[timedelta] = []
-
-    def expect(self, timeout: timedelta) -> None:
-        self.expected.append(timeout)
-
-
-def test_a_future_is_expected_from_where_torch_says_that_its_operation_is_behind() -> None:
-    communicator, operation, tensors = Expecting(), Operation(), [torch.ones(1)]
-    future = AcceleratorWork(communicator, operation, "allreduce", tensors).get_future()
-    assert communicator.expected == [], "the stream that is current now is not behind the operation"
-    operation.future.set_result(tensors)
-    assert communicator.expected == [timedelta(seconds=7)]
-    assert future.wait() == tensors
-
-
-def test_a_future_of_an_accelerator_holds_the_error_of_its_operation() -> None:
-    operation = Operation()
-    future = AcceleratorWork(Expecting(), operation, "allreduce", [torch.ones(1)]).get_future()
-    operation.future.set_exception(RuntimeError("unhandled system error"))
-    with pytest.raises(RuntimeError, match="unhandled system error"):
-        future.wait()
-
-
-class Unreachable:
-    """A backend that does not connect."""
-
-    def __init__(self, *_arguments: object) -> None:
-        self.eager_connect_single_device = self.refuse
-
-    @staticmethod
-    def refuse(_device: torch.device) -> None:
-        raise RuntimeError("no route to host")
-
-
-def test_the_error_of_a_backend_that_does_not_connect_does_not_keep_it(monkeypatch) -> None:
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
-    communicator = AcceleratorCommunicator(Unreachable, None, dist.HashStore(), 0, 2, timedelta(seconds=7))
-    with pytest.raises(RuntimeError, match="no route to host") as kept:
-        communicator.connect()
-    freed = weakref.ref(communicator.backend)
-    communicator.backend = None
-    assert freed() is None, f"the traceback of {kept.value!r} keeps it"
-
-
 @on_gpu
 def test_abort_frees_a_configure_that_waits_for_a_peer(alone) -> None:
     one = alone(timedelta(minutes=5))
@@ -218,5 +153,5 @@ def test_abort_frees_a_configure_that_waits_for_a_peer(alone) -> None:
     begun = time.monotonic()
     one.group.abort("r1 was lost")
     thread.join(60)
-    assert time.monotonic() - begun < 60
+    assert time.monotonic() - begun < 5
     assert "r1 was lost" in str(errors[0])

@@ -43,7 +43,7 @@ class BackendProcessGroup(ProcessGroup):
     def _create(
         self, store: Store, host: str | None, rank: int, world_size: int, name: str, global_ranks: list[int] | None
     ) -> Communicator:
-        """Return a communicator that is not connected yet. ``name`` appears in logs and traces."""
+        """Return a communicator that is not connected yet. ``name`` is equal in all members, for torch's traces."""
 
     def configure(
         self,
@@ -63,7 +63,8 @@ class BackendProcessGroup(ProcessGroup):
         self._end_communicator()
         store = store if store is not None else store_at(store_addr, self._timeout)
         name = f"{replica_id}/{group_rank or 0}@{quorum_id}"
-        communicator = self._communicator = self._create(store, host, rank, world_size, name, global_ranks)
+        shared_name = f"keepstep/{group_rank or 0}@{quorum_id}"
+        communicator = self._communicator = self._create(store, host, rank, world_size, shared_name, global_ranks)
         cause = None
         try:
             communicator.connect()
@@ -105,7 +106,7 @@ class BackendProcessGroup(ProcessGroup):
     def set_timeout(self, timeout: timedelta) -> None:
         super().set_timeout(timeout)
         communicator = self._communicator
-        if communicator is not None and communicator.backend is not None:
+        if communicator is not None and communicator.error is None and communicator.backend is not None:
             communicator.timeout = timeout
             communicator.backend.set_timeout(timeout)  # type: ignore[attr-defined]  # missing in torch's stub
 

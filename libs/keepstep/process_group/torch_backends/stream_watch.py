@@ -1,0 +1,92 @@
+"""Detect operations that do not pass their stream in time."""
+
+from __future__ import annotations
+
+import collections
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol
+
+BACKLOG_POLL_SECONDS = 0.1
+"""Interval at which an operation that cannot begin yet is checked: no event of a device wakes a thread."""
+JOIN_SECONDS = 10.0
+
+
+class Mark(Protocol):
+    """An event of a device."""
+
+    def query(self) -> bool:
+        """Return whether the device has passed it."""
+
+
+@dataclass(slots=True)
+class _Expected:
+    timeout: timedelta
+    begun: Mark
+    ended: Mark
+    due: float | None = None
+    """Monotonic time at which it is late; None: it has not begun."""
+
+
+class StreamWatch:
+    """Fails a communicator when its stream does not pass a mark in time. Its thread runs while marks are pending.
+
+    The time of an operation begins when the work before it is done. A long backlog of the device is no failure.
+
+    Args:
+        fail: called once, with the error.
+    """
+
+    def __init__(self, fail: Callable[[Exception], object]) -> None:
+        self._fail = fail
+        self._changed = threading.Condition()
+        self._expected: collections.deque[_Expected] = collections.deque()
+        self._stopped = False
+        self._thread: threading.Thread | None = None
+
+    def add(self, timeout: timedelta, begun: Mark, ended: Mark) -> None:
+        """Expect ``ended`` within ``timeout`` of ``begun``."""
+        with self._changed:
+            self._drop_passed()
+            self._expected.append(_Expected(timeout, begun, ended))
+            if self._thread is None and not self._stopped:
+                self._thread = threading.Thread(target=self._run, name="keepstep-stream-watch", daemon=True)
+                self._thread.start()
+
+    def stop(self) -> None:
+        with self._changed:
+            self._stopped = True
+            self._changed.notify()
+
+    def join(self) -> None:
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(JOIN_SECONDS)
+
+    def _run(self) -> None:
+        late = None
+        with self._changed:
+            while not self._stopped and late is None:
+                self._drop_passed()
+                if not self._expected:
+                    self._thread = None
+                    return
+                first, now = self._expected[0], time.monotonic()
+                if first.due is None and first.begun.query():
+                    first.due = now + first.timeout.total_seconds()
+                if first.due is None:
+                    self._changed.wait(BACKLOG_POLL_SECONDS)
+                elif first.due <= now:
+                    late = first.timeout
+                else:
+                    self._changed.wait(first.due - now)
+            self._expected.clear()
+        if late is not None:
+            self._fail(TimeoutError(f"a collective took longer than {late}: a peer is stuck, slow or disconnected"))
+
+    def _drop_passed(self) -> None:
+        while self._expected and self._expected[0].ended.query():
+            self._expected.popleft()
