@@ -9,7 +9,7 @@ PROCESSES ?= 4
 # The tests start hundreds of Python processes: without stored byte code each would compile all of keepstep.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo demo-resume test coverage lint reference bench simulate mutants faults clean
+.PHONY: help setup demo demo-resume test coverage lint reference bench simulate mutants faults gpu clean
 .DEFAULT_GOAL := help
 
 help: ## what there is to do
@@ -61,6 +61,9 @@ mutants: $(STAMP) ## planted bugs, each of which a stored test has to catch
 
 faults: $(STAMP) ## lighthouses, etcd, groups killed, frozen, cut off, again and again (half an hour): make faults FAULTS=--list
 	@$(BIN)/python -m tests.faults $(FAULTS)
+
+gpu: $(STAMP) ## checks with NCCL on the GPUs of this machine: make gpu GPU="--only collectives"; GPU="--device cpu"
+	@$(BIN)/python -m tests.gpu $(GPU)
 
 bench: $(STAMP) ## side by side with torchft, table and JSON
 	@$(BIN)/python benchmarks/run.py $(BENCH)

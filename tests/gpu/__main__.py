@@ -1,0 +1,84 @@
+"""Run the checks for GPUs, print a table, and write gpu-report.json and docs/gpu.md.
+
+make gpu                                    all checks (less than 8 minutes on one GPU)
+make gpu GPU="--only collectives baby"      some of them
+make gpu GPU=--list                         their names
+make gpu GPU="--device cpu"                 the same checks with Gloo on the CPU, where that is possible
+
+Without a GPU, or without NCCL in torch, every check is skipped by name. Exit code: 0 if no check failed, 1 if one did,
+130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.gpu.check import Check, Outcome
+from tests.gpu.checks import CHECKS
+from tests.gpu.machine import Machine, why_no_gpu
+from tests.gpu.report import lines_of, summary, write_json, write_page
+from tests.gpu.running import ROOT, run_check
+
+
+def main() -> int:
+    options = _parser().parse_args()
+    chosen = [CHECKS[name] for name in options.only or CHECKS]
+    if options.list:
+        for check in chosen:
+            print(f"{check.name:16} {check.ranks} ranks, {check.seconds:3.0f} s at most  {check.what}")
+        return 0
+    machine = Machine.this()
+    for name, value in machine.rows():
+        print(f"{name:8} {value}")
+    began = time.monotonic()
+    try:
+        outcomes = _run_all(chosen, machine, options.device)
+    except KeyboardInterrupt:
+        print("interrupted; all processes have ended", file=sys.stderr)
+        return 130
+    print()
+    for line in lines_of(outcomes):
+        print(line)
+    print(f"\n{summary(outcomes)} in {time.monotonic() - began:.0f} s; every figure: {options.report}")
+    write_json(options.report, machine, options.device, outcomes)
+    if options.device == "cuda" and not options.only and any(one.state == "passed" for one in outcomes):
+        write_page(options.page, machine, outcomes)
+        print(f"wrote {options.page}")
+    return 1 if any(one.state == "failed" for one in outcomes) else 0
+
+
+def _run_all(chosen: list[Check], machine: Machine, device: str) -> list[Outcome]:
+    reason = why_no_gpu() if device == "cuda" else ""
+    if reason:
+        print(f"no check runs: {reason}", flush=True)
+        return [Outcome(check.name, check.what, "skipped", "no GPU") for check in chosen]
+    gpus = len(machine.gpus) if device == "cuda" else 0
+    outcomes = []
+    folder = Path(tempfile.mkdtemp(prefix="keepstep-gpu-"))
+    try:
+        for check in chosen:
+            print(f"{check.name}: {check.what}", flush=True)
+            outcomes.append(run_check(check, gpus, machine.nccl, folder))
+            print(f"  {outcomes[-1].state} after {outcomes[-1].seconds:g} s", flush=True)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)  # a killed rank may still write its log
+    return outcomes
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="make gpu", description="Checks of keepstep on GPUs with NCCL.")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: with Gloo, without GPUs")
+    parser.add_argument("--only", nargs="+", choices=list(CHECKS), metavar="CHECK", help="checks to run (default: all)")
+    parser.add_argument("--list", action="store_true", help="print the checks")
+    parser.add_argument("--report", type=Path, default=ROOT / "gpu-report.json", help="file for every figure")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "gpu.md", help="page to write after a whole run")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

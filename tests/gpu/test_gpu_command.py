@@ -1,0 +1,124 @@
+"""``make gpu`` on a machine without a GPU: its choices, report, and deadlines, with real processes over Gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.gpu import __main__ as command
+from tests.gpu import running
+from tests.gpu.check import Check, Outcome
+from tests.gpu.checks import CHECKS
+from tests.gpu.environment import device_of, environment_of
+from tests.gpu.machine import Machine
+from tests.gpu.report import lines_of, write_page
+from tests.gpu.running import run_check
+
+MACHINE = Machine(("H200", "H200"), "580.1", (2, 29, 7), "2.13.0", "13.0", "3.11.7", "8 CPU cores")
+
+
+def test_ranks_that_share_a_gpu_claim_different_hosts_until_nccl_allows_them_one() -> None:
+    old = [environment_of(rank, 2, 1, (2, 29, 7)) for rank in (0, 1)]
+    assert [one["NCCL_HOSTID"] for one in old] == ["ks-0", "ks-1"]
+    assert all(one["NCCL_P2P_DISABLE"] == "1" and one["NCCL_SOCKET_IFNAME"] == "lo" for one in old)
+    new = environment_of(0, 2, 1, (2, 30, 1))
+    assert new["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
+    assert "NCCL_HOSTID" not in new
+
+
+def test_each_rank_has_a_gpu_of_its_own_where_enough_exist() -> None:
+    assert [device_of(rank, 2) for rank in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
+    assert "NCCL_HOSTID" not in environment_of(1, 2, 2, (2, 29, 7))
+    assert "NCCL_HOSTID" in environment_of(1, 3, 2, (2, 29, 7))
+    assert device_of(1, 0) == "cpu"
+
+
+def test_without_a_gpu_every_check_is_skipped_by_name(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(command, "why_no_gpu", lambda: "torch finds no CUDA device")
+    report, page = tmp_path / "report.json", tmp_path / "gpu.md"
+    monkeypatch.setattr(sys, "argv", ["gpu", "--report", str(report), "--page", str(page)])
+    assert command.main() == 0
+    said = capsys.readouterr().out
+    assert "no check runs: torch finds no CUDA device" in said
+    found = json.loads(report.read_text())["checks"]
+    assert {one["name"] for one in found} == set(CHECKS)
+    assert {one["state"] for one in found} == {"skipped"}
+    assert all(name in said for name in CHECKS)
+    assert not page.exists()
+
+
+def test_a_page_names_the_machine_each_check_and_the_reasons_of_failures(tmp_path: Path) -> None:
+    outcomes = [
+        Outcome("a", "It works.", "passed", "", 1.5, {"freed, s": 0.2}),
+        Outcome("b", "It fails.", "failed", "rank 0 ended with SIGKILL:\nno output", 2.0),
+    ]
+    write_page(tmp_path / "gpu.md", MACHINE, outcomes)
+    page = (tmp_path / "gpu.md").read_text()
+    assert "| GPUs | 2 x H200 |" in page
+    assert "| NCCL | 2.29.7 |" in page
+    assert "| `a` | It works. | passed | freed, s: 0.2 |" in page
+    assert "* `b`: rank 0 ended with SIGKILL:" in page
+    assert [line.split()[:2] for line in lines_of(outcomes)][:2] == [["a", "passed"], ["b", "failed"]]
+
+
+@pytest.mark.training
+def test_checks_run_on_the_cpu_and_one_that_hangs_is_ended(tmp_path: Path) -> None:
+    outcome = run_check(CHECKS["abort_stopped"], 0, None, tmp_path)
+    assert (outcome.state, outcome.reason) == ("passed", "")
+    assert outcome.figures["freed, s"] < 1
+    late = replace(CHECKS["abort_stopped"], seconds=0.0, lost=frozenset())  # the stopped rank sends no result
+    outcome = run_check(late, 0, None, tmp_path)
+    assert outcome.state == "failed"
+    assert outcome.reason.startswith("not over within 0 s")
+    assert "Current thread" in outcome.reason, "the stacks of a late rank"
+
+
+def test_a_check_that_needs_a_gpu_is_skipped_with_its_reason(tmp_path: Path) -> None:
+    outcome = run_check(CHECKS["streams"], 0, None, tmp_path)
+    assert (outcome.state, outcome.reason) == ("skipped", "a CPU has no streams")
+
+
+class Ended:
+    """A rank that has ended with ``code``."""
+
+    pid = 0
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+    def poll(self) -> int:
+        return self.code
+
+    def wait(self, _seconds: float) -> int:
+        return self.code
+
+
+def outcome_of(codes: list[int], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Outcome:
+    def start(ranks: running._Ranks, index: int) -> None:
+        ranks._processes[index] = Ended(codes[index])  # type: ignore[assignment]
+        ranks._result_of(index).write_text(json.dumps({"digest": str(index)}))
+        ranks._log_of(index).write_text("no memory\n")
+
+    monkeypatch.setattr(running._Ranks, "start", start)
+    monkeypatch.setattr(os, "killpg", lambda _group, number: number == signal.SIGKILL)
+    return run_check(Check("x", "y", lambda _rank: None), 0, None, folder)
+
+
+def test_different_weights_fail_a_check(tmp_path: Path, monkeypatch) -> None:
+    outcome = outcome_of([0, 0], tmp_path, monkeypatch)
+    assert outcome.state == "failed"
+    assert "different weights: {0: '0', 1: '1'}" in outcome.reason
+
+
+@pytest.mark.parametrize(
+    ("code", "sentence"), [(-9, "rank 1 ended with SIGKILL"), (1, "rank 1 ended with exit code 1")]
+)
+def test_a_rank_that_ends_early_fails_a_check_with_its_last_output(code, sentence, tmp_path: Path, monkeypatch) -> None:
+    outcome = outcome_of([0, code], tmp_path, monkeypatch)
+    assert (outcome.state, outcome.reason) == ("failed", f"{sentence}:\nno memory")
