@@ -12,7 +12,8 @@ from typing import Protocol
 
 BACKLOG_POLL_SECONDS = 0.1
 """Interval at which an operation that cannot begin yet is checked: no event of a device wakes a thread."""
-JOIN_SECONDS = 10.0
+WATCH_END_SECONDS = 10.0
+"""Limit of the wait for its thread, which may be aborting the communicator."""
 
 
 class Mark(Protocol):
@@ -64,7 +65,7 @@ class StreamWatch:
     def join(self) -> None:
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
-            thread.join(JOIN_SECONDS)
+            thread.join(WATCH_END_SECONDS)
 
     def _run(self) -> None:
         late = None
