@@ -1,8 +1,9 @@
 """Save and load a state on one of several ranks, for ``checkpoint_speed.py``.
 
 The state is fp32 tensors: plain ones on one rank, DTensors in even shards on several. In each round the ranks save it,
-load it into other memory, and save it in the background. After the first load they compare every byte. Rank 0 prints
-the seconds of each operation, which are those of the slowest rank. ``quarter`` loads a quarter of each tensor instead.
+load it into other memory, and save it in the background. It changes before each save: a relay has none of its chunks.
+After the first load they compare every byte. Rank 0 prints the seconds of each operation, which are those of the
+slowest rank. ``quarter`` loads a quarter of each tensor instead.
 """
 
 from __future__ import annotations
@@ -120,6 +121,12 @@ def state_of(size: int, tensors: int, rank: int, mesh: Any, seed: int | None) ->
     return {"model": model}
 
 
+def change(state: State) -> None:
+    """Change every element."""
+    for tensor in state["model"].values():
+        _local(tensor).add_(1)
+
+
 def run(options: argparse.Namespace) -> dict[str, list[float]]:
     library = LIBRARIES[options.library]()
     mesh = init_device_mesh("cpu", (options.ranks,)) if options.ranks > 1 else None
@@ -140,12 +147,14 @@ def run(options: argparse.Namespace) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {"save": [], "load": [], "blocked": [], "background": []}
     for number in range(options.rounds + 1):
         first, second = (f"{options.place}-{number}{which}" for which in "ab")
+        change(state)
         seen = {"save": timed(lambda place=first: library.save(state, place))[0]}
         seen["load"] = timed(lambda place=first: library.load(into, place))[0]
         if number == 0 and not all(
             torch.equal(_local(state["model"][key]), _local(into["model"][key])) for key in state["model"]
         ):
             raise RuntimeError(f"{options.library} loaded other values than it saved")
+        change(state)
         began = time.perf_counter()
         seen["blocked"], future = timed(lambda place=second: library.begin(state, place))
         timed(future.result)

@@ -24,7 +24,8 @@ TENSORS = 256
 TENSORS_OF_QUARTER = 16
 """A shard of a tensor has several chunks then."""
 ROUNDS = 5
-RUN_TIMEOUT = 600.0
+RUN_TIMEOUT = 300.0
+"""Of one library on one number of ranks."""
 PEERS = ("dcp", "torch_checkpointing")
 RANKS_OF_PLAN = 1000
 TENSORS_OF_PLAN = 10_000
@@ -170,7 +171,12 @@ print(json.dumps(times))
 """
     with log.open("ab") as errors:
         told = subprocess.run(
-            [ours.python, "-c", script], env=ours.environment(), stdout=subprocess.PIPE, stderr=errors, check=True
+            [ours.python, "-c", script],
+            env=ours.environment(),
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            check=True,
+            timeout=RUN_TIMEOUT,
         )
     return Figure(
         f"plan of {TENSORS_OF_PLAN} sharded tensors on {RANKS_OF_PLAN} ranks",
