@@ -72,6 +72,6 @@ def check_equal(rows: Sequence[Sequence[ShardRow]], digests: Sequence[Mapping[in
             found = of_rank.get(number, b"")
             first, expected = known.setdefault((row.key, *row.chunk, row.start, row.stop), (rank, found))
             if found != expected:
-                problems.append(f"{row.key} {Box(*row.chunk)} differs between ranks {first} and {rank}")
+                problems.append(f"{row.key!r} {Box(*row.chunk)} differs between ranks {first} and {rank}")
     if problems:
         raise CheckpointingException(f"replicas differ: {listed(problems, MAX_NAMED)}")

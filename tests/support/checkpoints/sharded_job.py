@@ -1,0 +1,219 @@
+"""One of four ranks that save and load sharded state together. Some of them are killed at the end.
+
+sharded_job.py RANK FOLDER
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from keepstep.sharded import (
+    AsyncCallsQueue,
+    CheckpointingException,
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+    ShardedObject,
+    ShardedTensor,
+    check_is_distributed_checkpoint,
+    load,
+    load_plain_tensors,
+    save,
+    validate_sharding_integrity,
+)
+from keepstep.sharded.strategies import (
+    NativeLoadStrategy,
+    NativeSaveStrategy,
+    TorchDistLoadShardedStrategy,
+    TorchDistSaveShardedStrategy,
+)
+from tests.support.models.parallel_transformer import Job
+
+FORMATS: list[tuple[str, int]] = [("keepstep", 1), ("torch_dist", 1)]
+rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+worlds = 0
+
+
+@contextmanager
+def world(*members: int) -> Any:
+    """Be in a process group of ``members``; yield whether this process is one of them."""
+    global worlds
+    worlds += 1
+    if rank not in members:
+        yield False
+        return
+    store = dist.FileStore(str(folder / f"store-{worlds}"), len(members))
+    dist.init_process_group("gloo", store=store, rank=members.index(rank), world_size=len(members))
+    yield True
+    dist.destroy_process_group()
+
+
+def refused(work: Callable[[], object]) -> str:
+    try:
+        work()
+    except CheckpointingException as error:
+        return str(error)
+    raise AssertionError("it was not refused")
+
+
+def part(key: str, data: torch.Tensor, *, replicated: bool = False, replica: int | None = None) -> ShardedTensor:
+    """One half of a tensor, or a copy of it."""
+    at = dist.get_rank()
+    if replicated:
+        return ShardedTensor.from_rank_offsets(key, data, replica_id=at if replica is None else replica)
+    return ShardedTensor.from_rank_offsets(key, data, (0, at, 2), replica_id=replica or 0)
+
+
+# ---- two ranks
+
+
+def every_rank_refuses_what_one_of_them_has_wrong() -> None:
+    at, form = dist.get_rank(), FORMATS[0]
+    uncovered = lambda: save({"w": part("w", torch.ones(4), replica=at)}, folder / "bad", form)  # noqa: E731
+    assert "'w': chunk [4:8] has no main replica" in refused(uncovered), refused(uncovered)
+    twice = [part("v", torch.ones(4), replicated=True, replica=0)]
+    assert "'v': chunk [0:4] has 2 main replicas, on ranks 0, 1" in refused(lambda: validate_sharding_integrity(twice))
+    for one in FORMATS:
+        copies = {"w": part("w", torch.full((4,), float(at)), replicated=True)}
+        save(copies, folder / f"copies-{one[0]}", one)
+        differing = refused(lambda copies=copies, one=one: save(copies, folder / "bad", one, check_replicas=True))
+        assert "'w' [0:4] differs between ranks 0 and 1" in differing, differing
+        differing = refused(lambda one=one: save({"step": at}, folder / "bad", one, check_replicas=True))
+        assert "values without sharding differ between ranks 0 and 1: step" in differing, differing
+        local = {"w": part("w", torch.ones(4)), "o": ShardedObject("o", lambda: 0 if at else 1, (2,), (at,))}
+        failed = refused(lambda local=local, one=one: save(local, folder / "bad", one))
+        assert "o/shard_" in failed or "pickle" in failed, failed
+        assert not check_is_distributed_checkpoint(folder / "bad")
+
+
+def a_damaged_part_of_one_rank_is_an_error_of_both() -> None:
+    for form, files in zip(FORMATS, ("pack-1", "__1_*"), strict=True):
+        path = folder / f"damaged-{form[0]}"
+        save({"w": part("w", torch.arange(500.0))}, path, form)
+        if dist.get_rank() == 0:
+            (file,) = path.glob(files)
+            data = bytearray(file.read_bytes())
+            data[len(data) // 2] ^= 1
+            file.write_bytes(data)
+        dist.barrier()
+        text = refused(lambda path=path: load({"w": part("w", torch.zeros(500))}, path))
+        assert "w" in text, text
+        assert files[:6].strip("*") in text, text
+
+
+def ranks_share_what_they_hold_both() -> None:
+    at = dist.get_rank()
+    for form, saver, loader in (
+        (FORMATS[0], NativeSaveStrategy(), NativeLoadStrategy()),
+        (FORMATS[1], TorchDistSaveShardedStrategy(), TorchDistLoadShardedStrategy()),
+    ):
+        path = folder / f"shared-{form[0]}"
+        values = {key: part(key, torch.full((100,), 3.0), replicated=True) for key in "abcd"}
+        state = {**values, "o": ShardedObject("o", "state", (1,), (0,), at), "half": part("half", torch.full((2,), at))}
+        save(state, path, FullyParallelSaveStrategyWrapper(saver))
+        size = (path / "pack-1" if form[0] == "keepstep" else path / "__1_0.distcp").stat().st_size
+        assert size >= 800, f"rank 1 writes half of the copies, not {size} bytes"
+        targets = {key: part(key, torch.zeros(100), replicated=True) for key in "abcd"}
+        request = {**targets, "o": ShardedObject("o", None, (1,), (0,), at), "half": part("half", torch.zeros(2))}
+        loaded = load(request, path, FullyParallelLoadStrategyWrapper(loader))
+        assert all(torch.equal(one.data, torch.full((100,), 3.0)) for one in targets.values()), "loaded in place"
+        assert (loaded["o"], loaded["half"].tolist()) == ("state", [at, at])
+
+
+def a_save_in_the_background_is_finalized_by_both() -> None:
+    for form in FORMATS:
+        queue, values = AsyncCallsQueue(), torch.ones(4)
+        request = save({"w": part("w", values)}, folder / f"later-{form[0]}", form, async_sharded_save=True)
+        assert request is not None
+        values.zero_()
+        queue.schedule_async_request(request)
+        while not queue.maybe_finalize_async_calls():
+            pass
+        assert load_plain_tensors(folder / f"later-{form[0]}")["w"].tolist() == [1.0] * 8
+
+
+# ---- a model
+
+
+def train_and_save() -> list[float]:
+    job = Job(tp=2, dp=1)
+    job.train(2)
+    for form in FORMATS:
+        save(job.sharded_state(), folder / f"model-{form[0]}", form)
+    return job.train(3)
+
+
+def go_on(tp: int, dp: int, form: str) -> list[float]:
+    job = Job(tp, dp)
+    job.take(load(job.sharded_state(), folder / f"model-{form}", strict="raise_all"))  # type: ignore[arg-type]
+    return job.train(3)
+
+
+# ---- deaths
+
+
+def die(*_: object) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class DiesBeforeItWrites(NativeSaveStrategy):
+    def save(self, *_: Any) -> None:
+        die()
+
+
+class DiesBeforeTheLastFile(TorchDistSaveShardedStrategy):
+    def save(self, *arguments: Any) -> None:
+        super().save(*arguments)
+        die()
+
+
+def one_rank_dies(victim: int, survivor: int, how: str) -> None:
+    path = folder / f"killed-{how}"
+    with world(0, victim) if survivor == 0 else world(victim, survivor) as is_member:
+        if not is_member:
+            return
+        state, dies = {"w": part("w", torch.ones(4)), "step": 1}, rank == victim
+        strategy: Any = {
+            "exchange": NativeSaveStrategy,
+            "write": DiesBeforeItWrites if dies else NativeSaveStrategy,
+            "commit": DiesBeforeTheLastFile if dies else TorchDistSaveShardedStrategy,
+        }[how]()
+        strategy.timeout = timedelta(seconds=20)
+        check = die if dies and how == "exchange" else None
+        text = refused(lambda: save(state, path, strategy, preprocess_common_before_consistancy_check=check))
+        assert "was not saved: a rank was lost" in text, text
+        assert not check_is_distributed_checkpoint(path)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    expected: list[float] = []
+    with world(0, 1) as is_member:
+        if is_member:
+            every_rank_refuses_what_one_of_them_has_wrong()
+            a_damaged_part_of_one_rank_is_an_error_of_both()
+            ranks_share_what_they_hold_both()
+            a_save_in_the_background_is_finalized_by_both()
+            expected = train_and_save()
+            for form, _ in FORMATS:
+                torch.testing.assert_close(go_on(1, 2, form), expected, rtol=1e-9, atol=0)
+    with world(0, 1, 2, 3):
+        found = go_on(2, 2, FORMATS[0][0])
+        if expected:
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
+    one_rank_dies(victim=3, survivor=0, how="exchange")
+    one_rank_dies(victim=2, survivor=0, how="write")
+    one_rank_dies(victim=0, survivor=1, how="commit")
+    print("ok", flush=True)
+
+
+main()
