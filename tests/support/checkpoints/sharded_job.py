@@ -36,7 +36,10 @@ from keepstep.sharded.strategies import (
     TorchDistLoadShardedStrategy,
     TorchDistSaveShardedStrategy,
 )
-from tests.support.models.parallel_transformer import Job
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # a script, which may start without the tests' folder
+
+from tests.support.models.parallel_transformer import Job  # noqa: E402
 
 FORMATS: list[tuple[str, int]] = [("keepstep", 1), ("torch_dist", 1)]
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
