@@ -11,8 +11,9 @@ import sys
 from collections.abc import Callable
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,7 @@ from keepstep.sharded.strategies import (
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # a script, which may start without the tests' folder
 
-from tests.support.models.parallel_transformer import Job  # noqa: E402
+from tests.support.models.parallel_transformer import Job
 
 FORMATS: list[tuple[str, int]] = [("keepstep", 1), ("torch_dist", 1)]
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
@@ -88,12 +89,12 @@ def every_rank_refuses_what_one_of_them_has_wrong() -> None:
     for one in FORMATS:
         copies = {"w": part("w", torch.full((4,), float(at)), replicated=True)}
         save(copies, folder / f"copies-{one[0]}", one)
-        differing = refused(lambda copies=copies, one=one: save(copies, folder / "bad", one, check_replicas=True))
+        differing = refused(partial(save, copies, folder / "bad", one, check_replicas=True))
         assert "'w' [0:4] differs between ranks 0 and 1" in differing, differing
-        differing = refused(lambda one=one: save({"step": at}, folder / "bad", one, check_replicas=True))
+        differing = refused(partial(save, {"step": at}, folder / "bad", one, check_replicas=True))
         assert "values without sharding differ between ranks 0 and 1: step" in differing, differing
         local = {"w": part("w", torch.ones(4)), "o": ShardedObject("o", lambda: 0 if at else 1, (2,), (at,))}
-        failed = refused(lambda local=local, one=one: save(local, folder / "bad", one))
+        failed = refused(partial(save, local, folder / "bad", one))
         assert "o/shard_" in failed or "pickle" in failed, failed
         assert not check_is_distributed_checkpoint(folder / "bad")
 
@@ -108,7 +109,7 @@ def a_damaged_part_of_one_rank_is_an_error_of_both() -> None:
             data[len(data) // 2] ^= 1
             file.write_bytes(data)
         dist.barrier()
-        text = refused(lambda path=path: load({"w": part("w", torch.zeros(500))}, path))
+        text = refused(partial(load, {"w": part("w", torch.zeros(500))}, path))
         assert "w" in text, text
         assert files[:6].strip("*") in text, text
 
@@ -127,8 +128,10 @@ def ranks_share_what_they_hold_both() -> None:
         assert size >= 800, f"rank 1 writes half of the copies, not {size} bytes"
         targets = {key: part(key, torch.zeros(100), replicated=True) for key in "abcd"}
         request = {**targets, "o": ShardedObject("o", None, (1,), (0,), at), "half": part("half", torch.zeros(2))}
-        loaded = load(request, path, FullyParallelLoadStrategyWrapper(loader))
-        assert all(torch.equal(one.data, torch.full((100,), 3.0)) for one in targets.values()), "loaded in place"
+        loaded: Any = load(request, path, FullyParallelLoadStrategyWrapper(loader))
+        assert all(torch.equal(cast("torch.Tensor", one.data), torch.full((100,), 3.0)) for one in targets.values()), (
+            "loaded in place"
+        )
         assert (loaded["o"], loaded["half"].tolist()) == ("state", [at, at])
 
 

@@ -32,7 +32,7 @@ class _Split(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         dist.all_reduce(gradient, group=ctx.group)
         return gradient, None
 
@@ -47,8 +47,12 @@ class _Sum(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(_: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(_: Any, gradient: torch.Tensor) -> Any:
         return gradient, None
+
+
+_split: Any = _Split.apply
+_sum: Any = _Sum.apply
 
 
 class Job:
@@ -71,16 +75,17 @@ class Job:
     def _logits(self, tokens: torch.Tensor) -> torch.Tensor:
         w = self.weights
         x = functional.embedding(tokens, w["embedding"])
-        normed = _Split.apply(functional.layer_norm(x, (WIDTH,), w["norm"]), self.tp_group)
+        normed = _split(functional.layer_norm(x, (WIDTH,), w["norm"]), self.tp_group)
         query, key, value = (
             (normed @ w[name].T).unflatten(-1, (HEADS // self.tp, WIDTH // HEADS)).transpose(1, 2)
             for name in ("query", "key", "value")
         )
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2)
-        x = x + _Sum.apply(mixed @ w["output"].T, self.tp_group)
-        hidden = functional.gelu(_Split.apply(x, self.tp_group) @ w["up"].T)
-        x = x + _Sum.apply(hidden @ w["down"].T, self.tp_group)
-        return x @ w["embedding"].T
+        x = x + _sum(mixed @ w["output"].T, self.tp_group)
+        hidden = functional.gelu(_split(x, self.tp_group) @ w["up"].T)
+        x = x + _sum(hidden @ w["down"].T, self.tp_group)
+        logits: torch.Tensor = x @ w["embedding"].T
+        return logits
 
     def train(self, steps: int) -> list[float]:
         """Train, and return the loss of each step over the whole batch."""
@@ -91,7 +96,7 @@ class Job:
             tokens = batch.chunk(self.dp)[self.at_dp]
             loss = functional.cross_entropy(self._logits(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
             self.adam.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             total = loss.detach().clone()
             for tensor in (total, *(one.grad for one in self.weights.values())):
                 dist.all_reduce(tensor.div_(self.dp), group=self.dp_group)
