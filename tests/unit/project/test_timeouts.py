@@ -13,8 +13,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from keepstep.checkpoint import saving
+from keepstep.checkpoint.places import at_relay, rank_files, relay_link
 from keepstep.checkpointing.direct import transfer
-from keepstep.checkpointing.relayed import relay_fetch, relay_upload
+from keepstep.checkpointing.durable import durable_upload, durable_writer, newest_checkpoint, rank_loading
+from keepstep.checkpointing.relayed import relay_fetch, relay_upload, upload_share
 from keepstep.group import group_server, slow_quorum_log
 from keepstep.group.ranks import rank_link
 from keepstep.lifecycle import membership
@@ -36,6 +39,8 @@ from keepstep_mesh.discovery import registration
 from keepstep_mesh.serving import open_port, service
 from keepstep_mesh.session import connector, lighthouse_session, session_machine
 from keepstep_mesh.session.session_settings import SessionSettings
+from keepstep_relay import checkpoint_store
+from keepstep_relay.api import exchange
 from keepstep_relay.app import FLUSH_RECORDS_SECONDS
 from keepstep_relay.core.events import Limits
 from keepstep_relay.settings import RelaySettings
@@ -138,6 +143,36 @@ RULES = {
         and relay_upload.END_SECONDS < UPLOADS.upload_seconds
     ),
     "a checkpoint is kept while a heal may read it": POLICY.heal_timeout <= UPLOADS.reading_seconds,
+    # checkpoints
+    "the writer of a durable checkpoint reconnects before the write fails": (
+        durable_upload.DURABLE_STALL_SECONDS + durable_upload.DURABLE_ERROR_BACKOFF.most
+        < min(of_manager("timeout"), UPLOADS.upload_seconds)
+    ),
+    "the share of a dead group is uploaded before the write fails": (
+        upload_share.UPLOAD_PATIENCE_SECONDS < of_manager("timeout")
+    ),
+    "a relay finishes a commit before its writer gives up": (
+        checkpoint_store.COMMIT_SECONDS <= durable_upload.COMMIT_SECONDS <= saving.TIMEOUT.total_seconds()
+    ),
+    "a copy or a failing relay costs a step less than a write": (
+        max(durable_upload.COPY_PATIENCE_SECONDS, durable_writer.FAILING_WAIT_SECONDS) < of_manager("timeout")
+    ),
+    "the writer ends after its last messages": (
+        durable_upload.DURABLE_ABORT_SECONDS < durable_writer.WRITER_END_SECONDS
+    ),
+    "a resume asks a silent relay twice": (
+        2 * newest_checkpoint.LIST_SECONDS + newest_checkpoint.FIND_PAUSE_SECONDS < of_manager("resume_wait")
+    ),
+    "a load turns to another relay before it fails": rank_loading.LOAD_STALL_SECONDS < of_manager("timeout"),
+    "a rank that waits for others counts as alive": (
+        exchange.SIGN_OF_LIFE_SECONDS < UPLOADS.upload_seconds and at_relay.WAIT_SECONDS < UPLOADS.upload_seconds
+    ),
+    "the relay answers a wait before its rank counts the connection as broken": (
+        at_relay.WAIT_SECONDS < relay_link.PATIENCE_SECONDS
+    ),
+    "the error of a rank reaches the others before their save ends": (
+        max(at_relay.FAIL_SECONDS, rank_files.STALE_SECONDS) < rank_files.OLD_SECONDS < saving.TIMEOUT.total_seconds()
+    ),
     # the end
     "a group leaves before its launcher kills it": (
         max(SHUTDOWN_SECONDS, membership.LEAVE_SECONDS, group_server.LEAVE_PATIENCE + group_server.LEAVE_SECONDS)
