@@ -1,6 +1,6 @@
-"""A replica group in a process of its own, which writes durable checkpoints, one step for each pair of lines.
+"""A rank of a replica group in a process of its own, which writes durable checkpoints: a step for each pair of lines.
 
-durable_peer.py LIGHTHOUSE RELAYS NAME EVERY [MIN_GROUPS]
+durable_peer.py LIGHTHOUSE RELAYS NAME EVERY [MIN_GROUPS], with RANK and the other variables of torchrun
 
 "begin" begins a step, "commit" ends it, "finish" waits for its checkpoint, the end of input leaves. Each line is
 answered with one of JSON: step, weight, saved, error.
@@ -9,6 +9,7 @@ answered with one of JSON: step, weight, saved, error.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from datetime import timedelta
@@ -23,7 +24,8 @@ MINUTE = timedelta(seconds=60)
 
 
 def main(lighthouse: str, relays: str, name: str, every: str, groups: str = "1") -> None:
-    held = {"w": torch.arange(ELEMENTS, dtype=torch.float32)}
+    rank = int(os.environ.get("RANK", "0"))
+    held = {"w": torch.arange(ELEMENTS, dtype=torch.float32) + 100 * rank}
     manager = Manager(
         ProcessGroupGloo(timeout=MINUTE),
         state_dict=lambda: dict(held),

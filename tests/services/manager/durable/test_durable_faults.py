@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.services.manager.durable.test_durable_checkpoints import listed
+from tests.services.manager.groups import place_to_meet
 from tests.support.services.command import environment
 from tests.support.services.relay_driver import DEADLINE, metric, relay_process
 
@@ -127,21 +128,44 @@ async def test_a_full_disk_is_an_error_of_that_checkpoint_only(lighthouse: str, 
         assert (await listed(url)) == {1: "committed"}
 
 
-async def test_a_job_of_one_group_is_back_from_the_memory_of_one_of_two_relays(lighthouse: str) -> None:
-    flags = ("--memory-checkpoints", "2", "--memory", "128MiB")
+@asynccontextmanager
+async def two_ranks(lighthouse: str, relays: str) -> AsyncIterator[list[Peer]]:
+    """The ranks of a group whose states differ, as with FSDP."""
+    place = place_to_meet()
+    where = {"MASTER_ADDR": place["store_addr"], "MASTER_PORT": str(place["store_port"]), "WORLD_SIZE": "2"}
+    async with (
+        peer(lighthouse, relays, "a", RANK="0", **where) as first,
+        peer(lighthouse, relays, "a", RANK="1", **where) as second,
+    ):
+        yield [first, second]
+
+
+async def both(ranks: list[Peer], line: str) -> list[dict[str, Any]]:
+    return await asyncio.gather(*(one(line) for one in ranks))
+
+
+async def test_a_job_of_one_group_that_loses_all_ranks_and_a_relay_is_back_from_the_memory_of_the_other_relay(
+    lighthouse: str,
+) -> None:
+    flags = ("--memory-checkpoints", "2", "--memory", "256MiB")
     async with relay_process(*flags) as (one, first), relay_process(*flags) as (_, second):
         relays = f"{first},{second}"
-        async with peer(lighthouse, relays, "a") as a:
+        async with two_ranks(lighthouse, relays) as ranks:
             for _ in range(4):
-                await step(a)
-            await a("begin")
-            assert (await a("finish"))["saved"] == 4
+                await step(*ranks)
+            await both(ranks, "begin")
+            assert [last["saved"] for last in await both(ranks, "finish")] == [4, 4]
             for url in (first, second):
                 assert {3, 4} <= set(await listed(url)), "a read one stays for a minute"
             one.kill()
-            await a.kill()
-        async with peer(lighthouse, relays, "a") as a:
-            assert await a("begin") == {"step": 4, "weight": 4.0, "saved": 4, "error": ""}
-            assert (await a("commit"))["step"] == 5
-            await a("begin")
-            assert (await a("finish"))["saved"] == 5, "one copy is better than none"
+            for rank in ranks:
+                await rank.kill()
+        async with two_ranks(lighthouse, relays) as ranks:
+            assert await both(ranks, "begin") == [
+                {"step": 4, "weight": 4.0 + 100 * rank, "saved": 4, "error": ""} for rank in range(2)
+            ]
+            assert [last["step"] for last in await both(ranks, "commit")] == [5, 5]
+            await both(ranks, "begin")
+            last = await both(ranks, "finish")
+            assert [rank["saved"] for rank in last] == [5, 5], "one copy is better than none"
+            assert [rank["weight"] for rank in last] == [5.0, 105.0], "as if nothing had happened"
