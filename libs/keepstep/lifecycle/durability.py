@@ -59,6 +59,7 @@ class Durability:
             seconds=self._seconds,
             newest_wins=self._settings.newest_wins,
             limiter=RateLimiter(settings.uplink),
+            report=self._report,
         )
         self._commit: tuple[QuorumPlan, int] | None = None
         """The last committed step: its plan, and the number of committed steps after it."""
@@ -73,6 +74,9 @@ class Durability:
     def last(self) -> LastCheckpoint:
         """Knowledge of this rank about the checkpoints of its job."""
         return self._writer.last
+
+    def _report(self, step: int, nbytes: int, seconds: float, error: str) -> None:
+        self._context.telemetry.durable(step, self._settings.every, nbytes, seconds, error)
 
     # ---- writing
 

@@ -175,6 +175,23 @@ class StateRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DurableRecord:
+    """The end of one write of a durable checkpoint, or the checkpoint that a group resumed from. ``t``: Unix time."""
+
+    kind: ClassVar[str] = "durable"
+    t: float
+    step: int
+    every: int = 0
+    """Steps between two checkpoints; 0: none is due by itself."""
+    bytes: int = 0
+    """Size of the state of one rank."""
+    seconds: Seconds = 0.0
+    """From the staging copy to the commit."""
+    error: str = ""
+    """Why it was not written; empty: it is committed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EventRecord:
     """One entry of a lighthouse's event log. ``t``: Unix time."""
 
@@ -209,7 +226,7 @@ class UploadRecord:
     error: str = ""
 
 
-Record = StepRecord | StateRecord | EventRecord | UploadRecord
+Record = StepRecord | StateRecord | DurableRecord | EventRecord | UploadRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,7 +345,7 @@ def _map_decoder(cls: type) -> Decoder:
     return decode
 
 
-_BY_WORKERS, _BY_SERVICES = (StepRecord, StateRecord), (EventRecord, UploadRecord)
+_BY_WORKERS, _BY_SERVICES = (StepRecord, StateRecord, DurableRecord), (EventRecord, UploadRecord)
 _FIELD_NAMES = {
     cls: tuple(one.name for one in dataclasses.fields(cls)) for cls in (BatchHead, *_BY_WORKERS, *_BY_SERVICES)
 }

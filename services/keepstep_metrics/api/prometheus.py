@@ -52,7 +52,7 @@ class _Metrics(Collector):
         )
         yield from self._jobs()
 
-    def _jobs(self) -> Iterator[GaugeMetricFamily]:
+    def _jobs(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
         now = time.time()
         step = GaugeMetricFamily("keepstep_job_step", "committed steps", labels=["job"])
         training = GaugeMetricFamily(
@@ -76,6 +76,41 @@ class _Metrics(Collector):
                 if group_name in job.groups and job.groups[group_name].is_there:
                     slow.add_metric([name, group_name], float(standing.straggler))
         yield from (step, training, groups, seconds, slow)
+        yield from _durable(shown(self._metrics.core.jobs.values()), now)
+
+
+def _durable(jobs: Iterable[Job], now: float) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+    step = GaugeMetricFamily(
+        "keepstep_job_durable_step", "step of the newest committed durable checkpoint; 0: none", labels=["job"]
+    )
+    age_steps = GaugeMetricFamily(
+        "keepstep_job_durable_age_steps", "steps since it, which a loss of all groups would cost", labels=["job"]
+    )
+    age_seconds = GaugeMetricFamily("keepstep_job_durable_age_seconds", "seconds since its commit", labels=["job"])
+    every = GaugeMetricFamily(
+        "keepstep_job_durable_every_steps", "steps between two checkpoints; 0: none is due by itself", labels=["job"]
+    )
+    size = GaugeMetricFamily("keepstep_job_durable_bytes", "size of the state of one rank in it", labels=["job"])
+    write = GaugeMetricFamily(
+        "keepstep_job_durable_write_seconds", "seconds from its staging copy to its commit", labels=["job"]
+    )
+    failures = CounterMetricFamily(
+        "keepstep_job_durable_failures", "durable checkpoints that were not written", labels=["job"]
+    )
+    for job in jobs:
+        if (one := job.durable) is not None:
+            values = (
+                (step, one.step),
+                (age_steps, one.age_steps(job.step)),
+                (age_seconds, max(0.0, now - one.committed_at)),
+                (every, one.every),
+                (size, one.bytes),
+                (write, one.seconds),
+                (failures, one.failures),
+            )
+            for family, value in values:
+                family.add_metric([job.name], value)
+    yield from (step, age_steps, age_seconds, every, size, write, failures)
 
 
 def shown(jobs: Iterable[Job]) -> list[Job]:

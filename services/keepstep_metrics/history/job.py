@@ -7,8 +7,15 @@ from dataclasses import asdict
 from typing import Any
 
 from keepstep_mesh.protocol.names import name_of
-from keepstep_mesh.protocol.telemetry_records import MAX_VALUES, EventRecord, StateRecord, StepRecord
+from keepstep_mesh.protocol.telemetry_records import (
+    MAX_VALUES,
+    DurableRecord,
+    EventRecord,
+    StateRecord,
+    StepRecord,
+)
 from keepstep_metrics.history import stragglers
+from keepstep_metrics.history.durable import DurableProgress
 from keepstep_metrics.history.events import JOB_ENDS, ORDERS, Event, integer, is_loss, reason_of
 from keepstep_metrics.history.failures import Failure, FailureLog
 from keepstep_metrics.history.group import Group
@@ -59,6 +66,8 @@ class Job:
         self.events: deque[Event] = deque(maxlen=MAX_EVENTS)
         self.failures = FailureLog()
         self.transfers = TransferLog()
+        self.durable: DurableProgress | None = None
+        """Its durable checkpoints; None: no group has reported one."""
         self.standings: dict[str, Standing] = {}
         """By stable name: how slow each group is."""
         self.judged_at = 0.0
@@ -132,6 +141,10 @@ class Job:
         if (group := self.group(replica_id)) is not None:
             group.set_state(replica_id, record)
 
+    def add_durable(self, record: DurableRecord) -> None:
+        self.durable = self.durable or DurableProgress(record.t)
+        self.durable.add(record)
+
     # ---- stragglers
 
     def judge(self, now: float) -> list[str]:
@@ -185,6 +198,8 @@ class Job:
     def _go_back(self, t: float, step: int) -> None:
         """The job continues from ``step``: the time of the later steps was lost."""
         self.step = step
+        if self.durable is not None:
+            self.durable.went_back(step)
         if (since := lost_steps.reached_at(self.highest, step, t)) is not None:
             lost_steps.lose((group.timeline for group in self.groups.values()), since, t)
 
@@ -262,6 +277,7 @@ class Job:
             "group_values": [(*key, one.dump()) for key, one in self.group_values.items()],
             "failures": self.failures.dump(),
             "transfers": self.transfers.dump(),
+            "durable": self.durable and self.durable.dump(),
             "standings": {name: asdict(one) for name, one in self.standings.items()},
         }
 
@@ -282,5 +298,7 @@ class Job:
             job.group_values[value, name].load(series)
         job.failures.load(dumped["failures"])
         job.transfers.load(dumped["transfers"])
+        if durable := dumped.get("durable"):
+            job.durable = DurableProgress(**durable)
         job.standings = {name: Standing(**one) for name, one in dumped["standings"].items()}
         return job

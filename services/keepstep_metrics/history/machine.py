@@ -18,6 +18,7 @@ from typing import Any
 from keepstep_mesh.protocol.telemetry_records import (
     Batch,
     BatchHead,
+    DurableRecord,
     EventRecord,
     StateRecord,
     StepRecord,
@@ -75,6 +76,8 @@ class MetricsCore:
                     job.add_step(head.name, record, now)
                 case StateRecord():
                     job.set_state(head.name, record)
+                case DurableRecord():
+                    job.add_durable(record)
                 case EventRecord():
                     self.last_event += 1
                     event = job.add_event(record, self.last_event)

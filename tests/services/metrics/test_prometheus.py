@@ -128,6 +128,7 @@ async def train(address: str, history: metrics_driver.Client) -> None:
         for number in itertools.count(1):
             for teller in tellers:
                 await history.tell(teller, metrics_driver.step(time.time(), number, 0.05, busy_seconds=0.04))
+            await history.tell(tellers[0], {"kind": "durable", "t": time.time(), "step": number, "every": 1})
             await round_of(members, number, commit_failures=int(number % 10 == 9))
             told = Healing(1000, 1000, 500.0, number, "r1:1", "direct", 2.0)
             await members[0].send(told, replace(told, ended=True))
@@ -206,6 +207,12 @@ FIRING = {
     "JobFailed": ['keepstep_events_total{job="j",kind="job_failed"} 0+1x60'],
     "HealsFail": ['keepstep_events_total{job="j",kind="heal_failed"} 0+1x60'],
     "ContributionNotFinite": ['keepstep_events_total{job="j",kind="nonfinite"} 0+1x60'],
+    "CheckpointIsOld": [
+        'keepstep_job_durable_age_steps{job="j"} 0+10x60',
+        'keepstep_job_durable_every_steps{job="j"} 10x60',
+        'keepstep_job_durable_age_seconds{job="j"} 0+60x60',
+        'keepstep_job_groups{job="j",state="training"} 1x60',
+    ],
     "CollectivesDiffer": ['keepstep_events_total{job="j",kind="collectives_differ"} 0+1x60'],
     "ReplicasDiffer": ['keepstep_events_total{job="j",kind="replicas_differ"} 0+1x60'],
     "NobodyLeads": ['keepstep_lighthouse_ready{instance="a"} 0x60'],

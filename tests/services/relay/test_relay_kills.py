@@ -86,10 +86,21 @@ def write(writers: list[DurableWriter], url: str, step: int) -> None:
 @contextmanager
 def two_writers() -> Iterator[list[DurableWriter]]:
     with ExitStack() as stack:
-        writers = [DurableWriter(seconds=DEADLINE, newest_wins=False, limiter=RateLimiter(None)) for _ in range(2)]
+        reports: list[tuple[int, int, float, str]] = []
+        writers = [
+            DurableWriter(
+                seconds=DEADLINE,
+                newest_wins=False,
+                limiter=RateLimiter(None),
+                report=lambda *report: reports.append(report),
+            )
+            for _ in range(2)
+        ]
         for one in writers:
             stack.callback(one.close)
         yield writers
+        assert [step for step, *_ in reports] == [step for step in range(1, len(reports) // 2 + 1) for _ in writers]
+        assert all(nbytes >= 20_000 and seconds > 0 and not error for _, nbytes, seconds, error in reports)
 
 
 def check_disk(folder: Path) -> set[str]:

@@ -12,6 +12,7 @@ from keepstep_mesh.protocol.telemetry_records import (
     MAX_TEXT,
     BadBatchError,
     BatchHead,
+    DurableRecord,
     EventRecord,
     Record,
     StateRecord,
@@ -37,6 +38,7 @@ STEP = StepRecord(
     busy_seconds=0.0625,
     values={"loss": 1.25},
 )
+DURABLE = DurableRecord(t=4.0, step=100, every=10, bytes=5, seconds=1.5, error="disk full")
 UPLOAD = UploadRecord(
     t=9.0, began=1.0, job="job", checkpoint="c1", step=7, bytes=10, bytes_done=4, bytes_per_second=2.0, state="aborted",
     error="disk full",
@@ -54,7 +56,8 @@ def plain(record: Record) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("head", "record"), [(WORKER, STEP), (WORKER, StateRecord(t=1.0, state="healing")), (RELAY, UPLOAD), (RELAY, EVENT)]
+    ("head", "record"),
+    [(WORKER, STEP), (WORKER, StateRecord(t=1.0, state="healing")), (WORKER, DURABLE), (RELAY, UPLOAD), (RELAY, EVENT)],
 )
 def test_a_record_is_read_as_it_was_packed(head: BatchHead, record: Record) -> None:
     batch = read_batch(pack_batch(head, [pack_record(record)] * 2))

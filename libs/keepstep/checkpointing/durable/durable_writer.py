@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import Any
@@ -53,6 +53,9 @@ class LastCheckpoint:
     failing_since: float | None = None
 
 
+Report = Callable[[int, int, float, str], None]
+
+
 @dataclass(eq=False)
 class _Work:
     ticket: Ticket
@@ -60,6 +63,7 @@ class _Work:
     snapshot: Snapshot | None
     """None: follow the upload of other groups."""
     uploads: list[DurableUpload] = field(default_factory=list)
+    offered: float = field(default_factory=time.monotonic)
     withdrawn: str = ""
     """Why it is not wanted any more; empty: it is."""
 
@@ -71,10 +75,15 @@ class DurableWriter:
         seconds: time without progress after which an upload fails; longest wait of ``offer``, unless writes fail.
         newest_wins: True: a checkpoint that waits for an upload is replaced by a newer one. False: ``offer`` waits.
         limiter: of the bandwidth of uploads.
+        report: called at the end of each write, from any thread, with the step, the bytes of this rank, the seconds
+            since the staging copy, and the error. Empty: it is committed.
     """
 
-    def __init__(self, *, seconds: float, newest_wins: bool, limiter: RateLimiter) -> None:
+    def __init__(
+        self, *, seconds: float, newest_wins: bool, limiter: RateLimiter, report: Report = lambda *_: None
+    ) -> None:
         self.last = LastCheckpoint()
+        self._report = report
         self._seconds = seconds
         self._newest_wins = newest_wins
         self._limiter = limiter
@@ -132,6 +141,7 @@ class DurableWriter:
         with self._changed:
             since = self.last.failing_since or time.time()
             self.last = replace(self.last, error=reason, error_step=step, failing_since=since)
+        self._report(step, 0, 0.0, reason)
 
     def usable(self, addresses: Iterable[str]) -> list[str]:
         """Return the relays to which the last upload did not fail a short time ago; all if it failed to each."""
@@ -142,6 +152,7 @@ class DurableWriter:
         """Note that this rank was loaded from a checkpoint."""
         with self._changed:
             self.last = replace(self.last, step=step, id=name, relays=relays)
+        self._report(step, 0, 0.0, "")
 
     def _make_room(self, ticket: Ticket) -> None:
         with self._changed:
@@ -225,6 +236,8 @@ class DurableWriter:
         problems = "; ".join(str(error) for error in outcomes.values() if error is not None)
         if stored:
             self._committed(ticket, stored, problems)
+            nbytes = 0 if work.snapshot is None else work.snapshot.pack.nbytes
+            self._report(ticket.step, nbytes, time.monotonic() - work.offered, "")
             log.info(
                 "durable checkpoint committed",
                 step=ticket.step,

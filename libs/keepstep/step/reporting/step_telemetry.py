@@ -16,7 +16,7 @@ from keepstep.group.ranks.rank_link import RankLink
 from keepstep.runtime.loop_thread import LoopThread
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.net.http import Identity
-from keepstep_mesh.protocol.telemetry_records import StateRecord, StepRecord
+from keepstep_mesh.protocol.telemetry_records import DurableRecord, StateRecord, StepRecord
 from keepstep_mesh.security.tls import as_safe
 from keepstep_mesh.telemetry.record_sender import Sender
 
@@ -66,6 +66,12 @@ class StepTelemetry:
         """Record what the group does from now on, such as ``waiting_quorum``."""
         if self._sender is not None:
             self._sender.record(StateRecord(t=time.time(), state=state))
+
+    def durable(self, step: int, every: int, nbytes: int, seconds: float, error: str) -> None:
+        """Record the end of one write of a durable checkpoint. From any thread. ``error``: empty if it is committed."""
+        if self._sender is not None:
+            record = DurableRecord(t=time.time(), step=step, every=every, bytes=nbytes, seconds=seconds, error=error)
+            self._sender.record(record)
 
     def step(
         self,

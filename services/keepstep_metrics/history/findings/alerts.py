@@ -21,6 +21,8 @@ DISCARDED_LIMIT = 0.05
 LOST_LIMIT = 5
 HEALS_LIMIT = 2
 LEAST_STEPS = 20
+CHECKPOINTS_LIMIT = 3
+CHECKPOINT_SECONDS = 300.0
 FRESH_SECONDS = 5.0
 """A page asks four times a second; counting the steps of 1,000 groups takes 0.1 s."""
 SEVERITIES = {
@@ -35,6 +37,7 @@ SEVERITIES = {
     "ReplicasDiffer": "critical",
     "ContributionNotFinite": "warning",
     "CollectivesDiffer": "warning",
+    "CheckpointIsOld": "warning",
 }
 """Severity of each alert."""
 EVENT_ALERTS = {
@@ -96,10 +99,24 @@ def _found(job: Job, now: float) -> list[Alert]:
         add(
             "HealsFail", f"{kinds['heal_failed'] + kinds['heal_given_up']} heals failed in ten minutes; {last.sentence}"
         )
+    if (old := _old_checkpoint(job, now)) is not None:
+        add("CheckpointIsOld", old)
     for kind, name in EVENT_ALERTS.items():
         if kind in last_sentence:
             add(name, last_sentence[kind])
     return found
+
+
+def _old_checkpoint(job: Job, now: float) -> str | None:
+    """Return how old the newest durable checkpoint is, as a sentence; None: it is not too old."""
+    durable = job.durable
+    if durable is None or not job.has_groups:
+        return None
+    steps, seconds = durable.age_steps(job.step), now - durable.committed_at
+    if not durable.every or steps <= CHECKPOINTS_LIMIT * durable.every or seconds <= CHECKPOINT_SECONDS:
+        return None
+    reason = f": {durable.error}" if durable.error else ""
+    return f"the newest durable checkpoint is {steps} steps and {_minutes(seconds)} old{reason}"
 
 
 def _steps(job: Job, since: float, until: float) -> tuple[int, int]:

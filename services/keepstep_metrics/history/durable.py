@@ -1,0 +1,53 @@
+"""The durable checkpoints of one job, as its groups report them. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from keepstep_mesh.protocol.telemetry_records import DurableRecord
+
+
+@dataclass(slots=True)
+class DurableProgress:
+    """The newest committed checkpoint, and the failures of writes."""
+
+    committed_at: float
+    """Unix time of the last commit; until the first one, of the first report."""
+    step: int = 0
+    """Of the newest committed checkpoint; 0: none."""
+    every: int = 0
+    """Steps between two checkpoints; 0: none is due by itself."""
+    bytes: int = 0
+    """Size of the state of one rank in the last committed one."""
+    seconds: float = 0.0
+    """From its staging copy to its commit."""
+    failures: int = 0
+    """Steps whose checkpoint was not written, as far as a group reported them."""
+    failed_step: int = 0
+    error: str = ""
+    """Why the last one was not written; empty: it was."""
+
+    def add(self, record: DurableRecord) -> None:
+        """Apply the report of one group. Several groups report each checkpoint."""
+        self.every = record.every
+        if not record.error:
+            if record.step >= self.step:
+                self.error = ""
+            if record.step > self.step:
+                self.step, self.committed_at, self.seconds = record.step, record.t, record.seconds
+                self.bytes = record.bytes or self.bytes
+        elif record.step > max(self.step, self.failed_step):
+            self.failed_step, self.error = record.step, record.error
+            self.failures += 1
+
+    def went_back(self, step: int) -> None:
+        """Note that the job goes on from ``step``: later checkpoints are no longer those of its state."""
+        self.step, self.failed_step = min(self.step, step), min(self.failed_step, step)
+
+    def age_steps(self, step: int) -> int:
+        """Return how many steps of a job at ``step`` a loss of all groups would cost."""
+        return max(0, step - self.step)
+
+    def dump(self) -> dict[str, Any]:
+        return asdict(self)
