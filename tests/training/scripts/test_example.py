@@ -126,6 +126,18 @@ def test_the_short_demo_survives_and_writes_its_summary(tmp_path: Path) -> None:
     assert "history checked: read 1 event log and 3 step logs" in done.stdout
 
 
+def test_the_resume_demo_ends_with_the_losses_of_an_undisturbed_job(tmp_path: Path) -> None:
+    """It takes long because a job is launched three times, with all its services."""
+    done = demo(tmp_path, "--resume", "--summary", "summary.json", "--seconds", "200")
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert 0 < summary["resumed_at_step"] <= summary["killed_at_step"] < summary["steps"]
+    assert summary["losses_compared"] == 2 * summary["steps"]
+    assert summary["steps_with_other_losses"] == []
+    assert summary["weights_bit_identical"]
+    assert summary["violations"] == {}
+
+
 def test_a_demo_that_takes_too_long_fails_and_says_what_was_printed_last(tmp_path: Path) -> None:
     done = demo(tmp_path, "--seconds", "1")
     assert done.returncode != 0
