@@ -6,13 +6,14 @@ make gpu GPU=--list                         their names
 make gpu GPU="--device cpu"                 the same checks with Gloo on the CPU, where that is possible
 
 Without a GPU, or without NCCL in torch, every check is skipped by name. Exit code: 0 if no check failed, 1 if one did,
-130 after Ctrl-C.
+130 after Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -60,12 +61,14 @@ def _run_all(chosen: list[Check], machine: Machine, device: str) -> list[Outcome
     gpus = len(machine.gpus) if device == "cuda" else 0
     outcomes = []
     folder = Path(tempfile.mkdtemp(prefix="keepstep-gpu-"))
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # the ranks have sessions of their own
     try:
         for check in chosen:
             print(f"{check.name}: {check.what}", flush=True)
             outcomes.append(run_check(check, gpus, machine.nccl, folder))
             print(f"  {outcomes[-1].state} after {outcomes[-1].seconds:g} s", flush=True)
     finally:
+        signal.signal(signal.SIGTERM, before)
         shutil.rmtree(folder, ignore_errors=True)  # a killed rank may still write its log
     return outcomes
 

@@ -53,6 +53,21 @@ def test_without_a_gpu_every_check_is_skipped_by_name(tmp_path: Path, monkeypatc
     assert not page.exists()
 
 
+def test_sigterm_ends_the_check_that_runs_and_no_other_begins(tmp_path: Path, monkeypatch, capsys) -> None:
+    begun = []
+
+    def run(check: Check, *_: object) -> Outcome:
+        begun.append(check.name)
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("the signal was ignored")
+
+    monkeypatch.setattr(command, "run_check", run)
+    monkeypatch.setattr(sys, "argv", ["gpu", "--device", "cpu", "--report", str(tmp_path / "report.json")])
+    assert command.main() == 130
+    assert begun == [next(iter(CHECKS))]
+    assert "interrupted" in capsys.readouterr().err
+
+
 def test_a_page_names_the_machine_each_check_and_the_reasons_of_failures(tmp_path: Path) -> None:
     outcomes = [
         Outcome("a", "It works.", "passed", "", 1.5, {"freed, s": 0.2}),
