@@ -95,6 +95,16 @@ SECTIONS = (
         "save async_save load open_reader CheckpointReader StoredCheckpoint RelayWriter RelayReader",
     ),
     section(
+        "Sharded state",
+        "[The page of that name](sharded.md) shows it in use.",
+        "keepstep.sharded",
+        "ShardedTensor ShardedObject ShardedTensorFactory LocalNonpersistentObject is_main_replica apply_factories "
+        "apply_factory_merges keepstep.sharded.optimizer:get_param_id_to_sharded_param_map "
+        "keepstep.sharded.optimizer:make_sharded_optimizer_tensor "
+        "keepstep.sharded.optimizer:optim_state_to_sharding_state keepstep.sharded.validation:StrictHandling "
+        "CheckpointingConfig maybe_load_config check_is_distributed_checkpoint save_config",
+    ),
+    section(
         "Checkpoints of other programs",
         "[The page of that name](interchange.md) shows them in use.",
         "keepstep.checkpoint.interchange",
@@ -139,6 +149,7 @@ SECTIONS = (
         "keepstep.checkpointing:UnsupportedValue keepstep.checkpoint:CheckpointError "
         "keepstep.checkpoint:CheckpointAborted keepstep.checkpoint:CheckpointNotFound "
         "keepstep.checkpoint:CheckpointDamaged keepstep.checkpoint:MissingKeys "
+        "keepstep.sharded:CheckpointingException "
         "keepstep.checkpoint.interchange:ForeignCheckpointError keepstep.checkpoint.interchange:RefusedClass "
         "keepstep.checkpoint.interchange:CannotHold",
     ),

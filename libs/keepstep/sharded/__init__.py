@@ -5,6 +5,9 @@ docs/sharded.md shows it in use.
 
 from __future__ import annotations
 
+import sys
+
+from keepstep.sharded import prefixes as utils
 from keepstep.sharded.core import (
     CheckpointingConfig,
     CheckpointingException,
@@ -42,6 +45,8 @@ from keepstep.sharded.strategies import (
     FullyParallelSaveStrategyWrapper,
 )
 from keepstep.sharded.validation import StrictHandling
+
+sys.modules[f"{__name__}.utils"] = utils  # Megatron Core has the functions of `prefixes` in a module of this name
 
 __all__ = [
     "AsyncCallsQueue",

@@ -1,6 +1,6 @@
 """Splitting state dicts by the kind of their leaves, and changing the keys of sharded leaves.
 
-The names are those of Megatron Core's ``dist_checkpointing.utils``.
+The names are those of Megatron Core's ``dist_checkpointing.utils``; ``keepstep.sharded.utils`` is this module.
 """
 
 from __future__ import annotations
