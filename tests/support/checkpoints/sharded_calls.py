@@ -275,7 +275,7 @@ def main() -> None:
     os.dup2(2, 1)  # libraries print to standard output
     calls = Calls(sys.argv[1])
     for line in sys.stdin:
-        answers.write(json.dumps(calls.answer(*json.loads(line))) + "\n")
+        answers.write(json.dumps(calls.answer(*json.loads(line)), default=int) + "\n")  # int: of numpy
         answers.flush()
 
 
