@@ -242,7 +242,7 @@ def default(value: object) -> str:
         return str(value)
     if type(value).__name__ == "RedOpType":
         return f"ReduceOp.{value.name}"  # type: ignore[attr-defined]
-    return repr(value)
+    return value.__name__ if inspect.isbuiltin(value) else repr(value)
 
 
 def parameter(one: inspect.Parameter) -> str:

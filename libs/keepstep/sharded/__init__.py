@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from keepstep.sharded import prefixes as utils
+from keepstep.sharded import prefixes, strategies
 from keepstep.sharded.core import (
     CheckpointingConfig,
     CheckpointingException,
@@ -46,7 +46,9 @@ from keepstep.sharded.strategies import (
 )
 from keepstep.sharded.validation import StrictHandling
 
-sys.modules[f"{__name__}.utils"] = utils  # Megatron Core has the functions of `prefixes` in a module of this name
+utils = prefixes
+sys.modules[f"{__name__}.utils"] = prefixes  # under the names of Megatron Core's modules too
+sys.modules[f"{__name__}.strategies.base"] = strategies
 
 __all__ = [
     "AsyncCallsQueue",
