@@ -37,14 +37,13 @@ class Calls:
     """
 
     def __init__(self, package: str) -> None:
+        module: Callable[[str], Any] = lambda name: import_module(f"{package}.{name}")  # noqa: E731
+        self.dict_utils, self.mapping, self.optimizer = map(module, ("dict_utils", "mapping", "optimizer"))
+        self.utils, self.validation = map(module, ("utils", "validation"))
         self.is_megatron = package.startswith("megatron")
-        for name in ("dict_utils", "mapping", "optimizer", "utils", "validation"):
-            setattr(self, name, import_module(f"{package}.{name}"))
+        self.exchange = module("exchange_utils" if self.is_megatron else "distribution")
         if self.is_megatron:
-            torch.distributed.get_rank = lambda: 0  # rank 0 alone validates
-            self.exchange = import_module(f"{package}.exchange_utils")
-        else:
-            self.exchange = import_module(f"{package}.distribution")
+            torch.distributed.get_rank = lambda *_: 0  # rank 0 alone validates
 
     def answer(self, name: str, arguments: list[Any]) -> Any:
         try:
@@ -204,8 +203,8 @@ class Calls:
         factories, _ = self.dict_utils.extract_matching_values(state, is_factory, return_lists_as_dicts=True)
         self.mapping.apply_factories(state)
         built = self.written(state)
-        is_tensor = lambda leaf: isinstance(leaf, self.mapping.ShardedTensor)  # noqa: E731
-        self.dict_utils.dict_list_map_inplace(lambda leaf: leaf.data if is_tensor(leaf) else leaf, state)
+        kind = self.mapping.ShardedTensor
+        self.dict_utils.dict_list_map_inplace(lambda leaf: leaf.data if isinstance(leaf, kind) else leaf, state)
         return [built, self.written(self.mapping.apply_factory_merges(state, factories))]
 
     # ---- optimizer
@@ -261,7 +260,7 @@ class Calls:
 
     def distribution(self, parts: list[list[Any]], ranks: int) -> Any:
         holders, sizes = {name: one for name, one, _ in parts}, {name: size for name, _, size in parts}
-        more = [set()] if "cross_parallelization_group_loads" in _parameters(self.exchange) else []
+        more: list[set[str]] = [set()] if "cross_parallelization_group_loads" in _parameters(self.exchange) else []
         return self.exchange.distribute_shards_to_ranks(holders, sizes, ranks, *more)
 
 
