@@ -93,7 +93,7 @@ def _notice_reentrant_checkpoints() -> None:
 
 
 _patching = threading.Lock()
-"""Groups may be threads of one process, and warning filters are those of the whole process."""
+"""Groups may be threads of one process, and the filters of warnings are those of the whole process."""
 
 
 def _prepare_torch() -> None:
@@ -152,7 +152,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self._averages_at_end = False
         """True from a forward pass through a reentrant checkpoint to the end of its backward pass."""
         self._reduction_queued = False
-        with warnings.catch_warnings():
+        with _patching, warnings.catch_warnings():
             # of broadcast_buffers; older versions of torch do not have its successor
             warnings.simplefilter("ignore", FutureWarning)
             super().__init__(

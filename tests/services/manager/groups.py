@@ -6,6 +6,7 @@ import concurrent.futures
 import json
 import socket
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -54,9 +55,14 @@ def manager(
 
 
 def together(*groups: Callable[[], Any]) -> list[Any]:
-    """Runs each group in a thread; all results, or the first error."""
-    with concurrent.futures.ThreadPoolExecutor(len(groups)) as pool:
-        return [one.result(60) for one in [pool.submit(group) for group in groups]]
+    """Runs each group in a thread; all results, or the error that came first: those of the others follow from it."""
+    with concurrent.futures.ThreadPoolExecutor(len(groups)) as pool, warnings.catch_warnings():
+        # torch changes the filters of the whole process in each thread: one would raise what another one ignores
+        warnings.simplefilter("ignore")
+        running = [pool.submit(group) for group in groups]
+        ended, _ = concurrent.futures.wait(running, 60, concurrent.futures.FIRST_EXCEPTION)
+        failed = [one for one in ended if one.exception() is not None]
+        return [one.result(0) for one in failed or running]
 
 
 def refusal(lighthouse: str, member: Callable[[Manager], object], newcomer: Callable[[Manager], object]) -> str:

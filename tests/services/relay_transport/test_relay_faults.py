@@ -48,7 +48,7 @@ async def test_a_relay_killed_before_the_upload_begins():
 
 async def test_a_relay_killed_in_the_middle_of_the_upload(caplog):
     async with mortal_relay() as (kill, url):
-        with Groups([url], sources=2, joiners=2, mib=64, uplink=32 * MIB) as groups, sent_by(groups) as source:
+        with Groups([url], sources=2, joiners=2, mib=96, uplink=24 * MIB) as groups, sent_by(groups) as source:
             groups.stage()
             healing = asyncio.create_task(groups.heal(url=source.url))
             await arrived(url, CHUNK_MIB)
