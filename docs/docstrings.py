@@ -275,7 +275,7 @@ def block(text: str) -> str:
 
 # ---- the page
 
-PARTS = ("keepstep.lifecycle.state_and_progress", "keepstep.lifecycle.background_quorum")
+PARTS = tuple(f"keepstep.lifecycle.{name}" for name in ("state_and_progress", "background_quorum", "finishing"))
 """Modules of base classes that have no entry of their own: their members are described in the derived class."""
 
 

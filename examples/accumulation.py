@@ -38,7 +38,7 @@ while manager.current_step() < STEPS:
     if optimizer.step():
         scheduler.step()  # only if the optimizer stepped
 
+manager.finish()  # wait until all groups have the final weights
 print(
     f"step {manager.current_step()} loss {loss.item():.3f} learning rate {scheduler.get_last_lr()[0]:.2g}", flush=True
 )
-manager.shutdown()

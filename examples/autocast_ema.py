@@ -35,6 +35,6 @@ while manager.current_step() < STEPS:
     if optimizer.step():
         ema.update_parameters(model)  # only if the weights changed
 
+manager.finish()  # wait until all groups have the final weights
 accuracy = (ema(pixels.float()).argmax(1) == labels).float().mean()
 print(f"step {manager.current_step()} accuracy of the averaged weights {accuracy:.3f}", flush=True)
-manager.shutdown()

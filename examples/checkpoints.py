@@ -67,4 +67,4 @@ try:
 except Drained:  # SIGTERM or `keepstep drain`: the step is finished, and the others no longer wait for this group
     save()
     raise
-manager.shutdown()
+manager.finish()  # wait until all groups have the final weights

@@ -45,6 +45,6 @@ while manager.current_step() < STEPS:
     if optimizer.step():
         print(f"step {manager.current_step()} batch {number} loss {loss.item()!r}", flush=True)
 
+manager.finish()  # wait until all groups have the final weights
 weights = hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in model.state_dict().values()))
 print(f"step {manager.current_step()} weights {weights.hexdigest()[:16]}", flush=True)
-manager.shutdown()

@@ -47,6 +47,6 @@ while manager.current_step() < STEPS and best["evaluations_since"] < PATIENCE:
         if loss < best["loss"]:
             best.update(loss=loss, evaluations_since=0)
 
+manager.finish()  # wait until all groups have the final weights
 if manager.participating_rank() == 0:  # one group reports
     print(f"stopped after step {manager.current_step()}, best loss {best['loss']:.3f}", flush=True)
-manager.shutdown()

@@ -54,7 +54,7 @@ for x, y in itertools.chain.from_iterable(epochs):
             torch.save([part.state_dict() for part in (*state.values(), manager)], f"{checkpoint}.part")
             Path(f"{checkpoint}.part").rename(checkpoint)  # replace the file at once
 
+manager.finish()  # wait until all groups have the final weights
 accuracy = (model(test[0]).argmax(1) == test[1]).float().mean()
 weights = hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in model.state_dict().values()))
 print(f"step {manager.current_step()} test accuracy {accuracy:.4f} weights {weights.hexdigest()[:16]}", flush=True)
-manager.shutdown()

@@ -71,4 +71,4 @@ with diloco:
         if manager.current_step() > seen:
             seen = manager.current_step()
             print(f"step {seen} groups {manager.num_participants()} loss {loss.item():.3f}", flush=True)
-manager.shutdown()
+manager.finish()  # wait until all groups have the final weights

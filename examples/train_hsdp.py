@@ -53,5 +53,6 @@ while manager.current_step() < STEPS:
     if optimizer.step() and dist.get_rank() == 0 and manager.current_step() % 10 == 0:
         print(f"step {manager.current_step()} groups {manager.num_participants()} loss {loss.item():.3f}", flush=True)
 
+manager.finish()  # wait until all groups have the final weights
 manager.shutdown()
 dist.destroy_process_group()

@@ -75,4 +75,4 @@ while manager.current_step() < STEPS:
             folder.mkdir(parents=True, exist_ok=True)
             torch.save({name: part.state_dict() for name, part in durable.items()}, path.with_suffix(".part"))
             path.with_suffix(".part").rename(path)  # a reader sees all of the file or nothing
-manager.shutdown()
+manager.finish()  # wait until all groups have the final weights

@@ -35,7 +35,7 @@ with LocalSGD(manager, model, adamw, SYNC_EVERY):
             seen = manager.current_step()
             print(f"step {seen} groups {manager.num_participants()} loss {loss.item():.3f}", flush=True)
 
+manager.finish()  # wait until all groups have the final weights
 model.eval()
 accuracy = (model(pixels.float()).argmax(1) == labels).float().mean()
 print(f"step {manager.current_step()} accuracy {accuracy:.3f}", flush=True)
-manager.shutdown()

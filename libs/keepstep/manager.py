@@ -29,6 +29,7 @@ from keepstep.group.quorum_plan import WorldSizeMode
 from keepstep.lifecycle import wiring
 from keepstep.lifecycle.background_quorum import BackgroundQuorum
 from keepstep.lifecycle.durability import Durability
+from keepstep.lifecycle.finishing import Finishing
 from keepstep.lifecycle.manager_settings import ManagerSettings
 from keepstep.lifecycle.membership import GroupMembership
 from keepstep.lifecycle.state_and_progress import StateAndProgress
@@ -46,7 +47,7 @@ SHUTDOWN_SECONDS = 5.0
 """Limit of each part of ``shutdown`` that waits for the group or the lighthouse."""
 
 
-class Manager(BackgroundQuorum, StateAndProgress):
+class Manager(Finishing, BackgroundQuorum, StateAndProgress):
     """Keeps one replica group in step with the others.
 
     ``use_async_quorum``, ``world_size_mode``, ``init_sync`` and ``refuse_nonfinite``, and with ``FIXED_WITH_SPARES``
@@ -321,9 +322,13 @@ class Manager(BackgroundQuorum, StateAndProgress):
                 context.raise_fatal()
                 context.log.warning("no quorum yet; asking again", step=context.progress.step, reason=str(error))
 
-    def _new_attempt(self, arguments: tuple[object, ...], limit: float, *, allow_heal: bool = True) -> Attempt:
+    def _new_attempt(
+        self, arguments: tuple[object, ...], limit: float, *, allow_heal: bool = True, final: bool = False
+    ) -> Attempt:
         """End what follows the last step, and open an attempt that is not begun. ``limit``: of a request, seconds."""
         context = self._context
+        if self._finished is not None:
+            raise RuntimeError(f"finish() has ended the training at step {self._finished.step}; no step follows it")
         context.reconfigurer.use_current_device()
         if self._attempt is not None and self._attempt.after is not None:
             self._attempt.after.end()
@@ -331,7 +336,7 @@ class Manager(BackgroundQuorum, StateAndProgress):
         self._attempt = Attempt(
             context,
             allow_heal=allow_heal,
-            sync=not self._settings.use_async_quorum or not allow_heal,
+            sync=final or not allow_heal or not self._settings.use_async_quorum,
             first_step=self._settings.init_sync and context.progress.step == 0,
             timeout=limit,
             arguments=arguments,
@@ -496,6 +501,9 @@ class Manager(BackgroundQuorum, StateAndProgress):
 
     def shutdown(self, wait: bool = True) -> None:
         """Leave the job, and free threads, ports and memory. May be called more than once.
+
+        Without ``finish``, a group that died in the last steps does not get the final state. The end of the process
+        does the same.
 
         In the middle of a step the group does not say goodbye, so that its peers learn that it is lost; its other ranks
         end.

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from keepstep_history.logs import ProcessCheck, Run
 from keepstep_history.quorums import Quorums, named
-from keepstep_history.records import EventRecord, Place
+from keepstep_history.records import EventRecord, Place, StepRecord
 from keepstep_history.rules import Violations
-from keepstep_mesh.protocol.lineage import origin
+from keepstep_mesh.protocol.lineage import origin, same_weights
 from keepstep_mesh.protocol.names import name_of
 
 
@@ -69,6 +69,7 @@ class JobHistory:
             self._check_members(quorum_id, runs)
             self._check_answers(quorum_id, runs, owners)
             self._check_once(quorum_id, runs)
+        self._check_ends()
         self._check_evictions()
 
     def _violated(self, rule: str, what: str, *places: Place) -> None:
@@ -156,6 +157,21 @@ class JobHistory:
                 run = process.runs[place - 1]
                 if run.forgotten_in is None or run.forgotten_in >= quorum_id:
                     yield run
+
+    def _check_ends(self) -> None:
+        """Compare the states at which groups finished, for each time that the job was closed."""
+        ends: dict[int, tuple[Place, StepRecord]] = {}
+        for process in self._processes.values():
+            if process.end is None:
+                continue
+            place, end = process.end
+            where, first = ends.setdefault(end.closed_ms, process.end)
+            if end.step != first.step or not same_weights(end.lineage, first.lineage):
+                what = (
+                    f"{end.replica_id} finished at step {end.step}, lineage {end.lineage!r}, and {first.replica_id} at "
+                    f"step {first.step}, lineage {first.lineage!r}"
+                )
+                self._violated("one_end", what, where, place)
 
     def _check_evictions(self) -> None:
         for order, place in self._evicted:

@@ -86,6 +86,8 @@ class ProcessCheck:
         """All runs before ``rolled_back``."""
         self.rolled_back: Place | None = None
         """The line that loads a checkpoint after a commit. Steps begin again there, and are not compared."""
+        self.end: tuple[Place, StepRecord] | None = None
+        """The line with which the process finished together with the others."""
         self._job = job
         self._quorums = quorums
         self._violations = violations
@@ -109,6 +111,8 @@ class ProcessCheck:
                 self._committed(place, record)
             case "discarded":
                 pass
+            case "finished":
+                self.end = place, record
             case _:
                 self._holds(place, record)
         self._last = place

@@ -64,6 +64,8 @@ class StepRecord:
     synchronized: bool
     new_lineage: int | str
     """``committed``: lineage of the resulting state."""
+    closed_ms: int
+    """``finished``: Unix time at which the job was closed."""
 
 
 Record = EventRecord | StepRecord
@@ -104,7 +106,7 @@ def _event(plain: dict[str, Any]) -> EventRecord:
     )
 
 
-HELD = {"started", "loaded", "torn", "diverged", "healed", "committed"}
+HELD = {"started", "loaded", "torn", "diverged", "healed", "committed", "finished"}
 """Step-log events with a lineage."""
 ANSWERED = {"quorum", "healed", "committed", "discarded"}
 """Step-log events that follow an answer of a lighthouse."""
@@ -131,6 +133,7 @@ def _step(plain: dict[str, Any]) -> StepRecord:
         behind=behind,
         synchronized=plain.get("synchronized") is True,
         new_lineage=_lineage(plain, "new_lineage", lineage if behind else plain["quorum_id"]),
+        closed_ms=_number(plain, "closed_ms") if event == "finished" else 0,
     )
 
 

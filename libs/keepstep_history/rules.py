@@ -68,6 +68,12 @@ RULES = {
             "step log",
         ),
         Rule(
+            "one_end",
+            "all groups that finish together do so at one state",
+            "groups ended with different weights",
+            "step log",
+        ),
+        Rule(
             "step_order",
             "the committed steps of a process grow by one, unless it healed or loaded a checkpoint",
             "a step was skipped or counted twice: the weights are not those of the reported step",

@@ -52,6 +52,21 @@ class StartRefused(KeepstepError):
     """The job has finished, or may not go back to the step of this group."""
 
 
+class JobClosed(StartRefused):
+    """The groups of the job have finished together.
+
+    ``step``, ``lineage``: their final state; ``groups``: their number; ``closed_ms``: Unix time of the end;
+    ``finished``: whether this group holds that state.
+    """
+
+    def __init__(
+        self, reason: str, step: int, lineage: int | str, groups: int, closed_ms: int, *, finished: bool
+    ) -> None:
+        super().__init__(reason)
+        self.step, self.lineage, self.groups, self.closed_ms = step, lineage, groups, closed_ms
+        self.finished = finished
+
+
 class CollectivesMismatch(KeepstepError):
     """This group and another one began different numbers of collectives in one step."""
 

@@ -14,5 +14,9 @@ EXIT_MISMATCH = 78
 """The model or settings of the group differ from those of the job (EX_CONFIG). Do not restart it unchanged."""
 EXIT_START_REFUSED = 79
 """The job has finished, or may not go back to the step of this group. Do not restart it unchanged."""
-ENDS_THE_SAME = frozenset({EXIT_STATE_MISMATCH, EXIT_COLLECTIVES_DIFFER, EXIT_MISMATCH, EXIT_START_REFUSED})
+EXIT_JOB_CLOSED = 80
+"""The groups of the job have finished, and this one does not have their final state. A restart would end the same."""
+ENDS_THE_SAME = frozenset(
+    {EXIT_STATE_MISMATCH, EXIT_COLLECTIVES_DIFFER, EXIT_MISMATCH, EXIT_START_REFUSED, EXIT_JOB_CLOSED}
+)
 """Codes after which a restart would end the same."""

@@ -12,7 +12,8 @@ from contextlib import asynccontextmanager
 import psutil
 
 from tests.faults.row import STEPS_AFTER, TURN_SECONDS, Run, first_event_after
-from tests.support.jobs.job import DEADLINE, Group
+from tests.support.jobs.endings import finish_under_kills
+from tests.support.jobs.job import DEADLINE, Group, Job
 from tests.support.jobs.mesh import Mesh
 from tests.support.services.relay_driver import metric, relay_process
 
@@ -83,6 +84,17 @@ async def groups_parted(run: Run) -> None:
                 mended = time.time()
                 await mesh.advance(*groups, steps=STEPS_AFTER)
             run.note(first_event_after(mended, *groups) - mended)
+
+
+async def groups_killed_at_the_end(run: Run) -> None:
+    async with Job() as job:
+        for turn in run.turns:
+            run.note(await finish_under_kills(job, f"end-{turn}", random.Random(turn)))
+            run.outcome.compared += job.assert_identical()
+            for group in job.groups.values():
+                await group.gone()
+            job.groups.clear()  # the next job has steps and quorums of the same numbers
+    run.outcome.take(job.history)
 
 
 # ---- relays

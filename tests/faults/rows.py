@@ -87,6 +87,12 @@ ROWS = {
             holds="it comes back equal",
         ),
         Row(
+            "groups_killed_at_the_end",
+            "a random group of 4 in each of the last 5 steps: SIGKILL; from the last kill to the end of all",
+            *(100, groups.groups_killed_at_the_end),
+            holds="all groups finish together, with equal weights",
+        ),
+        Row(
             *("relay_killed", "the relay: SIGKILL while 1 of 3 groups heals", 20, groups.relay_killed),
             holds="the group heals anyway",
         ),

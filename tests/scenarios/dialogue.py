@@ -22,7 +22,17 @@ from pathlib import Path
 
 from keepstep_lighthouse.quorum.events import Announce, Decision, EndSession, JobRecord, LogEntry, Persist, Tell
 from keepstep_mesh.protocol.membership import Data, HeldAnswer, Lineage, MemberInfo, StateRoot
-from keepstep_mesh.protocol.messages import Denied, Drain, Evicted, Goodbye, MemberLost, Refused, RoundBroken
+from keepstep_mesh.protocol.messages import (
+    PROTOCOL_VERSION,
+    Closed,
+    Denied,
+    Drain,
+    Evicted,
+    Goodbye,
+    MemberLost,
+    Refused,
+    RoundBroken,
+)
 from tests.support.models.core_driver import Driver
 
 Action = Callable[["Dialogue", re.Match[str]], list[Decision]]
@@ -41,6 +51,8 @@ OPTIONS = (
     "root",
     "min groups",
     "grace",
+    "final",
+    "version",
 )
 BRACKETS = r"(?: \[(?P<options>[^\]]*)\])?"
 
@@ -79,7 +91,8 @@ class Dialogue:
                 which = "the same list" if decision.version == self.list_version else f"list {decision.version}"
                 joiners = f", {decision.joiners} more there" if decision.joiners else ""
                 verify = ", to be compared" if decision.verify else ""
-                lines = [f"answers {who}: {facts}, {which}{joiners}{verify}"]
+                finishing = ", finishing" if decision.finishing else ""
+                lines = [f"answers {who}: {facts}, {which}{joiners}{verify}{finishing}"]
                 if not decision.uniform:
                     for member in decision.members:
                         failed = f", {member.commit_failures} failed" if member.commit_failures else ""
@@ -122,6 +135,8 @@ class Dialogue:
                 return f"tells {who} to drain: {reason}"
             case Evicted(reason, ban_seconds):
                 return f"tells {who} that it is evicted, banned for {ban_seconds:g} s: {reason}"
+            case Closed(_, final):
+                return f"tells {who}: {final.groups} groups finished at step {final.step}, lineage {final.lineage!r}"
             case Goodbye():
                 return f"says goodbye to {who}"
         raise TypeError(f"unknown message {message}")
@@ -154,7 +169,8 @@ class Dialogue:
             quorum_id, step = re.fullmatch(r"quorum (\d+) step (\d+)", options["holds"]).groups()  # type: ignore[union-attr]
             held = HeldAnswer(1, int(quorum_id), int(step))
         seen = int(options.get("has seen quorum", "0"))
-        return self._each(match, lambda replica_id: self.driver.opens(replica_id, seen=seen, held=held))
+        version = int(options.get("version", str(PROTOCOL_VERSION)))
+        return self._each(match, lambda one: self.driver.opens(one, seen=seen, held=held, version=version))
 
     def asks(self, match: re.Match[str]) -> list[Decision]:
         options = _options(match)
@@ -174,6 +190,7 @@ class Dialogue:
                 root=_root(options["root"]) if "root" in options else None,
                 min_groups=int(options.get("min groups", "0")),
                 grace=float(options.get("grace", "0 s").removesuffix(" s")),
+                final="final" in options,
             ),
         )
 
@@ -187,7 +204,7 @@ class Dialogue:
 
     def state(self) -> str:
         status = self.driver.core.status(self.driver.now, self.driver.unix)
-        ago = self.driver.unix - status.since
+        ago = round(self.driver.unix - status.since, 3)
         said = f"{status.code} at step {status.step} for {ago:g} s" + (f": {status.why}" if status.why else "")
         return f"state: {said}"
 
@@ -239,6 +256,7 @@ EVENTS: tuple[tuple[str, Action], ...] = (
     (r"ann drains (?P<ids>[\w:]+)", _simple("drains")),
     (r"ann wants the groups compared", lambda d, _: d.driver.wants_comparison()),
     (r"ann readmits (?P<ids>[\w:]+)", _simple("readmits")),
+    (r"ann reopens the job", lambda d, _: d.driver.reopens()),
     (r"(?P<seconds>[\d.]+) s pass(?:, (?P<silent>[\w:, ]+) silent)?", Dialogue.passes),
     (r"the lighthouse is killed and restarts", Dialogue.restarts),
     (r"the lighthouse restarts with quorum (?P<quorum>\d+) of " + IDS + r" in its store", Dialogue.restores),
@@ -294,6 +312,8 @@ def _differences(before: JobRecord, after: JobRecord) -> list[str]:
         said.append(f"that a group finished at step {after.finished_step}" if after.finished_step else "no finish")
     if before.ended != after.ended:
         said.append(f"the end: {after.ended.code} at step {after.ended.step}" if after.ended else "no end")
+    if before.closed != after.closed:
+        said.append(f"that the job is closed at step {after.closed.step}" if after.closed else "that the job is open")
     if before.policy != after.policy:
         said.append("policy")
     return said

@@ -1,4 +1,4 @@
-"""Run simulations by their seeds: ``python -m tests.simulation.run --seeds 100000 [--lighthouses N]``.
+"""Run simulations by their seeds: ``python -m tests.simulation.run --seeds 100000 [--lighthouses N] [--finish]``.
 
 Prints a line of progress and, for each seed that fails, the broken rule, the fewest faults that still break it, and
 the trace. Exit code 1 when a seed failed.
@@ -21,30 +21,35 @@ FIRST_LINES, LAST_LINES = 300, 50
 
 
 def violation(
-    seed: int, faults: tuple[Fault, ...] | None = None, *, lighthouses: int | None = None, careful: bool = False
+    seed: int,
+    faults: tuple[Fault, ...] | None = None,
+    *,
+    lighthouses: int | None = None,
+    careful: bool = False,
+    finishes: bool = False,
 ) -> str | None:
     """The rule that this seed breaks, if any. ``lighthouses`` None: their number is drawn from the seed."""
     try:
-        Simulation(seed, faults, lighthouses=lighthouses, careful=careful).run()
+        Simulation(seed, faults, lighthouses=lighthouses, careful=careful, finishes=finishes).run()
     except Violation as error:
         return str(error)
     return None
 
 
-def minimal_faults(seed: int, lighthouses: int | None = None) -> tuple[Fault, ...]:
+def minimal_faults(seed: int, lighthouses: int | None = None, *, finishes: bool = False) -> tuple[Fault, ...]:
     """Faults of a failing seed of which none can be left out."""
-    left = list(Simulation(seed, lighthouses=lighthouses).faults)
+    left = list(Simulation(seed, lighthouses=lighthouses, finishes=finishes).faults)
     for fault in list(left):
         fewer = tuple(one for one in left if one is not fault)
-        if violation(seed, fewer, lighthouses=lighthouses, careful=True) is not None:
+        if violation(seed, fewer, lighthouses=lighthouses, careful=True, finishes=finishes) is not None:
             left.remove(fault)
     return tuple(left)
 
 
-def explain(seed: int, lighthouses: int | None = None) -> str:
+def explain(seed: int, lighthouses: int | None = None, *, finishes: bool = False) -> str:
     """A report on a failing seed."""
-    faults = minimal_faults(seed, lighthouses)
-    simulation = Simulation(seed, faults, lighthouses=lighthouses, careful=True)
+    faults = minimal_faults(seed, lighthouses, finishes=finishes)
+    simulation = Simulation(seed, faults, lighthouses=lighthouses, careful=True, finishes=finishes)
     simulation.tracing = True
     try:
         simulation.run()
@@ -64,19 +69,19 @@ def explain(seed: int, lighthouses: int | None = None) -> str:
     return f"seed {seed}: {what}\n  {about}; faults:\n{listed}\n  trace:\n{trace}"
 
 
-def run(seeds: range, jobs: int, lighthouses: int | None) -> int:
+def run(seeds: range, jobs: int, lighthouses: int | None, *, finishes: bool = False) -> int:
     """Run all ``seeds``. Returns the number of seeds that failed."""
     failed: list[int] = []
     began = time.monotonic()
     every = max(100, len(seeds) // 100)
     with multiprocessing.Pool(jobs) as pool:
-        results = pool.imap_unordered(partial(_run_one, lighthouses), seeds, chunksize=32)
+        results = pool.imap_unordered(partial(_run_one, lighthouses, finishes), seeds, chunksize=32)
         for number, (seed, what) in enumerate(results, 1):
             if what is not None:
                 failed.append(seed)
                 print(f"\nseed {seed}: {what}")
                 if len(failed) <= MAX_REPORTED:
-                    print(explain(seed, lighthouses))
+                    print(explain(seed, lighthouses, finishes=finishes))
             if number % every == 0 or number == len(seeds):
                 rate = number / (time.monotonic() - began)
                 line = f"{number}/{len(seeds)} seeds, {rate:.0f}/s, {len(failed)} failed"
@@ -85,8 +90,8 @@ def run(seeds: range, jobs: int, lighthouses: int | None) -> int:
     return len(failed)
 
 
-def _run_one(lighthouses: int | None, seed: int) -> tuple[int, str | None]:
-    return seed, violation(seed, lighthouses=lighthouses)
+def _run_one(lighthouses: int | None, finishes: bool, seed: int) -> tuple[int, str | None]:
+    return seed, violation(seed, lighthouses=lighthouses, finishes=finishes)
 
 
 def main() -> int:
@@ -97,9 +102,10 @@ def main() -> int:
         "--lighthouses", type=int, choices=(1, 2, 3), help="their number (default: drawn from each seed)"
     )
     parser.add_argument("--jobs", type=int, default=multiprocessing.cpu_count(), help="number of processes")
+    parser.add_argument("--finish", action="store_true", help="let the groups take a last step and finish together")
     arguments = parser.parse_args()
     seeds = range(arguments.start, arguments.start + arguments.seeds)
-    return 1 if run(seeds, arguments.jobs, arguments.lighthouses) else 0
+    return 1 if run(seeds, arguments.jobs, arguments.lighthouses, finishes=arguments.finish) else 0
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Generator
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -35,6 +36,9 @@ LIGHTHOUSES = (1, 1, 1, 1, 2, 2, 2, 3)
 LEASES = (3.0, 3.0, 6.0)
 RATES = (0.95, 1.05)
 POLL_SECONDS = 0.005
+LAST_STEP = 30
+"""Largest last step; groups reach it before, while, or after the faults happen."""
+FINISH_GRACES = (0.5, 3.0, 15.0)
 SCRIPT_SECONDS = 60.0
 
 Script = Generator[float | Callable[[], bool], None, None]
@@ -54,6 +58,7 @@ class Simulation:
         rate: Seconds of the lighthouses' clocks per virtual second.
         careful: Validate the core after every event.
         quiet_at: Virtual second after which no fault happens and the job must recover.
+        finishes: The groups take a last step, drawn from the seed, and finish together.
     """
 
     def __init__(
@@ -68,6 +73,7 @@ class Simulation:
         rate: float | None = None,
         careful: bool = False,
         quiet_at: float = LAST_SECOND,
+        finishes: bool = False,
     ) -> None:
         random = self.random = Random(f"simulation {seed}")
         self.time = Timeline()
@@ -87,6 +93,14 @@ class Simulation:
         """How often a group allows no heal in a round, until the faults end."""
         self._healing = Random("healing")
         self.policy = policy or _draw_policy(random, groups)
+        self.last_step: int | None = None
+        """Step after which no group trains; None: they train for ever."""
+        self.ended: set[str] = set()
+        """Names of groups that finished or were refused, and are not started again."""
+        if finishes:
+            end = Random(f"end {seed}")
+            self.last_step = end.randint(1, LAST_STEP)
+            self.policy = replace(self.policy, finish_grace=end.choice(FINISH_GRACES))
 
         self.logs = Logs()
         self.mesh = Mesh(self.time, random, self.note)
@@ -171,9 +185,17 @@ class Simulation:
             self.time.after(LAST_RESTART_SECONDS, self._restart_lighthouse, node.name)
 
     def stop_if_recovered(self) -> None:
-        if self._quiet and not self._script_runs and self.states.recovered(self.latest, self.quorums.highest.members):
-            self._done = True
+        if self.last_step is not None:
+            self._done = self.ended.issuperset(self.names)
+        elif self._quiet and not self._script_runs:
+            self._done = self.states.recovered(self.latest, self.quorums.highest.members)
+        if self._done:
             self.time.stop()
+
+    def on_ended(self, worker: Worker) -> None:
+        """A group ends for good, because the job does."""
+        self.ended.add(worker.name)
+        self.stop_if_recovered()
 
     def _why_no_quorum(self) -> str:
         return "; ".join(node.why_no_quorum() for node in self.nodes.values())
@@ -227,7 +249,7 @@ class Simulation:
         self.time.after(0.2 + 1.5 * self.random.random(), self._relaunch, name)
 
     def _relaunch(self, name: str) -> None:
-        if not self.latest[name].alive:
+        if not self.latest[name].alive and name not in self.ended:
             self.launch(name)
 
     def addresses(self) -> list[str]:

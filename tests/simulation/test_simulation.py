@@ -19,3 +19,10 @@ def test_no_rule_is_broken_with_several_lighthouses(first: int, lighthouses: int
     for seed in range(first, first + 16):
         found = violation(seed, lighthouses=lighthouses, careful=seed % 4 == 0)
         assert found is None, explain(seed, lighthouses=lighthouses)
+
+
+@pytest.mark.parametrize("lighthouses", [1, 2])
+def test_groups_finish_together_or_learn_that_the_others_did(lighthouses: int) -> None:
+    for seed in range(30):
+        found = violation(seed, lighthouses=lighthouses, careful=True, finishes=True)
+        assert found is None, explain(seed, lighthouses=lighthouses, finishes=True)

@@ -27,9 +27,16 @@ from keepstep.runtime.owned_tasks import OwnedTasks
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import Banned, KeepstepError, LayoutMismatch, SessionClosed, StartRefused
 from keepstep_mesh.net.http import Problem
-from keepstep_mesh.protocol.group_messages import RankAsk, RankVote
+from keepstep_mesh.protocol.group_messages import RankAsk, RankDenied, RankVote
 from keepstep_mesh.protocol.membership import MemberInfo, Quorum
-from keepstep_mesh.protocol.messages import Evicted, Failed, Healing, QuorumRequest, ServiceAddress
+from keepstep_mesh.protocol.messages import (
+    FINISH_VERSION,
+    Evicted,
+    Failed,
+    Healing,
+    QuorumRequest,
+    ServiceAddress,
+)
 from keepstep_mesh.security.tokens import ClientToken
 from keepstep_mesh.session.lighthouse_session import LighthouseSession
 from keepstep_mesh.session.session_events import Connected, Disconnected, Push
@@ -247,7 +254,7 @@ class GroupServer:
         asks, self._asks = self._asks, {}
         for _, future in asks.values():
             if not future.done():
-                future.set_exception(denial(code, reason))
+                future.set_exception(denial(RankDenied(0, code, reason)))
                 future.exception()  # marks it as seen: perhaps no rank waits any more
 
     async def _round(self, asks: dict[int, _Ask]) -> None:
@@ -295,7 +302,7 @@ class GroupServer:
             self._plan,
             attempt=self._attempt,
             heal_timeout_ms=self._session.heal_timeout_ms,
-            catches_up=merged.min_groups > 0,
+            catches_up=merged.min_groups > 0 and not quorum.finishing,
         )
         last, self._plan = self._plan, plan
         if last is None or (last.epoch, last.quorum_id) != (plan.epoch, plan.quorum_id):
@@ -304,6 +311,11 @@ class GroupServer:
 
     async def _request_quorum(self, ask: RankAsk) -> Quorum:
         """Ask the lighthouse; after a timeout ask again, up to ``quorum_retries`` times."""
+        if ask.final and self._session.version < FINISH_VERSION:
+            raise KeepstepError(
+                f"the lighthouse {self._session.lighthouse} does not know finish(): update it, or end the training "
+                f"with manager.shutdown()"
+            )
         request = QuorumRequest(
             request=0,
             step=ask.step,
@@ -319,6 +331,7 @@ class GroupServer:
             last_step=ask.last_step,
             min_groups=ask.min_groups,
             grace_ms=ask.grace_ms,
+            final=ask.final,
         )
         retries_left = self._settings.quorum_retries
         while True:

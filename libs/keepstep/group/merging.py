@@ -3,6 +3,7 @@
 * Requests: settings, steps and lineages must be equal. The group's ``commit_failures`` is the largest of the ranks'. It
   leaves, or shrinks only, if any rank does. It allows a heal if all ranks do: a rank that forbids it is at a point
   where its state must not be replaced.
+* The group finishes if all its ranks do. If only some do, their states differ, because a heal reached only some ranks.
 * The group's report of its last step has the sum of the ranks' collectives. A group whose ranks begin equally many as
   those of another group thus has an equal sum.
 * A group is torn, and all its ranks heal, if one rank is torn or if a heal reached only some of its ranks.
@@ -59,6 +60,12 @@ def merge_asks(asks: Mapping[int, RankAsk], replica_id: str, *, healed: bool = F
             f"the ranks of this group disagree: rank {first_rank} is at step {step} (lineage {lineage!r}), rank "
             f"{apart[0]} at step {other.step} (lineage {other.lineage!r}); restart the group, so that it heals"
         )
+    elif len({ask.final for ask in asks.values()}) > 1:
+        final = [rank for rank, ask in sorted(asks.items()) if ask.final]
+        raise DisagreeError(
+            f"the ranks of this group disagree: at step {step}, ranks {final} call finish() and the others begin "
+            f"another step; let manager.current_step() decide in all ranks which step is the last"
+        )
     layouts = [ask.layout for _, ask in sorted(asks.items())]
     if len(layouts) == 1 or not any(layouts):
         layout = layouts[0]
@@ -77,6 +84,7 @@ def merge_asks(asks: Mapping[int, RankAsk], replica_id: str, *, healed: bool = F
         allow_heal=all(ask.allow_heal for ask in asks.values()),
         settings=_merge_settings(asks),
         last_step=_merge_reports([ask.last_step for ask in asks.values()]),
+        final=all(ask.final for ask in asks.values()),
     )
 
 

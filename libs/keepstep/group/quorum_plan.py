@@ -85,6 +85,11 @@ class QuorumPlan:
         return self.quorum.allow_heal
 
     @property
+    def finishing(self) -> bool:
+        """Whether groups finish in this quorum: no member reduces or commits anything, and those behind heal."""
+        return self.quorum.finishing
+
+    @property
     def replica_world_size(self) -> int:
         return len(self.members)
 
@@ -138,6 +143,8 @@ class QuorumPlan:
         rank, world = self.max_replica_rank, self.max_world_size
         if healed_before:
             rank, world = self.replica_rank, self.replica_world_size
+        if self.finishing:
+            rank = None
         if mode is WorldSizeMode.FIXED_WITH_SPARES:
             world = min(world, min_replica_size)
             if rank is not None and rank >= world:

@@ -54,7 +54,9 @@ class BackgroundQuorum(StateAndProgress):
     _attempt: Attempt | None
 
     @abstractmethod
-    def _new_attempt(self, arguments: tuple[object, ...], limit: float, *, allow_heal: bool = True) -> Attempt:
+    def _new_attempt(
+        self, arguments: tuple[object, ...], limit: float, *, allow_heal: bool = True, final: bool = False
+    ) -> Attempt:
         """See ``Manager``."""
 
     def open_step(self) -> int | None:

@@ -18,6 +18,7 @@ from keepstep_mesh.exit_codes import (
     EXIT_COLLECTIVES_DIFFER,
     EXIT_EVICTED,
     EXIT_GROUP_FAILED,
+    EXIT_JOB_CLOSED,
     EXIT_MISMATCH,
     EXIT_START_REFUSED,
     EXIT_STATE_MISMATCH,
@@ -53,6 +54,13 @@ class StartRefusedExit(PrintedExit):
 
     exit_code = EXIT_START_REFUSED
     happened = "this group may not start its job again"
+
+
+class JobClosedExit(PrintedExit):
+    """The other groups have finished, and this one does not have their final state. Exit code ``EXIT_JOB_CLOSED``."""
+
+    exit_code = EXIT_JOB_CLOSED
+    happened = "this group came too late"
 
 
 class MismatchExit(PrintedExit):

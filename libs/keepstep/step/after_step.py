@@ -19,7 +19,7 @@ class AfterStep:
 
     Args:
         context: of this process.
-        participation: as ``Attempt.participation``.
+        participation: as ``Attempt.participation``. Without any group, no collective does anything.
         error: why the step was discarded; None: it was committed.
     """
 
@@ -35,7 +35,7 @@ class AfterStep:
     def allreduce(self, reduction: Reduction) -> ManagedWork:
         """Reduce a tensor in place. See ``Collectives.allreduce``."""
         rank, world = self._participation
-        if self.error is None:
+        if self.error is None and world:
             try:
                 return self._collectives.allreduce(reduction, contributes=rank is not None, world=world)
             except Exception as error:  # noqa: BLE001  reported: training goes on

@@ -146,7 +146,7 @@ class Attempt:
             plan,
             self._times,
             allow_heal=self.allow_heal,
-            together=self._heals_first,
+            together=self._heals_first or plan.finishing,
         )
         self.answered = plan
         context.transport.disallow_checkpoint()  # readers of the last step's state are done, or too late
@@ -185,6 +185,10 @@ class Attempt:
                 self._context.log.warning("heal failed", step=plan.max_step, tried=tried + 1, reason=str(error))
                 self._context.check_heal(error)
                 failed.append(error)
+            if plan.finishing:
+                if failed:
+                    self.report(failed[-1])
+                return
             if tried + 1 < MAX_HEAL_ROUNDS:
                 self._ask_again(ask, len(failed))
             else:
@@ -325,7 +329,7 @@ class Attempt:
         """Call ``start`` with whether this group contributes, and the number of groups that do."""
         try:
             plan = self.wait_plan() if self.error is None else None
-            if plan is None or self.error is not None:
+            if plan is None or self.error is not None or plan.finishing:
                 return ManagedWork(None, value, ok=False)
             rank, world = self.participation(plan)
             return start(rank is not None, world)
@@ -360,6 +364,9 @@ class Attempt:
         except Exception as error:  # noqa: BLE001  reported, unless it ends the process
             context.raise_fatal()
             self.report(error)  # without a quorum, every rank of the group gets the same error
+        if plan is not None and plan.finishing:
+            self.end_finishing()
+            return False
         committed = False
         if plan is not None:
             self._finish_collectives()
@@ -374,6 +381,23 @@ class Attempt:
         if unhealed is not None:
             context.check_heal(unhealed)
         return committed
+
+    def end_finishing(self) -> None:
+        """End a quorum in which groups finish: heal, if this group is behind. No step is committed or discarded.
+
+        All ranks of the group do the same, so they do not vote.
+        """
+        context, plan = self._context, self.wait_plan()
+        unhealed = self._exchange_state()
+        if unhealed is not None:
+            self.report(unhealed)
+        self.after = AfterStep(context, (None, 0), self.error)
+        context.link.finished_step()
+        context.last_attempt = plan.attempt
+        if self.error is not None:
+            context.progress.discard()
+        if unhealed is not None:
+            context.check_heal(unhealed)
 
     def abandon(self) -> None:
         """End a step that never came to ``should_commit``, after an exception for example.

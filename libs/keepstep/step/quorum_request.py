@@ -11,11 +11,26 @@ from keepstep.group.group_peers import first_layout_difference
 from keepstep.group.merging import DisagreeError
 from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.group.ranks.rank_link import Leaving
-from keepstep.runtime.exits import CollectivesExit, EvictedExit, GroupFailedExit, MismatchExit, StartRefusedExit
+from keepstep.runtime.exits import (
+    CollectivesExit,
+    EvictedExit,
+    GroupFailedExit,
+    JobClosedExit,
+    MismatchExit,
+    StartRefusedExit,
+)
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS
 from keepstep.step.context import StepContext
 from keepstep.step.reporting.step_telemetry import StepTimes
-from keepstep_mesh.errors import Banned, CollectivesMismatch, Drained, LayoutMismatch, SessionClosed, StartRefused
+from keepstep_mesh.errors import (
+    Banned,
+    CollectivesMismatch,
+    Drained,
+    JobClosed,
+    LayoutMismatch,
+    SessionClosed,
+    StartRefused,
+)
 
 MISMATCH_LINGER_SECONDS = 0.5
 """Time that a refused group still serves its parameters, for another refused group that looks for the difference."""
@@ -57,6 +72,7 @@ class QuorumRequest:
 
         Raises:
             SystemExit: training ends in this process.
+            JobClosed: all groups have finished, and this one holds the final state.
             TimeoutError, KeepstepError: the reason why no quorum formed.
         """
         context = self._context
@@ -68,6 +84,10 @@ class QuorumRequest:
         except CollectivesMismatch as error:
             context.raise_fatal()
             context.end_group(CollectivesExit(str(error)))
+        except JobClosed as error:
+            if error.finished:
+                raise
+            context.end_with(JobClosedExit(str(error)))
         except (Leaving, DisagreeError, LayoutMismatch, StartRefused, Banned) as error:  # Banned is a SessionClosed
             self._end_training(error)
         except SessionClosed:

@@ -58,6 +58,7 @@ FIELDS = (
         "false",
         "Refuse a start more than one step below the step that the job has reached",
     ),
+    Field("finish_grace", _SECONDS, "30", "Time for which groups that have finished wait for a lost group to return"),
     Field("job_ttl", _SECONDS, "7d", "Delete a job after this time without sessions; 0: never"),
 )
 

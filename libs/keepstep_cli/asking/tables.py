@@ -21,6 +21,8 @@ from keepstep_mesh.text import bytes_text
 STYLES = {
     "running": "green",
     "standing": "yellow",
+    "finishing": "yellow",
+    "closed": "green",
     "failed": "red",
     "abandoned": "dim",
     "training": "green",

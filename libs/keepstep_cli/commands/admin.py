@@ -63,7 +63,7 @@ def status(link: JobLink, *, watch: bool) -> None:
 def jobs(link: JobLink) -> None:
     """Show all jobs with their states.
 
-    States: running, standing (with the reason), finished, failed, stopped, abandoned.
+    States: running, standing or finishing (with the reason), closed, finished, failed, stopped, abandoned.
     """
     answer = run(link.service.get("jobs"))
     if link.as_json:
@@ -329,7 +329,7 @@ def policy(link: JobLink, name: str | None, **limits: Any) -> None:
 
 @click.group()
 def job() -> None:
-    """Delete a job. `keepstep jobs` shows all jobs."""
+    """Delete or reopen a job. `keepstep jobs` shows all jobs."""
 
 
 @job.command(short_help="Delete a job that is no longer needed.")
@@ -343,6 +343,17 @@ def rm(link: JobLink, name: str, *, force: bool) -> None:
     """
     query = {"force": "true"} if force else {}
     _ordered(link, run(link.service.delete("jobs", _link_to(link, name).job, **query)))
+
+
+@job.command(short_help="Let a closed job train on.")
+@with_lighthouse
+@click.argument("name", metavar="JOB", type=Named(), shell_complete=job_names)
+def reopen(link: JobLink, name: str) -> None:
+    """Let the groups of a job train on, after all of them have finished (Manager.finish).
+
+    They need a checkpoint of the final step, or a later one. Needs the admin token.
+    """
+    _ordered(link, run(link.service.post("jobs", _link_to(link, name).job, "reopen")))
 
 
 COMMANDS = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -256,8 +256,15 @@ def _ask_first(lighthouse: Lighthouse, job: str, audience: ConsoleAudience) -> N
             audience.note("run", line)
         audience.note("run", "starting the groups, which wait for it (connect_timeout)")
         return
-    step = next((one.get("finished_step", 0) for one in jobs if one["job"] == job), 0)
-    if step:
+    known: dict[str, Any] = next((one for one in jobs if one["job"] == job), {})
+    step = known.get("finished_step", 0)
+    if known.get("closed"):
+        audience.note(
+            "run",
+            f"job {job} is closed: all its groups finished at step {step}; to train on from there, reopen it (keepstep "
+            f"job reopen {job}); to begin again, delete it (keepstep job rm {job}), or give another --job",
+        )
+    elif step:
         audience.note(
             "run",
             f"job {job} finished at step {step}: only groups with a checkpoint near that step may go on with it; to "

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from keepstep_mesh.protocol.membership import Lineage, Quorum, StateRoot, StepReport
+from keepstep_mesh.protocol.membership import FinalState, Lineage, Quorum, StateRoot, StepReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,8 @@ class RankAsk:
     """As in ``QuorumRequest``."""
     grace_ms: int = 0
     """As in ``QuorumRequest``."""
+    final: bool = False
+    """As in ``QuorumRequest``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +84,15 @@ class RankQuorum:
 
 @dataclass(frozen=True, slots=True)
 class RankDenied:
-    """``code``: one of ``Denied``, or ``disagree``, ``leaving``, ``closed``, ``failed``."""
+    """``code``: one of ``Denied``, or ``finished``, ``disagree``, ``leaving``, ``closed``, ``failed``."""
 
     kind: ClassVar[str] = "rank_denied"
     request: int
     code: str
     reason: str
     peer_address: str = ""
+    job_closed: FinalState | None = None
+    """With code ``finished`` (``Closed``) or ``start`` (``Denied.closed``): the final state of the job."""
 
 
 @dataclass(frozen=True, slots=True)

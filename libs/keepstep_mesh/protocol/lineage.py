@@ -121,6 +121,13 @@ def saved(lineage: Lineage) -> Lineage | None:
     return None if not lineage or lineage.startswith(NEW) else lineage
 
 
+def same_weights(one: Lineage, other: Lineage) -> bool:
+    """Return whether states of these lineages, at one step, are equal: a checkpoint has the lineage that it was saved
+    with.
+    """
+    return one == other or (saved(one) is not None and saved(one) == saved(other))
+
+
 def committed(reference: Lineage, quorum_id: int, *, synchronized: bool = False) -> Lineage:
     """Return the lineage after a commit under ``quorum_id`` on a state of lineage ``reference``."""
     is_loaded = isinstance(reference, str) and reference.startswith(LOADED)

@@ -89,6 +89,18 @@ class HeldAnswer:
 
 
 @dataclass(frozen=True, slots=True)
+class FinalState:
+    """State at which the groups of a job finished together."""
+
+    step: int
+    lineage: Lineage
+    groups: int
+    """Number of these groups."""
+    closed_ms: int
+    """Unix time at which the job was closed."""
+
+
+@dataclass(frozen=True, slots=True)
 class Quorum:
     """A quorum for a client: an answer with its member list.
 
@@ -112,6 +124,8 @@ class Quorum:
     allow_heal: bool = True
     """As in the answer."""
     went_back_from: int = 0
+    """As in the answer."""
+    finishing: bool = False
     """As in the answer."""
 
     @property

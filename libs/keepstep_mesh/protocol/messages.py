@@ -12,10 +12,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from keepstep_mesh.protocol.membership import HeldAnswer, Lineage, Member, MemberInfo, StateRoot, StepReport
+from keepstep_mesh.protocol.membership import FinalState, HeldAnswer, Lineage, Member, MemberInfo, StateRoot, StepReport
 
-PROTOCOL_VERSION = 2
-"""Version of this build. Version 2 added ``Timing`` and ``Services``, which are sent to workers of version 2 only."""
+FINISH_VERSION = 3
+"""The version that added final requests and ``Closed``."""
+PROTOCOL_VERSION = 3
+"""Version of this build. Version 2 added ``Timing`` and ``Services``, which are sent to workers from version 2 on."""
 OLDEST_PROTOCOL_VERSION = 1
 """Oldest version that this build supports."""
 
@@ -82,6 +84,8 @@ class QuorumRequest:
     policy decides alone."""
     grace_ms: int = 0
     """Time from the request of the ``min_groups``-th group, after which the quorum forms without the others."""
+    final: bool = False
+    """The group has taken its last step. Answered with ``Closed`` when all groups have, at one (step, lineage)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +236,17 @@ class QuorumAnswer:
     """False: a member forbids healing, so every member takes part with the state it has."""
     went_back_from: int = 0
     """Step that the job had reached, if this quorum begins at an earlier one; else 0."""
+    finishing: bool = False
+    """A member asked with ``final``: members that are behind heal, and no member reduces or commits anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """Answers a request with ``final``: all groups have finished, and this one holds the final state."""
+
+    kind: ClassVar[str] = "closed"
+    request: int
+    state: FinalState
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +261,8 @@ class Denied:
     reason: str
     peer_address: str = ""
     """With code ``layout``: a group server with the parameters of the job; empty: ``reason`` names the difference."""
+    closed: FinalState | None = None
+    """With code ``start``: the job is closed, and this group does not hold its final state. None: it is not closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,6 +328,7 @@ ToWorker = (
     | Timing
     | Services
     | QuorumAnswer
+    | Closed
     | Denied
     | MemberLost
     | RoundBroken

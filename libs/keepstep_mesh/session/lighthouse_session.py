@@ -20,6 +20,8 @@ from keepstep_mesh.net.websocket import Link
 from keepstep_mesh.protocol import codec
 from keepstep_mesh.protocol.membership import Quorum
 from keepstep_mesh.protocol.messages import (
+    PROTOCOL_VERSION,
+    Closed,
     Denied,
     Drain,
     Evicted,
@@ -82,6 +84,8 @@ class LighthouseSession:
         """Services that the lighthouse announced last; kept while disconnected. Changes are pushed."""
         self.live_step = 0
         """As in the last ``Welcome``."""
+        self.version = PROTOCOL_VERSION
+        """Version of the protocol that the lighthouse speaks."""
         self.heal_timeout_ms = 0
         """Time that the next quorum waits for a group that heals; 0: unknown."""
 
@@ -354,6 +358,8 @@ class LighthouseSession:
                     self._tick()
             case Services(services):
                 self._set_services(services)
+            case Closed():
+                self._request.closed(message)
             case Denied():
                 self._request.denied(message)
             case Goodbye():
@@ -377,7 +383,7 @@ class LighthouseSession:
             raise ProtocolError("second welcome in one session")
         self._core.welcomed(welcome)
         self._set_timing(welcome)
-        self.live_step = welcome.live_step
+        self.live_step, self.version = welcome.live_step, welcome.version
         now = self._loop.time()
         self.liveness.begins(now)
         self._connector.welcome()

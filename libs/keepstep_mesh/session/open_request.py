@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.protocol.membership import Quorum
-from keepstep_mesh.protocol.messages import CancelRequest, Denied, QuorumAnswer, QuorumRequest, ToLighthouse
+from keepstep_mesh.protocol.messages import CancelRequest, Closed, Denied, QuorumAnswer, QuorumRequest, ToLighthouse
 from keepstep_mesh.session import session_events
 from keepstep_mesh.session.session_machine import SessionCore
 
@@ -62,6 +62,11 @@ class OpenRequest:
         """Fail the request that was denied, if it is still open."""
         if self._core.withdraw(denied.request):
             self.fail(session_events.of_request(denied))
+
+    def closed(self, closed: Closed) -> None:
+        """End the final request: the groups have finished."""
+        if self._core.withdraw(closed.request):
+            self.fail(session_events.of_closed(closed))
 
     def fail(self, error: Exception) -> None:
         """Withdraw the open request, if any, and fail it with ``error``."""

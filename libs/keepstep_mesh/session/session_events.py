@@ -9,6 +9,7 @@ from keepstep_mesh.errors import (
     AuthError,
     Banned,
     CollectivesMismatch,
+    JobClosed,
     KeepstepError,
     LayoutMismatch,
     ProtocolError,
@@ -17,7 +18,8 @@ from keepstep_mesh.errors import (
     VersionError,
 )
 from keepstep_mesh.net.websocket import UpgradeError
-from keepstep_mesh.protocol.messages import Denied, Drain, Evicted, MemberLost, Refused, RoundBroken, Services
+from keepstep_mesh.protocol.membership import FinalState
+from keepstep_mesh.protocol.messages import Closed, Denied, Drain, Evicted, MemberLost, Refused, RoundBroken, Services
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +63,22 @@ def of_session(refused: Refused) -> KeepstepError | None:
     return SessionClosed(f"refused ({refused.code}): {refused.reason}")
 
 
+def of_closed(closed: Closed) -> JobClosed:
+    """Return the end of a final request: the job is closed, and this group holds its state."""
+    return _of_final(f"the job is closed at step {closed.state.step}", closed.state, finished=True)
+
+
+def _of_final(reason: str, final: FinalState, *, finished: bool) -> JobClosed:
+    return JobClosed(reason, final.step, final.lineage, final.groups, final.closed_ms, finished=finished)
+
+
 def of_request(denied: Denied) -> Exception:
     if denied.code == "deadline":
         return TimeoutError(denied.reason)
     if denied.code == "layout":
         return LayoutMismatch(denied.reason, denied.peer_address)
+    if (final := denied.closed) is not None:
+        return _of_final(denied.reason, final, finished=False)
     if denied.code == "start":
         return StartRefused(denied.reason)
     if denied.code == "collectives":

@@ -206,6 +206,7 @@ class SessionCore:
             last_step=request.last_step,
             min_groups=request.min_groups,
             grace_ms=request.grace_ms,
+            final=request.final,
         )
 
     def withdraw(self, number: int) -> bool:
@@ -242,6 +243,7 @@ class SessionCore:
             verify=answer.verify,
             allow_heal=answer.allow_heal,
             went_back_from=answer.went_back_from,
+            finishing=answer.finishing,
         )
 
     def finished_step(self) -> None:

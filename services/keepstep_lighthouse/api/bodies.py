@@ -39,6 +39,11 @@ class VerifyBody:
 
 
 @dataclass(frozen=True, slots=True)
+class ReopenBody:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
 class ServiceBody:
     address: str
     ttl_seconds: float = 15.0

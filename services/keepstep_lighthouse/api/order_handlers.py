@@ -12,7 +12,7 @@ from http import HTTPStatus
 
 from aiohttp import web
 
-from keepstep_lighthouse.api.bodies import DrainBody, EvictBody, ReadmitBody, StragglerBody, VerifyBody
+from keepstep_lighthouse.api.bodies import DrainBody, EvictBody, ReadmitBody, ReopenBody, StragglerBody, VerifyBody
 from keepstep_lighthouse.api.lookup import find_job, find_replicas, find_target, no_replica
 from keepstep_lighthouse.jobs.event_log import Happened
 from keepstep_lighthouse.jobs.job import Job
@@ -26,6 +26,7 @@ from keepstep_lighthouse.quorum.events import (
     Policy,
     PolicyOrdered,
     ReadmitOrdered,
+    ReopenOrdered,
     StragglerFound,
     VerifyOrdered,
 )
@@ -155,6 +156,18 @@ class OrderHandlers:
         evicted = made.detail["evicted"]
         also = f", and {len(evicted)} of its groups evicted" if isinstance(evicted, list) and evicted else ""
         return _done(made, f"job {job.name} is deleted{also}")
+
+    async def reopen(self, request: web.Request) -> web.Response:
+        await read_body(request, ReopenBody)
+        job = find_job(self._node, request)
+        final = job.core.record.closed
+        made = await self._execute(job, ReopenOrdered(_who(request)), "reopened")
+        if made is not None and final is not None:
+            return _done(made, f"job {job.name} may train on from a checkpoint of step {final.step}")
+        before = self._latest(job, "reopened", "")
+        if before is None:
+            raise Problem(HTTPStatus.CONFLICT, f"job {job.name} is not closed: its groups have not finished together")
+        return _nothing(before, f"job {job.name} is not closed")
 
     async def verify(self, request: web.Request) -> web.Response:
         await read_body(request, VerifyBody)

@@ -17,6 +17,7 @@ from keepstep_lighthouse.quorum.events import Ban, Policy
 from keepstep_lighthouse.quorum.rules.job_status import JobStatus
 from keepstep_lighthouse.quorum.views import HealView, QuorumView, ReplicaState, ReplicaView
 from keepstep_mesh.net.http import Problem
+from keepstep_mesh.protocol.membership import FinalState
 from keepstep_mesh.serving.rest import bad, json_answer
 
 
@@ -43,6 +44,8 @@ class JobView:
     """None: no commit since this lighthouse leads."""
     expires_in_seconds: float | None
     """Time until the unused job is deleted; None: it is in use, or its job_ttl is 0."""
+    closed: FinalState | None
+    """State at which all groups finished together; None: the job is open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,4 +145,5 @@ def _job_view(job: Job) -> JobView:
         steps_per_second=job.rate.per_second(now),
         last_commit_seconds_ago=None if job.rate.committed_at is None else max(0.0, now - job.rate.committed_at),
         expires_in_seconds=None if expires == NEVER else max(0.0, expires - now),
+        closed=record.closed,
     )

@@ -6,7 +6,15 @@ from collections.abc import Callable
 
 from aiohttp import web
 
-from keepstep_lighthouse.api.bodies import DrainBody, EvictBody, ReadmitBody, ServiceBody, StragglerBody, VerifyBody
+from keepstep_lighthouse.api.bodies import (
+    DrainBody,
+    EvictBody,
+    ReadmitBody,
+    ReopenBody,
+    ServiceBody,
+    StragglerBody,
+    VerifyBody,
+)
 from keepstep_lighthouse.api.cluster import ClusterView
 from keepstep_lighthouse.api.event_stream import EVENTS_AT_ONCE, MAX_EVENTS_AT_ONCE, EventHandlers, EventsView
 from keepstep_lighthouse.api.order_handlers import OrderAnswer, OrderHandlers, PolicyChange
@@ -45,6 +53,7 @@ SHAPES = {
     "DELETE /v1/jobs/{job}": Shape(OrderAnswer, status=202, switches=SWITCHES_OF_DELETION),
     "GET /v1/jobs/{job}/quorum": Shape(QuorumStatus),
     "POST /v1/jobs/{job}/verify": Shape(OrderAnswer, status=202, body=VerifyBody),
+    "POST /v1/jobs/{job}/reopen": Shape(OrderAnswer, status=202, body=ReopenBody),
     "GET /v1/jobs/{job}/replicas": Shape(ReplicasView),
     "GET /v1/jobs/{job}/replicas/{replica_id}": Shape(ReplicaView),
     "GET /v1/jobs/{job}/transfers": Shape(TransfersView),
@@ -85,6 +94,7 @@ def routes(node: LighthouseNode, all_routes: Callable[[], list[Route]]) -> list[
         Route(
             "POST", f"{job}/verify", orders.verify, Access.ADMIN, "compare the weights of all groups at the next step"
         ),
+        Route("POST", f"{job}/reopen", orders.reopen, Access.ADMIN, "let the groups of a closed job train on"),
         Route("GET", f"{job}/replicas", reads.replicas, Access.READ, "all groups, and those that left recently"),
         Route("GET", one, reads.replica, Access.READ, "one group, by stable name or incarnation"),
         Route("GET", f"{job}/transfers", reads.transfers, Access.READ, "heals in progress: bytes, rate, time left"),

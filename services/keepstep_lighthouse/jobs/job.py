@@ -134,7 +134,8 @@ class Job:
             session.refuse("not_ready", why)
             return
         self.sessions[session.number] = session
-        event = Opened(session.number, session.replica_id, hello.quorum_id_seen, hello.held, hello.groups)
+        facts = hello.quorum_id_seen, hello.held, hello.groups, hello.version
+        event = Opened(session.number, session.replica_id, *facts)
         self._process(event, welcomed)
         if session.number in self.sessions:
             self._compare_runtime(session.replica_id, hello)
@@ -366,4 +367,5 @@ def _answer(announce: Announce, epoch: int, *, listed: bool) -> QuorumAnswer:
         verify=announce.verify,
         allow_heal=announce.allow_heal,
         went_back_from=announce.went_back_from,
+        finishing=announce.finishing,
     )

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from keepstep_lighthouse.quorum.events import Ban, JobEnd, JobRecord, Policy
 from keepstep_lighthouse.store.contract import StoreError
+from keepstep_mesh.protocol.membership import FinalState
 
 T = TypeVar("T")
 
@@ -30,6 +31,8 @@ def decode(key: str, value: bytes) -> JobRecord:
         plain["evicted"] = tuple(plain["evicted"])
         if plain.get("ended") is not None:
             plain["ended"] = _known(JobEnd, plain["ended"])
+        if plain.get("closed") is not None:
+            plain["closed"] = _known(FinalState, plain["closed"])
         return _known(JobRecord, plain)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StoreError(f"{key} in the store is not the record of a job ({error!r}); restore or delete it") from error

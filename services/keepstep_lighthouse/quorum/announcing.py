@@ -42,13 +42,15 @@ class Announcer:
         asked = [(group, group.request) for group in chosen if group.request is not None]
         _, first = asked[0]
         step, lineage = first.step, first.lineage
-        uniform = allow_heal = True
+        uniform, allow_heal, finishing = True, True, False
         for group, request in asked:
             differs = request.step != step or request.lineage != lineage or group.diverged
             if differs or request.commit_failures or request.shrink_only:
                 uniform = False
             if not request.allow_heal:
                 allow_heal = False
+            if request.final:
+                finishing = True
         if last is not None and last.uniform and uniform and same:
             listed, version = last.listed, last.version
         else:
@@ -56,7 +58,7 @@ class Announcer:
             version = 1 if last is None else last.version + 1
             if not uniform:
                 step, lineage = reference_state(listed)
-        verify = verify or is_due(step, record.policy.verify_every, allow_heal=allow_heal)
+        verify = not finishing and (verify or is_due(step, record.policy.verify_every, allow_heal=allow_heal))
         self.chosen, self._info_changed = chosen, False
         self.last = Announce(
             to=tuple([(-1 if group.session is None else group.session, request.request) for group, request in asked]),
@@ -71,6 +73,7 @@ class Announcer:
             verify=verify and (len(chosen) if uniform else sum(_holds(one, step, lineage) for one in listed)) > 1,
             allow_heal=allow_heal,
             went_back_from=reached if step < reached else 0,
+            finishing=finishing,
         )
         return self.last
 

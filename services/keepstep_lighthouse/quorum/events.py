@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from keepstep_mesh.protocol.membership import Data, HeldAnswer, Member
-from keepstep_mesh.protocol.messages import Healing, QuorumRequest, ToWorker
+from keepstep_mesh.protocol.membership import Data, FinalState, HeldAnswer, Member
+from keepstep_mesh.protocol.messages import PROTOCOL_VERSION, Healing, QuorumRequest, ToWorker
 
 # ---- events
 
@@ -25,6 +25,8 @@ class Opened:
     held: HeldAnswer | None = None
     groups: int = 0
     """Number of groups of the job, as this one knows it; 0: unknown."""
+    version: int = PROTOCOL_VERSION
+    """Version of the protocol that the group speaks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,13 @@ class VerifyOrdered:
 
 
 @dataclass(frozen=True, slots=True)
+class ReopenOrdered:
+    """Let the groups of a closed job train on."""
+
+    by: str
+
+
+@dataclass(frozen=True, slots=True)
 class StragglerFound:
     """The metrics service reports that this incarnation is slower than the others."""
 
@@ -152,6 +161,7 @@ Event = (
     | ReadmitOrdered
     | PolicyOrdered
     | VerifyOrdered
+    | ReopenOrdered
     | StragglerFound
     | Tick
 )
@@ -188,6 +198,8 @@ class Policy:
     """Deny a quorum more than one step below the step that the job has reached."""
     job_ttl: float = 7 * 86400.0
     """Time after which a job without sessions is deleted; 0: never."""
+    finish_grace: float = 30.0
+    """Time for which groups that have finished wait for the return of a group that was lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +244,8 @@ class JobRecord:
     """The highest step at which a group finished since the job was last started; 0: none did."""
     ended: JobEnd | None = None
     """How the last group went; None: groups train, or the job has not begun."""
+    closed: FinalState | None = None
+    """State at which all groups finished. No group trains on until an administrator reopens the job. None: open."""
 
 
 # ---- decisions
@@ -266,6 +280,8 @@ class Announce:
     """False: a member asked for a round without healing, so no group heals in it."""
     went_back_from: int = 0
     """Step that the job had reached, if this quorum begins at an earlier one; else 0."""
+    finishing: bool = False
+    """As in ``QuorumAnswer``."""
 
     @property
     def members(self) -> tuple[Member, ...]:
@@ -311,7 +327,7 @@ class Reason:
 
     code: str
     """announced: ``fast`` ``all_asking`` ``stragglers_dropped``; waiting: ``nobody`` ``takeover_grace``
-    ``min_replicas`` ``initial_replicas`` ``majority`` ``stragglers`` ``grace`` ``healing``; for one group:
-    ``duplicate_name`` ``max_replicas`` ``not_in_shrink`` ``layout`` ``gone``."""
+    ``min_replicas`` ``initial_replicas`` ``majority`` ``stragglers`` ``grace`` ``healing`` ``finish_grace``
+    ``closed``; for one group: ``duplicate_name`` ``max_replicas`` ``not_in_shrink`` ``layout`` ``gone``."""
     numbers: dict[str, float]
     sentence: str

@@ -75,6 +75,8 @@ class Groups:
         self.members_asking = 0
         self.shrinking = 0
         """Asking with shrink_only."""
+        self.final = 0
+        """Asking with final."""
         self.heals_waited_for: Counter[int] = Counter()
         """Number of heals that the next quorum waits for, by failed tries of the name."""
         self.failed_heals: OrderedDict[str, int] = OrderedDict()
@@ -231,6 +233,7 @@ class Groups:
             where[group.replica_id] = group
             self.members_asking += group.member
             self.shrinking += group.request.shrink_only
+            self.final += group.request.final
 
     def _uncount_request(self, group: Group) -> None:
         if group.excluded is None and group.request is not None:
@@ -238,6 +241,7 @@ class Groups:
                 del self.passed_over[group.replica_id]
             self.members_asking -= group.member
             self.shrinking -= group.request.shrink_only
+            self.final -= group.request.final
 
     @property
     def asking_count(self) -> int:
@@ -282,6 +286,7 @@ class Groups:
         self.passed_over = {group.replica_id: group for group in left}
         self.members_asking = sum(group.member for group in left)
         self.shrinking = sum(group.request.shrink_only for group in left if group.request is not None)
+        self.final = sum(group.request.final for group in left if group.request is not None)
         self._drop_stale_deadlines()
 
     def set_members(self, before: tuple[str, ...], members: list[Group]) -> None:
@@ -388,6 +393,8 @@ class Groups:
         assert self.members_asking == sum(g.member for g in asking), "asking members are miscounted"
         shrinking = sum(g.request.shrink_only for g in asking if g.request is not None)
         assert self.shrinking == shrinking, "shrinking requests are miscounted"
+        final = sum(g.request.final for g in asking if g.request is not None)
+        assert self.final == final, "final requests are miscounted"
         assert {s: g for g in groups if (s := g.session) is not None} == dict(self.by_session), "sessions are misfiled"
         assert {g.replica_id for g in groups if g.session is None} == set(self.suspects), "suspects are misfiled"
         heard = [g.heard_at for g in self.by_session.values()]

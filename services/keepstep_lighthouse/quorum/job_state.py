@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from keepstep_lighthouse.quorum import bans
@@ -40,6 +41,10 @@ class JobState:
         """Highest step that the groups are known to have committed."""
         self.last_gone: tuple[str, str] | None = None
         """The group that went last: what follows for the job (``JobEnd.code``), and why it went."""
+        self.lost_at: dict[str, float] = {}
+        """When groups were lost, by name; see ``changes.presence.losses``."""
+        self.final_heals: Counter[str] = Counter()
+        """Finishing quorums in which groups were behind, by name."""
         self.awake_since = now
         """No group is judged before this time."""
         self.beats_counted_from = now
@@ -118,6 +123,7 @@ class JobState:
         assert not absent or self.takeover.until is not None, "absent groups are waited for without an end"
         assert not set(groups.by_id) & set(record.evicted), "an evicted group is among the healthy"
         assert policy_problem(record.policy) is None, "the policy cannot be used"
+        assert record.closed is None or not groups.asking_count, "a group waits for a quorum of a closed job"
         assert len(self.round.lost) <= len(record.members) + 1, "losses pile up"
         assert self.round.reports <= self.members, "a stranger reports a quorum broken"
         assert len(record.evicted) <= bans.MAX_EVICTED, "evicted incarnations pile up"

@@ -32,6 +32,7 @@ from dataclasses import replace
 from keepstep_lighthouse.quorum.changes import (
     agreements,
     divergence,
+    finishing,
     heals,
     membership,
     orders,
@@ -40,7 +41,7 @@ from keepstep_lighthouse.quorum.changes import (
     starts,
     stragglers,
 )
-from keepstep_lighthouse.quorum.changes.presence import arrivals, departures, health, job_end
+from keepstep_lighthouse.quorum.changes.presence import arrivals, departures, health, job_end, losses
 from keepstep_lighthouse.quorum.events import (
     Asked,
     Cancelled,
@@ -59,6 +60,7 @@ from keepstep_lighthouse.quorum.events import (
     PolicyOrdered,
     ReadmitOrdered,
     Reason,
+    ReopenOrdered,
     StragglerFound,
     Tick,
     VerifyOrdered,
@@ -96,7 +98,7 @@ class JobCore:
         bans = tuple(ban for ban in record.bans if now_unix < ban.until)
         state = JobState(replace(record, bans=bans), now, now_unix)
         self._state, self._groups, self._takeover = state, state.groups, state.takeover
-        if restarted and record.members and record.ended is None:
+        if restarted and record.members and record.ended is None and record.closed is None:
             self._takeover.wait(record.members, now, state.takeover_grace, fenced_until)
         self._verification = Verification()
         self._verdict = NOBODY
@@ -152,6 +154,8 @@ class JobCore:
                 orders.change_policy(state, event, now)
             case VerifyOrdered(by):
                 state.log("verify_ordered", "", by=by, order=self._verification.order())
+            case ReopenOrdered():
+                finishing.reopen(state, event)
             case StragglerFound():
                 stragglers.drain(state, event)
             case Tick():
@@ -210,6 +214,10 @@ class JobCore:
             self._verdict = judge(self._groups, len(record.members), record.policy, until, now, first=first)
         if self._verdict.code in ANNOUNCING and starts.settle(state):
             self._verdict = judge(self._groups, len(record.members), record.policy, until, now, first=first)
+        while self._verdict.code in ANNOUNCING and self._groups.final:
+            if (instead := finishing.settle(state, now, now_unix)) is None:
+                break
+            self._verdict = instead
         if self._verdict.code in ANNOUNCING:
             self._announce(self._verdict.code, now, now_unix)
             self._verdict = judge(self._groups, len(state.record.members), state.record.policy, None, now)
@@ -257,9 +265,15 @@ class JobCore:
 
     def reason(self, now: float) -> Reason:
         """Return why the next quorum is not formed yet; if no group asks, how the last one was formed."""
+        if (closed := self.record.closed) is not None:
+            return reasons.closed(closed)
         if not self._groups.asking_count and self._formed is not None:
             return self._formed.reason
-        return reasons.waiting(self._verdict, self._groups, self.record, self._takeover.absent, now)
+        return self._waits(self._verdict, now)
+
+    def _waits(self, verdict: Verdict, now: float) -> Reason:
+        lost = losses.expected(self._state, now)
+        return reasons.waiting(verdict, self._groups, self.record, self._takeover.absent, now, lost)
 
     def quorum_view(self, now: float) -> QuorumView:
         absent, last = self._takeover.absent, self._state.announcer.last
@@ -270,7 +284,7 @@ class JobCore:
         """Return whether the job runs, and if not, how it ended."""
         state, until = self._state, self._takeover.until
         verdict = self._verdict if until is None else Verdict("takeover_grace", until)
-        waits = reasons.waiting(verdict, self._groups, self.record, self._takeover.absent, now)
+        waits = self._waits(verdict, now)
         return job_status.of_job(self._groups, self.record, state.reached, state.active_since, waits, now, now_unix)
 
     @property

@@ -98,7 +98,8 @@ export class ClusterPage {
       update: (one) => {
         const state = this.states[one.job];
         code.className = `code ${state?.code ?? ""}`;
-        say(code, !state ? "unknown" : state.code === "finished" ? `finished at step ${state.step}` : state.code);
+        const ended = ["finished", "closed"].includes(state?.code);
+        say(code, !state ? "unknown" : ended ? `${state.code} at step ${state.step}` : state.code);
         say(why, state?.why ?? "");
         paintSpark(spark, one.pace);
         const rate = state?.code === "running" ? number(one.steps_per_second) : "–";

@@ -31,6 +31,10 @@ def sentence(event: str, name: str, detail: Mapping[str, Any]) -> str:
         case "job_finished" | "job_failed" | "job_stopped":
             how = event.removeprefix("job_")
             return f"the job {how} at step {detail.get('step')}" + (f": {reason}" if reason else "")
+        case "closed":
+            return f"all {len(_list(detail.get('groups')))} groups finished together at step {detail.get('step')}"
+        case "reopened":
+            return f"{detail.get('by')} reopened the job, which had finished at step {detail.get('step')}"
         case "went_back":
             return f"the job went back from step {detail.get('from')} to {detail.get('to')}: {reason}"
         case "quorum":

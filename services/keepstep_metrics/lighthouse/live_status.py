@@ -79,7 +79,7 @@ class StateOfJob:
     """The lighthouse's state of a job."""
 
     code: str
-    """``running``, ``standing``, ``finished``, ``failed``, ``stopped`` or ``abandoned``."""
+    """``running``, ``standing``, ``finishing``, ``closed``, ``finished``, ``failed``, ``stopped`` or ``abandoned``."""
     step: int
     since: float
     """Unix time."""

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from keepstep.group.quorum_plan import QuorumPlan, make_plan
 from keepstep.step.progress import GroupProgress
 from keepstep_mesh.protocol.lineage import is_diverged
-from keepstep_mesh.protocol.membership import Lineage, MemberInfo, Quorum, StateRoot
+from keepstep_mesh.protocol.membership import FinalState, Lineage, MemberInfo, Quorum, StateRoot
 from keepstep_mesh.protocol.messages import (
     CancelRequest,
+    Closed,
     Denied,
     Drain,
     Evicted,
@@ -51,6 +52,8 @@ class Worker:
         self.alive = True
         self.frozen = False
         self.leaving = False
+        self.finished = False
+        """It got the answer that all groups have finished."""
         self.progress = GroupProgress(self.replica_id, self.replica_id)
         self.state = hash(self.replica_id)
         """The weights."""
@@ -115,9 +118,17 @@ class Worker:
             self._abandon_collective()
 
     def _exit(self) -> None:
-        """End, and be started again by the launcher."""
+        """End, and be started again by the launcher, unless it has finished."""
         self.die()
-        self.sim.launch_later(self.name)
+        if self.finished:
+            self.sim.on_ended(self)
+        else:
+            self.sim.launch_later(self.name)
+
+    @property
+    def takes_no_step(self) -> bool:
+        """Whether it has taken its last step."""
+        return self.sim.last_step is not None and self.step >= self.sim.last_step
 
     def freeze(self, seconds: float) -> None:
         self.frozen = True
@@ -146,7 +157,9 @@ class Worker:
     # ---- messages of the lighthouse
 
     def on_welcome(self) -> None:
-        if self.leaving and self.plan is None:
+        if self.finished:
+            self.session.send(Leave("shutdown", "finished", self.step))
+        elif self.leaving and self.plan is None:
             self.session.send(Leave("told to"))
         elif (request := self.session.core.to_send(REQUEST_TIMEOUT_MS)) is not None:
             self.session.send(request)
@@ -156,21 +169,35 @@ class Worker:
     def on_message(self, message: Any) -> None:
         match message:
             case Denied(request):
-                if self.session.core.withdraw(request):
+                if not self.session.core.withdraw(request):
+                    return
+                if message.code == "deadline":
                     self.soon(0.05, self.ask)
+                else:  # the job is closed, or the group cannot finish: its launcher does not start it again
+                    self.die()
+                    self.sim.on_ended(self)
+            case Closed(request, state):
+                if self.session.core.withdraw(request):
+                    self._finish(state)
             case MemberLost(quorum_id) | RoundBroken(quorum_id):
-                if self.plan is not None and self.plan.quorum_id == quorum_id:
+                if self.plan is not None and self.plan.quorum_id == quorum_id and not self.plan.finishing:
                     self._abort()
             case Drain():
                 self.leaving = True
             case Evicted() | Goodbye() | Refused("banned"):
                 self._exit()
 
+    def _finish(self, state: FinalState) -> None:
+        self.finished = True
+        self.sim.logs.step(self, "finished", lineage=self.lineage, closed_ms=state.closed_ms)
+        self.sim.states.finished(self, state)
+        self.session.send(Leave("shutdown", "finished", self.step))
+
     # ---- the training loop
 
     def ask(self) -> None:
         session = self.session
-        if session.core.open is not None or self.plan is not None:
+        if session.core.open is not None or self.plan is not None or self.finished:
             return
         if self.leaving:
             session.send(Leave("told to"))
@@ -185,7 +212,8 @@ class Worker:
                 timeout_ms=REQUEST_TIMEOUT_MS,
                 info=INFO,
                 root=self.root,
-                allow_heal=self.sim.allows_heal(),
+                allow_heal=self.takes_no_step or self.sim.allows_heal(),
+                final=self.takes_no_step,
             )
         )
         self.shrink_next = False
@@ -222,7 +250,10 @@ class Worker:
             self.soon(seconds, self._heal, self._attempt)
         elif not plan.heal:
             self.snapshot = (plan.quorum_id, plan.max_step, plan.lineage, self.state)
-        if not self._heals_first(plan):
+        if plan.finishing:
+            if self._healed is not None:
+                self._end_finishing()
+        elif not self._heals_first(plan):
             self.soon(0.1 + 0.4 * self.random.random(), self._reduce, self._attempt)
 
     @staticmethod
@@ -255,10 +286,20 @@ class Worker:
             self.sim.states.check_state(self)
         else:
             self._errored = self._errored or self._heals_first(plan)
-        if self._heals_first(plan):
+        if plan.finishing:
+            self._end_finishing()
+        elif self._heals_first(plan):
             self._reduce(attempt)
         else:
             self._vote()
+
+    def _end_finishing(self) -> None:
+        """End a quorum in which no group takes a step."""
+        if not self._healed:
+            self.progress.discard()
+        self.session.core.finished_step()
+        self.plan = None
+        self.soon(0.01 + 0.03 * self.random.random(), self.ask)
 
     def _reduce(self, attempt: int) -> None:
         """Average the gradients with the other groups: the backward pass is done."""

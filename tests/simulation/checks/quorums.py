@@ -6,7 +6,7 @@
   announced in the meantime and all members are still in session with it.
 * A quorum has at least min_replicas members, none of them evicted, and all requests in it are open: their sessions
   are not over, and they were not cancelled.
-* An eviction is written before any group hears of it.
+* An eviction, and the end of the job, is written before any group hears of it. No quorum of a closed job is announced.
 * The core of a job is consistent, and asks for no timer that is due at once, again and again.
 """
 
@@ -21,6 +21,7 @@ from keepstep_lighthouse.jobs.records import JOB_PREFIX
 from keepstep_lighthouse.leadership.term import EPOCH_KEY
 from keepstep_lighthouse.quorum.events import Announce, Cancelled, Closed, Event, JobRecord, Tell, Tick
 from keepstep_lighthouse.store.contract import Write
+from keepstep_mesh.protocol import messages
 from keepstep_mesh.protocol.messages import Evicted
 
 if TYPE_CHECKING:
@@ -166,6 +167,8 @@ class QuorumChecks:
             self._violated(f"{node.name} leads and goes back from {self.highest} to {quorum}")
         if len(quorum.members) < max(1, record.policy.min_replicas):
             self._violated(f"{quorum} is below min_replicas {record.policy.min_replicas}")
+        if record.closed is not None:
+            self._violated(f"{node.name} announces {quorum}, and the job is closed")
         if evicted := set(quorum.members) & set(record.evicted):
             self._violated(f"{quorum} holds the evicted {evicted}")
 
@@ -184,3 +187,5 @@ class QuorumChecks:
             for number in tell.to:
                 if (session := job.sessions.get(number)) and session.replica_id not in self._written_evictions:
                     self._violated(f"{session.replica_id} hears of an eviction that is not written")
+        if isinstance(tell.message, messages.Closed) and tell.message.state != self._stored.closed:
+            self._violated(f"a group hears that the job is closed at {tell.message.state}, which is not written")

@@ -6,6 +6,8 @@
 * A quorum goes on from a sound state if a member has one: from the one that was resumed last, then of the highest step.
 * Groups whose states are compared are found equal, as long as no bit flipped.
 * The logs of lighthouses and groups pass ``keepstep check-history``.
+* Groups that finish do so at one step, with one state, and take no step beyond it.
+* Once the faults stop, all groups soon have ended, if they take a last step. Else:
 * Once the faults stop, all groups soon train in one quorum, in equal states (``recovered``).
 """
 
@@ -15,8 +17,8 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from keepstep.group.quorum_plan import QuorumPlan
-from keepstep_mesh.protocol.lineage import LOADED, Soundness, soundness
-from keepstep_mesh.protocol.membership import Lineage, Quorum
+from keepstep_mesh.protocol.lineage import LOADED, Soundness, same_weights, soundness
+from keepstep_mesh.protocol.membership import FinalState, Lineage, Quorum
 from keepstep_mesh.protocol.messages import QuorumRequest
 from tests.simulation.checks.history import Logs
 
@@ -47,6 +49,8 @@ class StateChecks:
         self._states: dict[tuple[int, Lineage], int] = {}
         self._resumed: dict[tuple[int, Lineage], int] = {}
         """By (step, lineage): the quorum_id under which the job last went on from a checkpoint, if it ever did."""
+        self._end: tuple[FinalState, int] | None = None
+        """The state at which the first group finished."""
         self._commits_before: dict[str, int] = {}
 
     def check_state(self, worker: Worker) -> None:
@@ -80,11 +84,23 @@ class StateChecks:
         self.check_state(worker)
 
     def committed(self, worker: Worker, plan: QuorumPlan, *, behind: bool) -> None:
+        last = worker.sim.last_step
+        if last is not None and worker.step > last:
+            self._violated(f"{worker.replica_id} commits step {worker.step}, and the last step is {last}")
         if not behind:
             before = self._resumed.get((plan.max_step, plan.lineage), 0)
             is_loaded = isinstance(plan.lineage, str) and plan.lineage.startswith(LOADED)
             self._resumed[worker.step, worker.lineage] = plan.quorum_id if is_loaded else before
         self.check_state(worker)
+
+    def finished(self, worker: Worker, final: FinalState) -> None:
+        """Check the state with which a group finishes. Groups that never trained (step 0) do not close the job."""
+        if worker.step != final.step or not same_weights(worker.lineage, final.lineage):
+            state = f"step {worker.step}, lineage {worker.lineage!r}"
+            self._violated(f"{worker.replica_id} finishes at {state}, and the job is closed at {final}")
+        first, weights = self._end = self._end or (final, worker.state)
+        if final != first or (worker.state != weights and not self.flips):
+            self._violated(f"{worker.replica_id} finishes at {final}, another group at {first}, or with other weights")
 
     def check_logs(self, logs: Logs) -> None:
         if not self.flips and logs.events("replicas_differ"):

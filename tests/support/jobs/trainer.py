@@ -4,6 +4,7 @@ Each line on standard output is JSON: {"event": "started" | "committed" | "disca
 "rank", "name", "quorum_id"}. The digest covers model, buffers and optimizer. Environment variables:
 
 TRAINER_STEPS            last step (0: train until drained)
+TRAINER_FINISH=1         call ``Manager.finish`` after the last step, and print "finished" with the digest
 TRAINER_PACE             seconds to sleep in each step; default 0.03: most steps only pass while a test waits
 TRAINER_SYNC=1           synchronous quorum
 TRAINER_BATCH_NORM=1     add a batch norm layer
@@ -185,6 +186,10 @@ def main() -> None:
                 say("paused", step=step)
                 while not pause_file.with_name(f"{pause_file.name}-{step}").exists():
                     time.sleep(0.02)  # until the test, another process, lets it continue
+        if os.environ.get("TRAINER_FINISH"):
+            end = manager.finish()
+            state = digest(model.state_dict(), optimizer.state_dict())
+            say("finished", step=end.step, groups=end.groups, digest=state)
     except SystemExit as reason:
         say("left", reason=str(reason), step=manager.current_step())
         raise

@@ -27,6 +27,7 @@ from keepstep_lighthouse.quorum.events import (
     Policy,
     PolicyOrdered,
     ReadmitOrdered,
+    ReopenOrdered,
     StragglerFound,
     Tell,
     Tick,
@@ -35,7 +36,7 @@ from keepstep_lighthouse.quorum.events import (
 from keepstep_lighthouse.quorum.machine import JobCore
 from keepstep_lighthouse.quorum.views import ReplicaState
 from keepstep_mesh.protocol.membership import HeldAnswer, Lineage, MemberInfo, StateRoot, StepReport
-from keepstep_mesh.protocol.messages import Healing, QuorumRequest, ToWorker
+from keepstep_mesh.protocol.messages import PROTOCOL_VERSION, Healing, QuorumRequest, ToWorker
 
 BEAT_SECONDS = 0.5
 UNIX_AT_START = 1_000_000.0
@@ -95,12 +96,18 @@ class Driver:
     # ---- groups
 
     def opens(
-        self, replica_id: str, *, seen: int = 0, held: HeldAnswer | None = None, groups: int = 0
+        self,
+        replica_id: str,
+        *,
+        seen: int = 0,
+        held: HeldAnswer | None = None,
+        groups: int = 0,
+        version: int = PROTOCOL_VERSION,
     ) -> list[Decision]:
         session = len(self.replica_of) + 1
         self.replica_of[session] = replica_id
         self.session_of[replica_id] = session
-        return self.feed(Opened(session, replica_id, seen, held, groups))
+        return self.feed(Opened(session, replica_id, seen, held, groups, version))
 
     def open_all(self, *replica_ids: str) -> None:
         for replica_id in replica_ids:
@@ -123,6 +130,7 @@ class Driver:
         last_step: StepReport | None = None,
         min_groups: int = 0,
         grace: float = 0.0,
+        final: bool = False,
     ) -> list[Decision]:
         if settings is not None and info is None:
             info = MemberInfo(f"http://{replica_id}")
@@ -136,6 +144,7 @@ class Driver:
             last_step=last_step,
             min_groups=min_groups,
             grace_ms=round(grace * 1000),
+            final=final,
         )
         return self.feed(Asked(self.session_of[replica_id], wanted))
 
@@ -196,6 +205,9 @@ class Driver:
     def finds_straggler(self, replica_id: str, steps: int) -> list[Decision]:
         """Report a straggler, as the metrics service does."""
         return self.feed(StragglerFound(replica_id, steps, 0.5, 0.1, "metrics"))
+
+    def reopens(self) -> list[Decision]:
+        return self.feed(ReopenOrdered("ann"))
 
     def wants_comparison(self) -> list[Decision]:
         return self.feed(VerifyOrdered("ann"))

@@ -155,5 +155,5 @@ def test_a_poll_that_the_ranks_passed_has_ended_with_no_and_a_later_one_needs_al
 )
 def test_every_rank_of_a_group_gets_the_kind_of_error_that_rank_0_got(kind):
     answer = denied(7, kind("the reason"))
-    error = denial(answer.code, answer.reason, answer.peer_address)
+    error = denial(answer)
     assert (type(error), str(error), answer.request) == (kind, "the reason", 7)

@@ -145,7 +145,7 @@ def test_a_missing_log_is_named(logs: Path) -> None:
 def test_without_step_logs_the_rules_that_need_them_are_not_listed_as_checked(logs: Path) -> None:
     (logs / "steps").rename(logs.parent / "elsewhere")
     output = check(logs).output
-    assert "Not checked without it: one_quorum, one_answer, one_state, step_order, member" in output
+    assert "Not checked without it: one_quorum, one_answer, one_state, one_end, step_order, member" in output
     checked = output.partition("checked:")[2].partition("not covered:")[0]
     assert "one_owner" in checked
     assert "one_state" not in checked

@@ -129,6 +129,10 @@ def a_state_that_is_not_the_one_committed(story: Story) -> list[Line]:
     return [line]
 
 
+def groups_that_finish_apart(story: Story) -> list[Line]:
+    return [story.step(who, "finished", lineage=who, closed_ms=1) for who in ("a:2", "b:1")]
+
+
 def a_step_left_out(story: Story) -> list[Line]:
     line = story.find("b:1.jsonl", event="committed", step=9)
     line["step"] = 10
@@ -210,6 +214,7 @@ PLANTED: list[tuple[str, Callable[[Story], list[Line]]]] = [
     ("one_answer", two_leaders_for_one_step),
     ("one_state", a_group_with_other_weights_trains_along),
     ("one_state", a_state_that_is_not_the_one_committed),
+    ("one_end", groups_that_finish_apart),
     ("step_order", a_step_left_out),
     ("step_order", a_step_counted_twice),
     ("member", a_commit_under_a_quorum_of_others),

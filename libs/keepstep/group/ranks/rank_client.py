@@ -168,7 +168,7 @@ class RankClient:
                     case RankDenied():
                         future = self._asks.pop(message.request, None)
                         if future is not None and not future.done():
-                            future.set_exception(denial(message.code, message.reason, message.peer_address))
+                            future.set_exception(denial(message))
                     case RankDecision():
                         self._resolve(self._votes.pop(key_of(message), None), message.ok)
                     case Goodbye():
@@ -237,7 +237,7 @@ class RankClient:
             self._plan,
             attempt=answer.attempt,
             heal_timeout_ms=answer.heal_timeout_ms,
-            catches_up=ask.min_groups > 0,
+            catches_up=ask.min_groups > 0 and not answer.quorum.finishing,
         )
         return plan
 

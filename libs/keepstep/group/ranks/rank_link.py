@@ -13,12 +13,14 @@ from keepstep.rendezvous.key_value_server import KeyValueServer
 from keepstep_mesh.errors import (
     Banned,
     CollectivesMismatch,
+    JobClosed,
     KeepstepError,
     LayoutMismatch,
     SessionClosed,
     StartRefused,
 )
 from keepstep_mesh.protocol.group_messages import RankAsk, RankDenied, RankVote
+from keepstep_mesh.protocol.membership import FinalState
 from keepstep_mesh.protocol.messages import Healing, ServiceAddress
 
 RANK_BEAT = 1.0
@@ -71,6 +73,7 @@ class RankLink(Protocol):
             Leaving: the group has left the job.
             CollectivesMismatch: the group began another number of collectives than others.
             LayoutMismatch: parameters or settings differ from the job's.
+            JobClosed: the groups of the job have finished.
             SessionClosed: the group or its session has ended.
             KeepstepError: anything else.
         """
@@ -142,10 +145,17 @@ def denied(request: int, error: Exception) -> RankDenied:
     code = next((code for code, kind in _DENIALS.items() if isinstance(error, kind)), "failed")
     expected = isinstance(error, (TimeoutError, KeepstepError))
     reason = str(error) if expected else f"{type(error).__name__}: {error}"
+    if isinstance(error, JobClosed):
+        final = FinalState(error.step, error.lineage, error.groups, error.closed_ms)
+        return RankDenied(request, "finished" if error.finished else code, reason, "", final)
     return RankDenied(request, code, reason, error.peer_address if isinstance(error, LayoutMismatch) else "")
 
 
-def denial(code: str, reason: str, peer_address: str = "") -> Exception:
+def denial(denied: RankDenied) -> Exception:
     """Decode the error of a request."""
-    kind = _DENIALS.get(code, KeepstepError)
-    return LayoutMismatch(reason, peer_address) if kind is LayoutMismatch else kind(reason)
+    if (final := denied.job_closed) is not None:
+        finished = denied.code == "finished"
+        facts = final.step, final.lineage, final.groups, final.closed_ms
+        return JobClosed(denied.reason, *facts, finished=finished)
+    kind = _DENIALS.get(denied.code, KeepstepError)
+    return LayoutMismatch(denied.reason, denied.peer_address) if kind is LayoutMismatch else kind(denied.reason)

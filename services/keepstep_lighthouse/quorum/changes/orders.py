@@ -43,8 +43,10 @@ def evict(state: JobState, order: EvictOrdered, now: float, now_unix: float) -> 
             state.tell(group.session, Evicted(order.reason, order.ban_seconds))
             state.end(group.session)
         departures.lose(state, group, f"evicted by {order.by}: {order.reason}", now)
+        state.lost_at.pop(group.name, None)  # no group waits for its return
     for replica_id in absent:
-        departures.give_up_absent(state, replica_id, f"evicted by {order.by}: {order.reason}")
+        departures.give_up_absent(state, replica_id, f"evicted by {order.by}: {order.reason}", now)
+        state.lost_at.pop(name_of(replica_id), None)
         state.no_longer_absent(replica_id, now)
 
 

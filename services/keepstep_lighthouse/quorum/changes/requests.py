@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from keepstep_lighthouse.quorum.changes import agreements, heals, reports
+from keepstep_lighthouse.quorum.changes import agreements, finishing, heals, reports
 from keepstep_lighthouse.quorum.changes.presence import departures
 from keepstep_lighthouse.quorum.group import Group
 from keepstep_lighthouse.quorum.job_state import JobState
@@ -20,6 +20,8 @@ def ask(state: JobState, group: Group, request: QuorumRequest, now: float) -> No
             if group.member:
                 state.announcer.info_changed()
     if request.request < group.highest_request:
+        return
+    if finishing.answer(state, group, request):
         return
     reports.note(state, group, request.last_step)
     last, session = state.announcer.last, group.session

@@ -2,6 +2,8 @@
 
 * ``running``: groups train.
 * ``standing``: groups are connected, and no quorum has formed for ``JOB_STANDS_SECONDS``, or longer with slow steps.
+* ``finishing``: groups have taken their last step, and wait for the others.
+* ``closed``: all groups finished together, at ``step``.
 * ``finished``: the scripts of its groups ended, at ``step``.
 * ``failed``: its last group was lost, or its script ended with an error.
 * ``stopped``: its last group was drained, got a signal, or left for another reason before its script ended.
@@ -14,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from keepstep_lighthouse.quorum.events import JobRecord, Reason
 from keepstep_lighthouse.quorum.groups import Groups
+from keepstep_lighthouse.quorum.rules import reasons
 
 JOB_STANDS_SECONDS = 5.0
 ABANDONED_SECONDS = 3600.0
@@ -24,13 +27,13 @@ class JobStatus:
     """State of a job, see the head of this file."""
 
     code: str
-    """``running``, ``standing``, ``finished``, ``failed``, ``stopped`` or ``abandoned``."""
+    """``running``, ``standing``, ``finishing``, ``closed``, ``finished``, ``failed``, ``stopped`` or ``abandoned``."""
     step: int
     """Steps that the job has committed, as far as the lighthouse knows."""
     since: float
     """Unix seconds."""
     why: str
-    """One sentence, or empty. While the job stands: what the next quorum waits for."""
+    """One sentence, or empty. While the job stands or finishes: what the next quorum waits for."""
 
 
 def begins_to_run(groups: Groups, now: float) -> bool:
@@ -50,6 +53,11 @@ def of_job(
         waits: why the next quorum is not formed.
     """
     step = max(reached, record.step)
+    if (closed := record.closed) is not None:
+        return JobStatus("closed", closed.step, closed.closed_ms / 1000, reasons.closed(closed).sentence)
+    if groups.final:
+        step = max(step, *(group.step for group in groups.all_asking()))
+        return JobStatus("finishing", step, now_unix - _waits_for(groups, now), waits.sentence)
     finished = record.ended is not None and record.ended.code == "finished"
     if len(groups) and (groups.asking_count or not finished):  # a group that only connects does not change a finish
         if any(group.member for group in groups) and not _stands(groups, now):

@@ -16,6 +16,9 @@ Groups that train while they ask (``QuorumRequest.min_groups``) replace ``join_t
 whose last step did not fail, and which was not behind in it. It holds the newest state, so that no two quorums go on
 from the same state. Without such a member, rules 3 and 4 hold.
 
+Groups that have finished (``QuorumRequest.final``) wait for all others: rule 1, ``min_groups`` and ``min_replicas`` do
+not apply while one of them asks, because no step follows. ``changes.finishing`` decides about the quorum that is due.
+
 Candidates are the asking groups; if one of them asks with shrink_only, only members of the previous quorum; never more
 than max_replicas. Groups that heal are known to be alive: they do not count in rule 3 and have a time limit of their
 own, which doubles with each heal of that name that exceeded it.
@@ -42,6 +45,7 @@ Code = Literal[
     "stragglers",
     "grace",
     "healing",
+    "finish_grace",
 ]
 ANNOUNCING: frozenset[Code] = frozenset(("fast", "all_asking", "stragglers_dropped"))
 
@@ -53,6 +57,8 @@ class Verdict(NamedTuple):
 
 
 NOBODY = Verdict("nobody")
+FINISHING_HEALS = 3
+"""Doublings of ``heal_timeout`` while groups finish: groups that heal too late come too late for ever."""
 TOO_FEW = Verdict("min_replicas")
 NO_MAJORITY = Verdict("majority")
 
@@ -73,7 +79,7 @@ def judge(
     if grace_until is not None:
         return Verdict("takeover_grace", grace_until)
     enough = candidate_count(groups, quorum_size, policy) >= least_candidates(groups, policy)
-    if enough and quorum_size and groups.members_asking == quorum_size:
+    if enough and quorum_size and groups.members_asking == quorum_size and not groups.final:
         return Verdict("fast")
     if not enough:
         return TOO_FEW
@@ -95,7 +101,8 @@ def judge(
         if until is None or now < until:
             return Verdict("stragglers", until)
     if groups.heals_waited_for:
-        limit = heal_limit(policy.heal_timeout, max(groups.heals_waited_for))
+        failed = max(groups.heals_waited_for) + (FINISHING_HEALS if groups.final else 0)
+        limit = heal_limit(policy.heal_timeout, failed)
         until = None if first_asked is None else first_asked + limit
         if until is None or now < until:
             return Verdict("healing", until)
@@ -104,7 +111,7 @@ def judge(
 
 def least_candidates(groups: Groups, policy: Policy) -> int:
     """Return the number of candidates that a quorum needs: what the policy and the groups that ask require."""
-    return max(1, policy.min_replicas, groups.min_groups)
+    return 1 if groups.final else max(1, policy.min_replicas, groups.min_groups)
 
 
 def end_of_grace(groups: Groups) -> float | None:
@@ -112,7 +119,7 @@ def end_of_grace(groups: Groups) -> float | None:
 
     O(1) for groups that wait, else O(asking groups).
     """
-    if not groups.min_groups:
+    if not groups.min_groups or groups.final:
         return None
     asking = groups.all_asking()
     if not any(map(_holds_newest, asking)):

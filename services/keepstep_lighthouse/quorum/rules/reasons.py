@@ -12,6 +12,7 @@ from keepstep_lighthouse.quorum.events import JobRecord, Reason
 from keepstep_lighthouse.quorum.group import WORKING, Exclusion, Group
 from keepstep_lighthouse.quorum.groups import Groups
 from keepstep_lighthouse.quorum.rules.quorum_rules import Verdict, candidate_count, initial_count, least_candidates
+from keepstep_mesh.protocol.membership import FinalState
 from keepstep_mesh.text import listed
 
 MAX_NAMED = 5
@@ -23,8 +24,15 @@ def named(replica_ids: Iterable[str]) -> str:
     return listed(replica_ids, MAX_NAMED)
 
 
-def waiting(verdict: Verdict, groups: Groups, record: JobRecord, absent: Iterable[str], now: float) -> Reason:
-    """Return why the next quorum is not formed yet."""
+def waiting(
+    verdict: Verdict, groups: Groups, record: JobRecord, absent: Iterable[str], now: float, lost: Iterable[str] = ()
+) -> Reason:
+    """Return why the next quorum is not formed yet.
+
+    Args:
+        absent: members that have not reconnected after a takeover.
+        lost: names of groups that were lost and may return before the job finishes.
+    """
     policy = record.policy
     asking, healthy, members = groups.asking_count, groups.counted, len(record.members)
     left = None if verdict.until is None else max(0.0, verdict.until - now)
@@ -66,8 +74,13 @@ def waiting(verdict: Verdict, groups: Groups, record: JobRecord, absent: Iterabl
             numbers["healing"] = len(healing)
             sentence = f"waiting for {len(healing)} of {healthy} groups: {'; '.join(_progress(groups, healing))}"
             sentence += "" if left is None else f", {left:.1f} s of heal_timeout left"
+        case "finish_grace":
+            sentence = f"waiting for the return of {named(sorted(lost))}, {left or 0:.1f} s of finish_grace left"
         case _:
             sentence = f"no group has asked for a quorum; {healthy} healthy"
+    if groups.final:
+        numbers["final"] = groups.final
+        sentence = f"{groups.final} of {healthy} groups have finished; {sentence}"
     return Reason(verdict.code, numbers, sentence)
 
 
@@ -99,6 +112,13 @@ def _progress(groups: Groups, healing: list[str]) -> Iterable[str]:
             )
     if len(healing) > MAX_NAMED:
         yield f"{len(healing) - MAX_NAMED} more"
+
+
+def closed(final: FinalState) -> Reason:
+    """Return why no quorum of a closed job forms."""
+    numbers: dict[str, float] = {"step": final.step, "groups": final.groups}
+    groups = f"{final.groups} group{'' if final.groups == 1 else 's'}"
+    return Reason("closed", numbers, f"the job is closed: {groups} finished together at step {final.step}")
 
 
 class Formed(NamedTuple):

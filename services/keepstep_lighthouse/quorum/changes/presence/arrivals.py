@@ -34,6 +34,7 @@ def open_session(state: JobState, event: Opened, now: float, now_unix: float) ->
     if group is None:
         member = event.replica_id in state.members
         group = state.groups.add(event.replica_id, event.session, now, member=member)
+        state.lost_at.pop(group.name, None)
         if len(state.groups) == 1:
             state.active_since = now_unix
         state.log("joined", event.replica_id, member=member)
@@ -42,6 +43,7 @@ def open_session(state: JobState, event: Opened, now: float, now_unix: float) ->
             state.tell(group.session, Refused("replaced", f"{group.replica_id} opened another session"))
             state.end(group.session)
         state.groups.connect(group, event.session, now)
+    group.version = event.version
     if group.replica_id in state.takeover.absent:
         state.no_longer_absent(group.replica_id, now)
     if group.draining is not None:

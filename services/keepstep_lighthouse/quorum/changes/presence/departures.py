@@ -7,12 +7,13 @@ while it holds that quorum's answer. ``leave`` and ``moved`` are not losses: no 
 from __future__ import annotations
 
 from keepstep_lighthouse.quorum.changes import heals
-from keepstep_lighthouse.quorum.changes.presence import job_end
+from keepstep_lighthouse.quorum.changes.presence import job_end, losses
 from keepstep_lighthouse.quorum.events import LeftOnPurpose
 from keepstep_lighthouse.quorum.group import Group
 from keepstep_lighthouse.quorum.job_state import JobState
 from keepstep_lighthouse.quorum.views import gone_view
 from keepstep_mesh.protocol.messages import Goodbye, MemberLost, RoundBroken
+from keepstep_mesh.protocol.names import name_of
 
 MAX_LOSSES_TOLD = 16
 """Number of ``MemberLost`` for one quorum; its members drop the step after the first."""
@@ -23,6 +24,8 @@ def leave(state: JobState, group: Group, event: LeftOnPurpose, now: float) -> No
     said = job_end.parting(group, event)
     job_end.note_parting(state, group, said)
     state.tell(event.session, Goodbye())
+    if said.cause == job_end.FAILED:
+        losses.note(state, group.name, now)
     _part(state, group, said.sentence, said.job_code, now)
     state.log("left", group.replica_id, reason=event.reason, cause=said.cause, step=said.step)
 
@@ -46,6 +49,8 @@ def _part(state: JobState, group: Group, sentence: str, job_code: str, now: floa
 
 def lose(state: JobState, group: Group, reason: str, now: float) -> None:
     """The group is lost. The caller ends its session, if it has one."""
+    if group.excluded is None:
+        losses.note(state, group.name, now)
     _forget(state, group, reason, now)
     _went(state, job_end.FAILED, f"{group.replica_id} was lost: {reason}", member=group.member)
     state.log("lost", group.replica_id, reason=reason, member=group.member)
@@ -66,8 +71,9 @@ def lose_reported(state: JobState, now: float) -> None:
             lose(state, group, "its connection ended and most of its quorum report it as lost", now)
 
 
-def give_up_absent(state: JobState, replica_id: str, reason: str) -> None:
+def give_up_absent(state: JobState, replica_id: str, reason: str, now: float) -> None:
     """A member of the quorum that was found in the store is lost without having reconnected."""
+    losses.note(state, name_of(replica_id), now)
     state.round.reports.add(replica_id)
     _went(state, job_end.FAILED, f"{replica_id} was lost: {reason}", member=True)
     state.log("lost", replica_id, reason=reason, member=True)

@@ -42,7 +42,7 @@ def check(state: JobState, now: float) -> None:
         state.awake_since = now + LATE_TICK_SECONDS
     elif state.takeover.until is not None:
         for replica_id in sorted(state.takeover.absent):
-            departures.give_up_absent(state, replica_id, "it did not reconnect within takeover_grace")
+            departures.give_up_absent(state, replica_id, "it did not reconnect within takeover_grace", now)
         state.end_grace(now)
     else:
         _lose_overdue(state, now)

@@ -1,0 +1,112 @@
+"""The end of training: wait until all groups have the same final state.
+
+A group that died in the last steps comes back, heals from the others, and finishes with them. The quorum of the groups
+that finish takes no step: groups that are behind heal in it.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+
+from keepstep.lifecycle.background_quorum import BackgroundQuorum
+from keepstep.lifecycle.membership import GroupMembership
+from keepstep_mesh.errors import JobClosed, KeepstepError
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """End of a job whose groups finished together.
+
+    Args:
+        step: number of committed steps, equal in all groups.
+        groups: number of groups that have the final state.
+    """
+
+    step: int
+    groups: int
+
+
+class Finishing(BackgroundQuorum):
+    """The method of a Manager that ends the training in all groups together."""
+
+    _membership: GroupMembership
+    _finished: Finished | None = None
+
+    def finish(self, timeout: timedelta | None = None) -> Finished:
+        """Wait until all groups have taken their last step, at the same state. No step follows.
+
+        Call it in all groups and ranks, between two steps, after the training loop. A group that died in the last steps
+        is waited for, for ``finish_grace`` of the job's policy (30 s), and heals from the others. This group heals
+        too, if its state differs from theirs; so evaluate and save the model afterwards. Then the job is closed: a
+        group that starts later ends with exit code 80, until ``keepstep job reopen`` allows it to train on.
+
+        The training loop must end at the same step in all groups, also in one that was started again: let
+        ``current_step()`` decide, not a count of the script's own.
+
+        Args:
+            timeout: None: wait as long as groups are connected. Groups that are connected and do not finish are waited
+                for as in a step (``join_timeout``; without limit if they are the majority).
+
+        Returns:
+            The final step, and the number of groups. The same again, if it is called again.
+
+        Raises:
+            TimeoutError: ``timeout`` is over; the message says what the groups wait for. Call it again to go on.
+            KeepstepError: the lighthouse is older than this function.
+            MismatchExit: other groups took their last step at another step; the reason names both.
+            JobClosedExit: the others have finished without this group.
+            Drained, EvictedExit: as in ``start_quorum``.
+        """
+        context = self._context
+        context.raise_fatal()
+        if self._finished is not None:
+            return self._finished
+        self._end_open_step()
+        last_step = self._attempt
+        deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
+        finished: Finished | None = None
+        while finished is None:
+            if context.leaving and context.settings.world_size == 1:
+                self._membership.leave(context)
+            limit = self._settings.quorum_timeout.total_seconds()
+            if deadline is not None:
+                limit = min(limit, max(0.0, deadline - time.monotonic()))
+            try:
+                finished = self._ask_for_the_end(limit)
+            except TimeoutError as error:
+                context.raise_fatal()
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise TimeoutError(f"the groups have not finished within {timeout}: {error}") from None
+                context.log.warning("not finished yet; asking again", step=context.progress.step, reason=str(error))
+        self._finished, self._attempt = finished, last_step  # participating_rank() and the like are of that step
+        return finished
+
+    def _end_open_step(self) -> None:
+        attempt = self._attempt
+        if attempt is None or attempt.done:
+            return
+        if attempt.requested_early:
+            attempt.withdraw()
+        else:
+            attempt.abandon()
+
+    def _ask_for_the_end(self, limit: float) -> Finished | None:
+        """Ask with ``final``. Heal in the quorum, and return None, if one forms before all groups have finished."""
+        context = self._context
+        step, attempt = context.progress.step, self._new_attempt((), limit, final=True)
+        try:
+            attempt.begin(context.next_ask(limit, allow_heal=True, shrink_only=False, final=True))
+        except JobClosed as closed:  # and this group holds the final state
+            context.log.info("all groups have finished", step=closed.step, groups=closed.groups)
+            facts = {"lineage": context.progress.lineage, "closed_ms": closed.closed_ms}
+            context.steps.write("finished", context.progress.step, 0, **facts)
+            return Finished(context.progress.step, closed.groups)
+        attempt.end_finishing()
+        if context.progress.step < step:
+            raise KeepstepError(
+                f"the job went back from step {step} to step {context.progress.step} while this group finished; start "
+                f"the group again, so that it trains on"
+            )
+        return None

@@ -1,0 +1,125 @@
+"""Groups that finish together have one final state, and the job is closed at it."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from keepstep import Manager
+from keepstep.lifecycle.finishing import Finished
+from keepstep.runtime.exits import JobClosedExit, MismatchExit
+from keepstep_mesh.errors import KeepstepError
+from tests.services.manager.groups import SECOND, manager, place_to_meet, together
+from tests.services.manager.steps.test_starts import job
+
+LAST = 3
+
+
+def train(one: Manager, weights: dict[str, Any], last: int = LAST) -> None:
+    """Train to step ``last``, as a script does. The weights depend on the groups that took part in each step."""
+    while one.current_step() < last:
+        one.start_quorum()
+        gradient = torch.full((4,), float(len(one.replica_id())) + one.current_step())
+        one.allreduce(gradient).wait()
+        if one.should_commit():
+            weights["w"] = weights["w"] * 2 + gradient
+
+
+def group(
+    lighthouse: str, name: str, *, last: int = LAST, ready: threading.Barrier | None = None, **options: Any
+) -> tuple[Finished, torch.Tensor]:
+    weights = {"w": torch.zeros(4)}
+    with manager(lighthouse, name, weights, **options) as one:
+        if ready is not None:
+            ready.wait(30)  # the first quorum waits for all that are connected
+        train(one, weights, last)
+        return one.finish(), weights["w"]
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_group_that_comes_while_the_others_finish_ends_with_their_weights(
+    lighthouse: str, asynchronous: bool
+) -> None:
+    trained, came = threading.Barrier(3), threading.Barrier(3)
+
+    def first(name: str) -> tuple[Finished, torch.Tensor]:
+        weights = {"w": torch.zeros(4)}
+        with manager(lighthouse, name, weights, use_async_quorum=asynchronous) as one:
+            train(one, weights)
+            trained.wait(30)
+            came.wait(30)  # else the two finish without the third, which they do not know
+            ended = one.finish()
+            assert one.finish() is ended
+            with pytest.raises(RuntimeError, match="no step follows"):
+                one.start_quorum()
+            return ended, weights["w"]
+
+    def late() -> tuple[Finished, torch.Tensor]:
+        trained.wait(30)
+        with manager(lighthouse, "c-is-late", weights := {"w": torch.ones(4)}, use_async_quorum=asynchronous) as one:
+            came.wait(30)
+            train(one, weights)
+            return one.finish(), weights["w"]
+
+    results = together(lambda: first("a"), lambda: first("b"), late)
+    assert {ended for ended, _ in results} == {Finished(LAST, 3)}
+    assert all(torch.equal(weights, results[0][1]) for _, weights in results)
+    state = job(lighthouse)["state"]
+    assert (state["code"], state["step"]) == ("closed", LAST)
+
+    with manager(lighthouse, "a") as again, pytest.raises(JobClosedExit, match="3 groups finished together") as closed:
+        again.start_quorum()
+        again.wait_quorum()
+    assert closed.value.code == 80
+
+
+def test_the_ranks_of_a_group_finish_together(lighthouse: str) -> None:
+    ranks = [(name, rank, place) for name, place in (("a", place_to_meet()), ("b", place_to_meet())) for rank in (0, 1)]
+    ends = together(*(partial(group, lighthouse, name, rank=rank, **place) for name, rank, place in ranks))
+    assert [end for end, _ in ends] == [Finished(LAST, 2)] * 4
+
+
+def test_a_group_with_another_number_of_steps_is_refused_and_the_others_finish(lighthouse: str) -> None:
+    ready = threading.Barrier(3)
+
+    def shorter() -> str:
+        with pytest.raises(MismatchExit) as refused:
+            group(lighthouse, "c", last=LAST - 1, ready=ready)
+        return str(refused.value)
+
+    a, b, message = together(*(partial(group, lighthouse, name, ready=ready) for name in "ab"), shorter)
+    assert f"c finished at step {LAST - 1}, and a, b continued after step {LAST - 1}" in message
+    assert a[0] == b[0] == Finished(LAST, 2)
+
+
+def test_a_wait_that_takes_too_long_says_what_it_waits_for_and_can_go_on(lighthouse: str) -> None:
+    both, tried = threading.Barrier(2), threading.Event()
+
+    def impatient() -> Finished:
+        with manager(lighthouse, "a", weights := {"w": torch.zeros(4)}) as one:
+            both.wait(30)
+            train(one, weights)
+            with pytest.raises(TimeoutError, match=r"b:.* is connected but has not asked"):
+                one.finish(SECOND / 10)  # any wait is too short: b waits for this error
+            tried.set()
+            return one.finish()
+
+    def slow() -> Finished:
+        with manager(lighthouse, "b", weights := {"w": torch.zeros(4)}) as one:
+            both.wait(30)
+            train(one, weights)
+            assert tried.wait(30)
+            return one.finish()
+
+    assert together(impatient, slow) == [Finished(LAST, 2)] * 2
+
+
+def test_an_older_lighthouse_is_named(lighthouse: str) -> None:
+    with manager(lighthouse, "a") as one:
+        one._context.link._session.version = 2
+        with pytest.raises(KeepstepError, match="does not know finish"):
+            one.finish()
