@@ -99,7 +99,7 @@ async def body(request: web.Request, data: memoryview, seconds: float) -> None:
     done, length = 0, data.nbytes
     try:
         async with asyncio.timeout(seconds):
-            async for part, _ in request.content.iter_chunks():
+            async for part in request.content.iter_any():
                 if done + len(part) > length:
                     raise bad(f"body too large: more than {length} bytes")
                 data[done : done + len(part)] = part
