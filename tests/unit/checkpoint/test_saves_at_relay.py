@@ -14,7 +14,9 @@ from keepstep import checkpoint
 from keepstep.checkpoint import CheckpointError
 from keepstep.checkpoint.places.at_relay import RelayTarget
 from keepstep.checkpoint.saving import open_target, save_facts
+from keepstep.checkpointing.direct.connection import Connection
 from keepstep.checkpointing.errors import TransferTimeout
+from keepstep_relay.core.events import ChunkLost, Tier
 from tests.support.services.relay_driver import relay
 
 TIMEOUT = timedelta(seconds=30)
@@ -76,30 +78,43 @@ async def test_an_exchange_goes_on_when_the_relay_forgets_the_layouts(monkeypatc
         await asyncio.gather(*saving)
 
 
-async def test_a_rank_begins_again_when_another_has_done_so_after_a_restart_of_the_relay(monkeypatch):
+async def begin_again(one):
+    """Another rank has begun the upload again."""
+    (key,) = one.core.checkpoints
+    facts = one.core.checkpoints[key].facts
+    await one.checkpoints.remove(key, "lost")
+    await one.checkpoints.begin(key, facts)
+
+
+async def lose_chunks(one):
+    """The manifest is on disk, and no chunk is."""
+    for digest in list(one.core.inventory.memory):
+        one.chunks.memory.drop(digest)
+        one.chunks.step(ChunkLost(digest, Tier.MEMORY))
+
+
+@pytest.mark.parametrize(
+    ("lose", "before"), [(begin_again, "/v1/chunks/"), (begin_again, "/result"), (lose_chunks, "/result")]
+)
+async def test_a_rank_sends_again_what_the_relay_lost_in_a_restart(monkeypatch, lose, before):
     async with relay() as one:
         loop = asyncio.get_running_loop()
-        usual, lost = RelayTarget._put_chunks, threading.Event()
+        usual, lost = Connection.ask, threading.Event()
 
-        async def lose_and_begin_again():
-            (key,) = one.core.checkpoints
-            facts = one.core.checkpoints[key].facts
-            await one.checkpoints.remove(key, "lost")
-            await one.checkpoints.begin(key, facts)
-
-        def put(self, pack, chunks):
-            if not lost.is_set():
+        def ask(self, method, target, *args, **how):
+            if method != "GET" and before in target and not lost.is_set():
                 lost.set()
-                asyncio.run_coroutine_threadsafe(lose_and_begin_again(), loop).result(30)
-            usual(self, pack, chunks)
+                asyncio.run_coroutine_threadsafe(lose(one), loop).result(30)
+            return usual(self, method, target, *args, **how)
 
-        monkeypatch.setattr(RelayTarget, "_put_chunks", put)
+        monkeypatch.setattr(Connection, "ask", ask)
         place = f"{one.address}/v1/jobs/j/checkpoints/c"
         state = {"w": torch.full((3000,), 7.0)}
         await asyncio.to_thread(checkpoint.save, state, place, rank=0, world_size=1, kind="live", timeout=TIMEOUT)
         into = {"w": torch.zeros(3000)}
         await asyncio.to_thread(checkpoint.load, into, place)
         assert into["w"].equal(state["w"])
+        assert lost.is_set()
 
 
 def test_a_time_limit_names_the_failure_before_it():

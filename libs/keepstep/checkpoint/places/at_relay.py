@@ -38,6 +38,9 @@ FAIL_SECONDS = 5.0
 MAX_LOSSES = 10
 """Restarts of the relay that one request outlives."""
 NOT_FOUND, CONFLICT, GONE = 404, 409, 410
+LOST = frozenset({NOT_FOUND})
+INCOMPLETE = frozenset({NOT_FOUND, CONFLICT})
+"""Answers to a chunk and to a result after a restart of the relay: the upload, the manifest, or a chunk is missing."""
 
 log = get_logger("keepstep.checkpoint")
 
@@ -123,7 +126,7 @@ class RelayTarget:
         while missing := _positions(answer["lacks"]):
             self._put_chunks(pack, {digests[number]: number for number in missing})
             answer = self._ask("POST", f"{self._link.path}/plan", plan)
-        self._ask("POST", f"{self._link.path}/result", {"rank": rank})
+        self._ask("POST", f"{self._link.path}/result", {"rank": rank}, lost=INCOMPLETE)
 
     def _put_chunks(self, pack: Pack, chunks: dict[bytes, int]) -> None:
         def put(digest: bytes, number: int) -> None:
@@ -138,8 +141,7 @@ class RelayTarget:
             except Refusal as refusal:
                 if refusal.status == CONFLICT:  # the relay has no manifest that names the chunk
                     self._wait("state")  # raises if the upload ended
-                    raise _LostError(str(refusal)) from refusal  # and another rank has begun it again
-                self._explain(refusal)
+                self._explain(refusal, INCOMPLETE)  # another rank has begun it again
             finally:
                 pool.shutdown(cancel_futures=True)
 
@@ -166,11 +168,11 @@ class RelayTarget:
         seconds = min(WAIT_SECONDS, self._link.deadline.remaining() / 2)
         return self._ask("GET", f"{self._link.path}/{what}?rank={self._facts.rank}&wait={seconds:.3f}")
 
-    def _ask(self, method: str, target: str, plain: object = None) -> dict[str, Any]:
+    def _ask(self, method: str, target: str, plain: object = None, *, lost: frozenset[int] = LOST) -> dict[str, Any]:
         try:
             return self._link.ask(lambda connection: connection.ask_json(method, target, plain))
         except Refusal as refusal:
-            self._explain(refusal)
+            self._explain(refusal, lost)
 
     def _put(self, target: str, data: bytes) -> dict[str, Any]:
         try:
@@ -188,16 +190,16 @@ class RelayTarget:
                 losses += 1
                 if losses > MAX_LOSSES:
                     raise CheckpointError(
-                        f"{self._location} was not saved: the relay does not know an upload that it has begun, perhaps "
-                        f"because it is older than this build ({error}): update the relay"
+                        f"{self._location} was not saved: the relay lost the upload {losses} times, perhaps because it "
+                        f"is older than this build ({error}): update the relay"
                     ) from error
                 log.warning("the relay lost the upload; beginning again", checkpoint=str(self._location))
                 self._link.deadline.remaining()
                 self._begin()
                 self._again(after)
 
-    def _explain(self, refusal: Refusal) -> NoReturn:
-        if refusal.status == NOT_FOUND:
+    def _explain(self, refusal: Refusal, lost: frozenset[int] = LOST) -> NoReturn:
+        if refusal.status in lost:
             raise _LostError(str(refusal)) from refusal
         if refusal.status == GONE:
             raise CheckpointAborted(f"{self._location} was aborted: {refusal}") from refusal
@@ -205,7 +207,7 @@ class RelayTarget:
 
 
 class _LostError(CheckpointError):
-    """The relay does not know the upload, or the part of this rank: it has restarted, without a disk."""
+    """The relay does not have the upload, or the part of this rank: it has restarted."""
 
 
 class RelaySource:
