@@ -35,7 +35,7 @@ def group(
     weights = {"w": torch.zeros(4)}
     with manager(lighthouse, name, weights, **options) as one:
         if ready is not None:
-            ready.wait(30)  # the first quorum waits for all that are connected
+            ready.wait(60)  # the first quorum waits for all that are connected
         train(one, weights, last)
         return one.finish(), weights["w"]
 
@@ -44,14 +44,15 @@ def group(
 def test_a_group_that_comes_while_the_others_finish_ends_with_their_weights(
     lighthouse: str, asynchronous: bool
 ) -> None:
-    trained, came = threading.Barrier(3), threading.Barrier(3)
+    ready, trained, came = threading.Barrier(2), threading.Barrier(3), threading.Barrier(3)
 
     def first(name: str) -> tuple[Finished, torch.Tensor]:
         weights = {"w": torch.zeros(4)}
         with manager(lighthouse, name, weights, use_async_quorum=asynchronous) as one:
+            ready.wait(60)  # else one may train alone, and the other waits for it
             train(one, weights)
-            trained.wait(30)
-            came.wait(30)  # else the two finish without the third, which they do not know
+            trained.wait(60)
+            came.wait(60)  # else the two finish without the third, which they do not know
             ended = one.finish()
             assert one.finish() is ended
             with pytest.raises(RuntimeError, match="no step follows"):
@@ -59,9 +60,9 @@ def test_a_group_that_comes_while_the_others_finish_ends_with_their_weights(
             return ended, weights["w"]
 
     def late() -> tuple[Finished, torch.Tensor]:
-        trained.wait(30)
+        trained.wait(60)
         with manager(lighthouse, "c-is-late", weights := {"w": torch.ones(4)}, use_async_quorum=asynchronous) as one:
-            came.wait(30)
+            came.wait(60)
             train(one, weights)
             return one.finish(), weights["w"]
 
@@ -79,7 +80,8 @@ def test_a_group_that_comes_while_the_others_finish_ends_with_their_weights(
 
 def test_the_ranks_of_a_group_finish_together(lighthouse: str) -> None:
     ranks = [(name, rank, place) for name, place in (("a", place_to_meet()), ("b", place_to_meet())) for rank in (0, 1)]
-    ends = together(*(partial(group, lighthouse, name, rank=rank, **place) for name, rank, place in ranks))
+    ready = threading.Barrier(len(ranks))
+    ends = together(*(partial(group, lighthouse, name, rank=rank, ready=ready, **place) for name, rank, place in ranks))
     assert [end for end, _ in ends] == [Finished(LAST, 2)] * 4
 
 
