@@ -281,7 +281,8 @@ class Manager(Finishing, BackgroundQuorum, StateAndProgress):
         """Begin a step.
 
         Continue the open step instead if the arguments are the same and nothing has been reduced in it; discard any
-        other open step. After ``request_quorum``, take the quorum that it requested.
+        other open step (after ``keep_step``: in ``should_commit``). After ``request_quorum``, take the quorum that it
+        requested.
 
         In a synchronous quorum and in a group's first step this waits for the quorum. If none forms within
         ``quorum_timeout``, it logs the reason and asks again.
@@ -305,7 +306,7 @@ class Manager(Finishing, BackgroundQuorum, StateAndProgress):
         attempt = self._attempt
         if attempt is None or attempt.done or not attempt.requested_early:
             if attempt is not None and not attempt.done:
-                if attempt.arguments == arguments and attempt.is_untouched():
+                if attempt.goes_on(arguments):
                     return
                 attempt.abandon()
             attempt = self._new_attempt(arguments, limit, allow_heal=allow_heal)

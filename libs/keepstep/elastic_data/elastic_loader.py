@@ -83,6 +83,11 @@ class ElasticLoader:
         if self._loading is None:
             self._loading = iter(self._loader)
         while True:
-            batch = next(self._loading)  # DataLoader(timeout=...) limits the wait for a worker
+            try:
+                batch = next(self._loading)  # DataLoader(timeout=...) limits the wait for a worker
+            except BaseException:  # the next batch may be this one or the one after it: discard all
+                self._loading = None
+                plan.planned.clear()
+                raise
             if plan.planned.popleft() == wanted:
                 return batch

@@ -75,7 +75,7 @@ class ElasticSampler(data.Sampler[list[int]]):
         self._base, self._base_step = Position(0, 0), manager.current_step()
         """A position, and the step of the Manager that begins there."""
         self._loaded = False
-        """Whether ``_base_step`` is that of a state that was loaded since the position was last asked for."""
+        """Whether a state was loaded since the last draw. The Manager's part may be loaded after it."""
         self._groups = (0, 1)
         """Number of this group among those of the last quorum, and how many took part."""
         self._drawn: int | None = None
@@ -116,10 +116,8 @@ class ElasticSampler(data.Sampler[list[int]]):
 
     def _position(self) -> Position:
         step = self._manager.current_step()
-        if self._loaded:
-            self._loaded = False
-            if step not in (self._base_step, self._base_step + 1):  # the state of another job, without its Manager's
-                self._base_step = step
+        if self._loaded and not self._base_step <= step <= self._base_step + 1:
+            return self._base
         if step < self._base_step:
             raise KeepstepError(
                 f"the Manager went back from step {self._base_step} to {step} without the sampler's position; load the "
@@ -180,6 +178,11 @@ class ElasticSampler(data.Sampler[list[int]]):
                 "with ElasticLoader instead of DataLoader(num_workers=...), and split a batch for gradient accumulation"
             )
         self._drawn = number
+        manager.keep_step()
+        if self._loaded:
+            self._loaded, step = False, manager.current_step()
+            if not self._base_step <= step <= self._base_step + 1:  # the state of another job, without its Manager's
+                self._base_step = step
         with contextlib.suppress(Exception):  # without a quorum the step is discarded, and should_commit() logs why
             self._groups = (manager.participating_rank() or 0, max(1, manager.num_participants()))
         self._share = self.share_at(self._position())

@@ -67,6 +67,14 @@ class BackgroundQuorum(StateAndProgress):
         attempt = self._attempt
         return None if attempt is None or attempt.done or attempt.requested_early else attempt.number
 
+    def keep_step(self) -> None:
+        """Let only ``should_commit`` end the open step, because a batch was drawn for its groups.
+
+        A ``start_quorum`` that would begin another step leaves this one open, and keeps it from committing.
+        """
+        if self._attempt is not None:
+            self._attempt.kept = True
+
     def train_while_quorum_forms(self, min_groups: int, grace: timedelta) -> None:
         """Let quorums form from the groups that are ready. Call it in all groups, before the first step.
 

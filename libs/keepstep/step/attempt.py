@@ -45,7 +45,10 @@ NO_SOURCE_FOR_TORN_STATE = (
     "a failed heal or optimizer step left this group's state half written, and this step cannot repair it: the quorum "
     "has no healthy group to heal from, or healing is not allowed. Restart the group from its last checkpoint"
 )
-
+NOT_CONTINUED = (
+    "a batch was drawn for the groups of this step, and start_quorum (Optimizer.zero_grad) cannot continue it: a group "
+    "was lost, something was reduced already, or the arguments are others; call it with arguments before the draw"
+)
 
 _numbers = itertools.count(1)
 
@@ -87,6 +90,8 @@ class Attempt:
         """Set at the end of the attempt."""
         self.requested_early = False
         """Whether ``request`` was called and ``begin`` was not."""
+        self.kept = False
+        """Whether only ``should_commit`` ends this attempt, because the script has a batch for its groups."""
         self.synchronized = False
         """Whether the script says that this step makes the states of all groups that take part equal."""
         self._context = context
@@ -245,6 +250,17 @@ class Attempt:
     def quorum_failed(self) -> bool:
         """Whether the request has ended without a quorum."""
         return self._request is not None and self._request.failed
+
+    def goes_on(self, arguments: tuple[object, ...]) -> bool:
+        """Return whether another ``start_quorum`` leaves this attempt open.
+
+        A kept attempt stays open in any case. If it cannot be continued, it will not commit.
+        """
+        if self.arguments == arguments and self.is_untouched():
+            return True
+        if self.kept:
+            self.report(KeepstepError(NOT_CONTINUED))
+        return self.kept
 
     def is_untouched(self) -> bool:
         """Return whether another ``start_quorum`` may continue this attempt.

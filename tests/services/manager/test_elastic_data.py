@@ -51,6 +51,7 @@ class Group:
                 for batch in loader:
                     if not self.step(m, sampler, batch):
                         return self.state["weight"]
+            m.finish()  # else the others may still read from this group in their last step
         return self.state["weight"]
 
     def step(self, m: Manager, sampler: ElasticSampler, batch: torch.Tensor) -> bool:
@@ -180,3 +181,71 @@ def test_a_state_of_another_seed_or_dataset_is_refused(lighthouse):
             sampler.load_state_dict({**saved, "sample": 500})
         with pytest.raises(TypeError, match="takes no batch_size, shuffle"):
             ElasticLoader(Numbers(), sampler, batch_size=3, shuffle=True)
+
+
+def test_a_group_that_is_lost_between_the_draw_and_zero_grad_leaves_no_sample_out(lighthouse):
+    drawn, left = threading.Barrier(2), threading.Event()
+
+    def leaves() -> None:
+        with manager(lighthouse, "a") as m:
+            ElasticSampler(LENGTH, m, BATCH).draw()
+            drawn.wait(DEADLINE)
+        left.set()
+
+    def stays() -> list[int]:
+        with manager(lighthouse, "b") as m:
+            sampler = ElasticSampler(LENGTH, m, BATCH)
+            sampler.draw()
+            drawn.wait(DEADLINE)
+            assert left.wait(DEADLINE)
+            m.report_error(ValueError("the other group was lost"))
+            m.start_quorum()  # as Optimizer.zero_grad does
+            assert not m.should_commit()
+            trained = sampler.indices(sampler.draw())
+            m.start_quorum()
+            assert m.should_commit()
+            return trained
+
+    _, trained = together(leaves, stays)
+    assert trained == Permutation(LENGTH, 0, 0).at(0, BATCH)
+
+
+class Breaks(Numbers):
+    """Raises an error for the first sample of the third batch, once."""
+
+    breaks = True
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.breaks and index == 2 * BATCH:
+            self.breaks = False
+            raise OSError("no such sample now")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_batch_after_an_error_of_the_dataset_is_the_one_of_the_step(lighthouse, workers):
+    trained = []
+    with manager(lighthouse, "a") as m:
+        sampler = ElasticSampler(LENGTH, m, BATCH, shuffle=False)
+        loader = ElasticLoader(Breaks(), sampler, num_workers=workers)
+        while sampler.sample < 5 * BATCH:
+            try:
+                for batch in loader:
+                    trained += batch[:, 0].int().tolist()
+                    assert m.should_commit()
+                    if sampler.sample == 5 * BATCH:
+                        break
+            except OSError as error:
+                m.report_error(error)
+                assert not m.should_commit()
+                loader._loader.dataset.breaks = False  # each new worker gets a copy
+    assert trained == list(range(5 * BATCH))
+
+
+def test_a_position_that_is_read_before_the_manager_is_loaded_stays_the_position_of_the_checkpoint(lighthouse):
+    with manager(lighthouse, "a") as m:
+        sampler = ElasticSampler(LENGTH, m, BATCH)
+        sampler.load_state_dict({"epoch": 0, "sample": 30, "step": 3, "seed": 0, "version": 1})
+        assert sampler.sample == 30
+        m.load_state_dict({"step": 3, "batches_committed": 3})
+        assert sampler.sample == 30
