@@ -99,6 +99,7 @@ class Finishing(BackgroundQuorum):
         try:
             attempt.begin(context.next_ask(limit, allow_heal=True, shrink_only=False, final=True))
         except JobClosed as closed:  # and this group holds the final state
+            closed.with_traceback(None)  # it is in a cycle, and would hold the script's frames, with its loaders
             context.log.info("all groups have finished", step=closed.step, groups=closed.groups)
             facts = {"lineage": context.progress.lineage, "closed_ms": closed.closed_ms}
             context.steps.write("finished", context.progress.step, 0, **facts)
