@@ -98,6 +98,13 @@ SECTIONS = (
         "Sharded state",
         "[The page of that name](sharded.md) shows it in use.",
         "keepstep.sharded",
+        "save load load_common_state_dict load_plain_tensors load_sharded_objects load_tensors_metadata "
+        "load_sharded_metadata load_content_metadata validate_sharding_integrity AsyncCallsQueue AsyncRequest "
+        "keepstep.sharded.strategies:NativeSaveStrategy keepstep.sharded.strategies:NativeLoadStrategy "
+        "keepstep.sharded.strategies:TorchDistSaveShardedStrategy "
+        "keepstep.sharded.strategies:TorchDistLoadShardedStrategy keepstep.sharded.strategies:CommonFileLoad "
+        "FullyParallelSaveStrategyWrapper FullyParallelLoadStrategyWrapper "
+        "keepstep.sharded.strategies:register_default_strategy "
         "ShardedTensor ShardedObject ShardedTensorFactory LocalNonpersistentObject is_main_replica apply_factories "
         "apply_factory_merges keepstep.sharded.optimizer:get_param_id_to_sharded_param_map "
         "keepstep.sharded.optimizer:make_sharded_optimizer_tensor "
@@ -307,7 +314,8 @@ def entry(where: str) -> Iterator[str]:
     """Describe one public class or function."""
     module, _, name = where.partition(":")
     of = getattr(importlib.import_module(module), name)
-    yield f"### {name}"
+    names = [one.partition(":")[2] for part in SECTIONS for one in part.names]
+    yield f"### {name if names.count(name) == 1 else module.removeprefix('keepstep.') + '.' + name}"
     if not isinstance(of, type):
         yield block(signature(f"{module}.{name}", of)) + "\n"
     elif issubclass(of, BaseException):
