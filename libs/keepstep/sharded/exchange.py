@@ -38,6 +38,7 @@ class Ranks:
         self._what = what
         self._deadline = Deadline(timeout.total_seconds(), what)
         self._group = group
+        self._failure = StageFailed if group is None else CheckpointingException  # ranks outside of it do not know
         self._is_group = not alone and dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank(group) if self._is_group else 0
         self.size = dist.get_world_size(group) if self._is_group else 1
@@ -47,6 +48,7 @@ class Ranks:
 
         Raises:
             StageFailed: ``work`` failed on a rank, or a rank was lost. The rank that failed has its error as the cause.
+                With ``group``, a ``CheckpointingException``, which a stage of all ranks can tell the others.
         """
         problem: BaseException | None = None
         mine = b""
@@ -58,18 +60,18 @@ class Ranks:
             problem = error
         try:
             found = self._gather(msgpack.packb([None if problem is None else _described(problem), mine]))
-        except StageFailed:
+        except self._failure:
             if problem is None:
                 raise
             found = []
         if problem is not None:
             if not isinstance(problem, Exception):
                 raise problem
-            raise StageFailed(f"{self._what}: {_described(problem)}") from problem
+            raise self._failure(f"{self._what}: {_described(problem)}") from problem
         results = [msgpack.unpackb(one) for one in found]
         for rank, (failure, _) in enumerate(results):
             if failure is not None:
-                raise StageFailed(f"{self._what}: rank {rank} failed: {failure}")
+                raise self._failure(f"{self._what}: rank {rank} failed: {failure}")
         return [result for _, result in results]
 
     def gather(self, mine: bytes) -> list[bytes]:
@@ -121,11 +123,16 @@ class Ranks:
             assert work is not None
             work.wait(timedelta(seconds=self._deadline.remaining()))
         except (RuntimeError, TimeoutError) as error:  # torch has no narrower error for a lost rank
-            raise StageFailed(f"{self._what}: a rank was lost: {str(error).splitlines()[0]}") from error
+            raise self._failure(f"{self._what}: a rank was lost: {str(error).splitlines()[0]}") from error
 
 
 def _described(error: BaseException) -> str:
-    return str(error) if isinstance(error, CheckpointingException) else f"{type(error).__name__}: {error}"
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001  the other ranks wait for the text
+        text = "its text cannot be shown"
+    text = text.encode(errors="backslashreplace").decode()
+    return text if isinstance(error, CheckpointingException) else f"{type(error).__name__}: {text}"
 
 
 def _device_of(group: dist.ProcessGroup | None) -> torch.device:

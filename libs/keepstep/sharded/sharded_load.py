@@ -62,17 +62,18 @@ def load(
         CheckpointingException: the checkpoint is not complete, a key is missing or has another shape, stored bytes are
             damaged, or a rank failed or was lost.
     """
-    handling = parse_strict_flag(strict)
-    has_all = validate_access_integrity or StrictHandling.requires_global_app_metadata(handling)
+    has_all = validate_access_integrity or _needs_all_ranks(strict)
     timeout = sharded_strategy.timeout if isinstance(sharded_strategy, LoadShardedStrategy) else TIMEOUT
     ranks = Ranks(f"{checkpoint_dir} was not loaded", timeout, alone=not has_all)
+    handling: StrictHandling
     strategies: LoadStrategies
     parts: RequestedParts
     state: StateDict = {}
     stored = frozenset[str]()
 
     def prepare() -> bytes:
-        nonlocal strategies, parts, state, stored
+        nonlocal handling, strategies, parts, state, stored
+        handling = parse_strict_flag(strict)
         strategies = load_strategies(checkpoint_dir, sharded_strategy, common_strategy)
         state = strategies.common.load_common(checkpoint_dir)
         parts = parts_to_load(sharded_state_dict)
@@ -95,12 +96,23 @@ def load(
         nonlocal state
         unexpected, sharded = extract_matching_values(parts.sharded, lambda leaf: leaf.key in keys.unexpected)
         merge(state, _loaded(strategies, sharded, checkpoint_dir))
-        state = apply_factory_merges(state, _without(parts.factories, state) if unexpected else parts.factories)
+        factories = parts.factories
+        if unexpected:
+            _, left = extract_matching_values(parts.sharded, lambda leaf: leaf.key in keys.unexpected, True)
+            factories = _without(factories, parts.sharded, left)
+        state = apply_factory_merges(state, factories)
 
     ranks.stage(read)
     if StrictHandling.requires_returning_mismatch_keys(handling):
         return state, set(keys.missing), set(keys.unexpected)
     return state
+
+
+def _needs_all_ranks(strict: str | StrictHandling) -> bool:
+    try:
+        return StrictHandling.requires_global_app_metadata(parse_strict_flag(strict))
+    except ValueError:
+        return False
 
 
 def stored_leaves(strategies: LoadStrategies, checkpoint_dir: CheckpointDir) -> ShardedMetadata:
@@ -122,9 +134,13 @@ def _loaded(strategies: LoadStrategies, sharded: ShardedStateDict, checkpoint_di
     return found  # type: ignore[no-any-return]
 
 
-def _without(factories: Any, state: Any) -> Any:
-    """Return the factories whose place the loaded state has."""
-    if not isinstance(factories, dict) or not isinstance(state, dict | list):
+def _without(factories: Any, requested: Any, left: Any) -> Any:
+    """Return the factories whose place is left, with the positions that lists have without the other places."""
+    if not isinstance(factories, dict) or not isinstance(requested, dict | list):
         return factories
-    there = state if isinstance(state, dict) else range(len(state))
-    return {place: _without(part, state[place]) for place, part in factories.items() if place in there}
+    places = {place: number if isinstance(requested, list) else place for number, place in enumerate(left)}
+    return {
+        places[place]: _without(part, requested[place], left[place])
+        for place, part in factories.items()
+        if place in places
+    }

@@ -10,7 +10,7 @@ import msgpack
 from keepstep.checkpoint.places.location import InDirectory, parse
 from keepstep.sharded.core import CheckpointingException
 from keepstep.sharded.dict_utils import extract_matching_values, nested_values
-from keepstep.sharded.exchange import Ranks
+from keepstep.sharded.exchange import TIMEOUT, Ranks
 from keepstep.sharded.mapping import CommonStateDict, ShardedObject, ShardedStateDict, StateDict
 from keepstep.sharded.replicas import check_equal, common_digests, different_paths, digests_of
 from keepstep.sharded.state_parts import SavedParts, parts_to_save
@@ -71,11 +71,12 @@ def save(
     Raises:
         CheckpointingException: the state is invalid, the checkpoint exists, or a rank failed or was lost.
     """
-    strategies = save_strategies(sharded_strategy, common_strategy)
-    ranks = Ranks(f"{checkpoint_dir} was not saved", strategies.sharded.timeout)
-    one = _Save(strategies, checkpoint_dir, ranks)
+    timeout = sharded_strategy.timeout if isinstance(sharded_strategy, SaveShardedStrategy) else TIMEOUT
+    ranks = Ranks(f"{checkpoint_dir} was not saved", timeout)
+    one = _Save(checkpoint_dir, ranks)
 
     def prepare() -> bytes:
+        strategies = one.strategies = save_strategies(sharded_strategy, common_strategy)
         if async_sharded_save and not isinstance(strategies.sharded, AsyncSaveShardedStrategy):
             raise CheckpointingException(
                 f"{strategies.sharded} cannot save in the background: pass async_sharded_save=False"
@@ -103,10 +104,10 @@ def save(
 class _Save:
     """The save of one rank, after the state was validated."""
 
+    strategies: SaveStrategies
     parts: SavedParts
 
-    def __init__(self, strategies: SaveStrategies, checkpoint_dir: CheckpointDir, ranks: Ranks) -> None:
-        self._strategies = strategies
+    def __init__(self, checkpoint_dir: CheckpointDir, ranks: Ranks) -> None:
         self._dir = checkpoint_dir
         self._ranks = ranks
 
@@ -120,7 +121,7 @@ class _Save:
             location = parse(self._dir)
             if isinstance(location, InDirectory):
                 check_vacant(location.path)
-            self._strategies.sharded.prepare(self._dir)
+            self.strategies.sharded.prepare(self._dir)
 
     def begin(self, *, in_background: bool) -> AsyncRequest | None:
         """Save now, or return the request that does."""
@@ -129,7 +130,7 @@ class _Save:
         def write() -> None:
             nonlocal request
             sharded = self._all_sharded()
-            strategy = self._strategies.sharded
+            strategy = self.strategies.sharded
             if in_background:
                 assert isinstance(strategy, AsyncSaveShardedStrategy)
                 request = strategy.async_save(sharded, self._dir)
@@ -145,7 +146,7 @@ class _Save:
 
     def _all_sharded(self) -> ShardedStateDict:
         """Return the sharded leaves, with the other values as one of them if the strategy saves these too."""
-        common, strategy = self._strategies.common, self._strategies.sharded
+        common, strategy = self.strategies.common, self.strategies.sharded
         if common is None:
             whole = common_object(self.parts.common, replica_id=self._ranks.rank)
             return {"sharded": self.parts.sharded, "common": whole}
@@ -163,7 +164,7 @@ class _Save:
 
         def mark() -> None:
             if self._ranks.rank == 0:
-                self._strategies.write_config(self._dir)
+                self.strategies.write_config(self._dir)
 
         self._ranks.stage(mark)
 

@@ -25,6 +25,7 @@ from keepstep.sharded import (
     FullyParallelSaveStrategyWrapper,
     ShardedObject,
     ShardedTensor,
+    ShardedTensorFactory,
     check_is_distributed_checkpoint,
     load,
     load_plain_tensors,
@@ -97,6 +98,23 @@ def every_rank_refuses_what_one_of_them_has_wrong() -> None:
         failed = refused(partial(save, local, folder / "bad", one))
         assert "o/shard_" in failed or "pickle" in failed, failed
         assert not check_is_distributed_checkpoint(folder / "bad")
+        unknown = refused(partial(save, {}, folder / "bad", ("none", 1) if at else one))
+        assert "no strategy to save_sharded with backend ('none', 1)" in unknown, unknown
+        invalid: Any = partial(load, {}, folder / f"copies-{one[0]}", strict="none" if at else "raise_all")
+        assert "invalid strict flag 'none'" in refused(invalid)
+        mute = partial(save, {"w": ShardedTensorFactory("w", torch.ones(4), fails_on_one, torch.cat)}, folder / "bad")
+        assert "its text cannot be shown" in refused(mute)
+
+
+class WithoutText(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+def fails_on_one(key: str, data: torch.Tensor, _: object) -> dict[str, ShardedTensor]:
+    if dist.get_rank():
+        raise WithoutText
+    return {"w": part(key, data)}
 
 
 def a_damaged_part_of_one_rank_is_an_error_of_both() -> None:
@@ -133,6 +151,35 @@ def ranks_share_what_they_hold_both() -> None:
             "loaded in place"
         )
         assert (loaded["o"], loaded["half"].tolist()) == ("state", [at, at])
+
+
+def ranks_share_layers_of_a_pipeline() -> None:
+    at = dist.get_rank()
+    layer: Any = partial(ShardedTensor.from_rank_offsets, "layers", prepend_axis_num=1)
+    for form, loader in zip(FORMATS, (NativeLoadStrategy(), TorchDistLoadShardedStrategy()), strict=True):
+        path = folder / f"layers-{form[0]}"
+        save({"layer": layer(torch.full((2, 3), float(at)), (0, at, 2))}, path, form)
+        dtype = torch.bfloat16 if at else torch.float32
+        for has_memory in (True, False):
+            request = [layer(torch.full((2, 3), 5, dtype=dtype), (0, n, 2), replica_id=(at + n) % 2) for n in (0, 1)]
+            wanted: Any = {"list": request if has_memory else [one.without_data() for one in request]}
+            wrapped = FullyParallelLoadStrategyWrapper(loader)
+            loaded: Any = load(wanted, path, wrapped, validate_access_integrity=False)
+            assert [one.tolist() for one in loaded["list"]] == [[[0] * 3] * 2, [[1] * 3] * 2]
+            assert {one.dtype for one in loaded["list"]} == {dtype}
+
+
+def a_damaged_part_of_one_group_is_an_error_of_all() -> None:
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    at, path = dist.get_rank(), folder / "groups"
+    one: Any = lambda n: ShardedTensor.from_rank_offsets("w", torch.ones(4), (0, n, 4), replica_id=at % 2)  # noqa: E731
+    save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(4), (0, at, 4))}, path, FORMATS[1])
+    if at == 0:
+        (path / "__0_0.distcp").write_bytes(b"")
+    dist.barrier()
+    request = {"first": one(at - at % 2), "second": one(at - at % 2 + 1)}
+    loader = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), groups[at // 2])
+    assert "__0_0.distcp" in refused(partial(load, request, path, loader))
 
 
 def a_save_in_the_background_is_finalized_by_both() -> None:
@@ -208,11 +255,13 @@ def main() -> None:
             every_rank_refuses_what_one_of_them_has_wrong()
             a_damaged_part_of_one_rank_is_an_error_of_both()
             ranks_share_what_they_hold_both()
+            ranks_share_layers_of_a_pipeline()
             a_save_in_the_background_is_finalized_by_both()
             expected = train_and_save()
             for form, _ in FORMATS:
                 torch.testing.assert_close(go_on(1, 2, form), expected, rtol=1e-9, atol=0)
     with world(0, 1, 2, 3):
+        a_damaged_part_of_one_group_is_an_error_of_all()
         found = go_on(2, 2, FORMATS[0][0])
         if expected:
             torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)

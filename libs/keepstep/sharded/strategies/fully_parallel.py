@@ -146,11 +146,16 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         }
         loaded: dict[int, Any] = {}
         ranks.stage(lambda: loaded.update(self.base_strategy.load(dict(mine), checkpoint_dir)))  # type: ignore[arg-type]
-        descriptions = {shard_id(one): one for tensors in wanted for one in tensors}
+        sent = {
+            shard_id(one): one
+            for reader, of_rank in enumerate(wanted)
+            for one in of_rank
+            if assigned[shard_id(one)] == reader
+        }
         for part in sorted(_shared(wanted)):
             own = [number for number, one in enumerate(parts) if one == part]
             source = loaded[own[0]] if own and assigned[part] == ranks.rank else None
-            received = ranks.broadcast(source, assigned[part], descriptions[part].data_shape, descriptions[part].dtype)
+            received = ranks.broadcast(source, assigned[part], sent[part].data_shape, sent[part].dtype)
             for number in own:
                 loaded.setdefault(number, _put(received, leaves[number]))
         numbers = {id(leaf): number for number, leaf in enumerate(leaves)}
@@ -159,9 +164,10 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
 
 
 def _put(received: torch.Tensor, leaf: ShardedTensor) -> torch.Tensor:
-    """Return the memory of ``leaf`` with the values received, or these if it has none."""
+    """Return the memory of ``leaf`` with the values received, or new memory if it has none."""
+    received = received.view(leaf.data_shape)  # without the prepended axes
     if leaf.data is None:
-        return received
+        return received.to(leaf.dtype)
     with torch.no_grad():
         return leaf.data.detach().copy_(received)
 
