@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from keepstep.sharded.core import CheckpointingException
 from keepstep.sharded.dict_utils import dict_list_map_inplace, dict_list_map_outplace, extract_matching_values
 from keepstep.sharded.mapping import (
+    LocalNonpersistentObject,
+    ShardedBase,
     ShardedStateDict,
     ShardedTensor,
     ShardedTensorFactory,
@@ -39,9 +42,14 @@ class RequestedParts:
 
 
 def parts_to_save(sharded_state_dict: ShardedStateDict) -> SavedParts:
-    """Apply factories, leave local values out, and split the rest."""
+    """Apply factories, leave local values out, and split the rest.
+
+    Raises:
+        CheckpointingException: a load could not put the parts together again.
+    """
     state = _copied(sharded_state_dict)
     apply_factories(state)
+    _check_places(state)
     _, state = extract_nonpersistent(state)
     sharded, common = extract_sharded_base(state)
     return SavedParts(_without_empty_ranges(sharded), common)
@@ -59,6 +67,31 @@ def parts_to_load(sharded_state_dict: ShardedStateDict) -> RequestedParts:
     dict_list_map_inplace(lambda leaf: leaf.unwrap(), nonpersistent)
     sharded, _ = extract_sharded_base(state)
     return RequestedParts(_without_empty_ranges(sharded), nonpersistent, factories)
+
+
+def _check_places(state: ShardedStateDict) -> None:
+    """Raise if the split loses positions of a list: each part has the values of its kind only, one after another."""
+    if not isinstance(state, dict):
+        raise CheckpointingException(f"cannot save a {type(state).__name__}: expected a dict")
+    _kinds(state, ())
+
+
+def _kinds(value: Any, path: tuple[Any, ...]) -> set[str]:
+    """Return the parts that have a leaf of ``value``."""
+    if not isinstance(value, dict | list) or not value:
+        if isinstance(value, ShardedTensor) and _is_empty(value):
+            return set()
+        is_local = isinstance(value, LocalNonpersistentObject)
+        return {"sharded" if isinstance(value, ShardedBase) else "local" if is_local else "common"}
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    found = [_kinds(item, (*path, place)) for place, item in items]
+    kinds = set[str]().union(*found)
+    if isinstance(value, list) and any(one and one != kinds for one in found):
+        raise CheckpointingException(
+            f"cannot save the list at {'.'.join(map(str, path))}: its values are of different kinds "
+            f"({', '.join(sorted(kinds))}), and a load could not put them in order: use a dict"
+        )
+    return kinds
 
 
 def _copied(state: ShardedStateDict) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import warnings
 from itertools import pairwise
 from pathlib import Path
 
@@ -244,3 +245,58 @@ def test_a_backend_that_is_not_registered_is_named(tmp_path) -> None:
         CheckpointingException, match=r"no strategy to save_sharded with backend \('zip', 1\); registered"
     ):
         save({}, tmp_path, ("zip", 1))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_part_without_elements_does_not_hide_the_one_after_it(tmp_path, form) -> None:
+    data = torch.arange(8.0)
+    parts = [
+        ShardedTensor("w", data[start:stop].clone(), data.dtype, (stop - start,), (8,), (start,), None)
+        for start, stop in ((0, 3), (3, 3), (3, 8))
+    ]
+    save({"parts": parts}, tmp_path, form)
+    assert torch.equal(load_plain_tensors(tmp_path)["w"], data)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_factory_in_a_list_keeps_its_function_if_one_before_it_is_left_out(tmp_path, form) -> None:
+    def factory(key, scale):
+        return ShardedTensorFactory(key, torch.ones(4), halves, lambda parts: torch.cat([*parts["lower"]]) * scale)
+
+    save({"list": [factory("b", 1)]}, tmp_path, form)
+    state, _, unexpected = load({"list": [factory("a", 2), factory("b", 3)]}, tmp_path, strict="return_unexpected")
+    assert torch.equal(state["list"][0], torch.full((2,), 3.0))
+    assert unexpected == {"a.upper", "a.lower"}
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(
+    "values",
+    [
+        [5, whole("a", torch.ones(2))],
+        [LocalNonpersistentObject(5), fused(torch.ones(4))],
+        [{"n": 5}, {"a": [whole("a", torch.ones(2))]}],
+    ],
+)
+def test_a_list_that_could_not_be_put_together_again_is_not_saved(tmp_path, form, values) -> None:
+    with pytest.raises(CheckpointingException, match=r"cannot save the list at x\.list: its values are of different k"):
+        save({"x": {"list": values}}, tmp_path, form)
+    with pytest.raises(CheckpointingException, match="cannot save a list: expected a dict"):
+        save([1], tmp_path, form)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_an_object_and_a_tensor_do_not_replace_each_other(tmp_path, form) -> None:
+    state = {"o": ShardedObject("rng", 5, (1,), (0,)), "t": whole("rng/shard_0_1", torch.ones(2))}
+    with pytest.raises(CheckpointingException, match="'rng/shard_0_1': an object and a tensor are stored under this"):
+        save(state, tmp_path, form)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_checkpoint_of_dcp_is_not_overwritten(tmp_path, form) -> None:
+    with warnings.catch_warnings(action="ignore"):
+        dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path, no_dist=True)
+    before = sorted((one.name, one.read_bytes()) for one in tmp_path.iterdir())
+    with pytest.raises(CheckpointingException, match=r"has a checkpoint of torch\.distributed\.checkpoint, which is"):
+        save({"w": whole("w", torch.zeros(3))}, tmp_path, form)
+    assert sorted((one.name, one.read_bytes()) for one in tmp_path.iterdir()) == before

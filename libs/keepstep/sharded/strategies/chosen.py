@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from keepstep.checkpoint.foreign.dcp_metadata import METADATA
 from keepstep.checkpoint.places.directory import RECORD
 from keepstep.checkpoint.places.location import InDirectory, parse
 from keepstep.sharded.core import CONFIG_FNAME, CheckpointingConfig, CheckpointingException, load_config, save_config
+from keepstep.sharded.strategies.common_file import COMMON_STATE_FNAME
 from keepstep.sharded.strategies.interfaces import (
     CheckpointDir,
     LoadCommonStrategy,
@@ -92,6 +94,11 @@ def check_vacant(path: Path) -> None:
     if (path / CONFIG_FNAME).exists() or (path / RECORD).exists():
         raise CheckpointingException(
             f"{path} has a complete checkpoint, which is never overwritten: save to another directory"
+        )
+    if (path / METADATA).exists() and not (path / COMMON_STATE_FNAME).exists():
+        raise CheckpointingException(
+            f"{path} has a checkpoint of torch.distributed.checkpoint, which is never overwritten: save to another "
+            f"directory"
         )
 
 

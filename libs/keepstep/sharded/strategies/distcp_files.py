@@ -82,6 +82,8 @@ def _items_of(tensor: ShardedTensor) -> Iterator[Item]:
     """
     if tensor.flattened_range is None or tensor.axis_fragmentations is None:
         for box, memory in pieces_of(tensor):
+            if not box.volume and 0 not in tensor.global_shape:
+                continue  # .metadata has one entry for each offset
             yield Item(tensor.key, memory, box, tensor.global_shape)
         return
     start, stop = tensor.flattened_range.start, tensor.flattened_range.stop

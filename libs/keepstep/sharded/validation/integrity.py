@@ -72,7 +72,10 @@ def integrity_problems(rows_of_ranks: Sequence[Sequence[ShardRow]]) -> list[str]
                 )
             if row.is_main:
                 parts.mains.setdefault(row.chunk, []).append((rank, row))
+    objects = {_unique_key(row, row.offset) for rows in rows_of_ranks for row in rows if not row.dtype}
     for key, parts in by_key.items():
+        if parts.row.dtype and key in objects:
+            problems[key] = f"{key!r}: an object and a tensor are stored under this key: rename one of them"
         if key not in problems:
             found = next(_coverage_problems(parts), "")
             if found:
@@ -117,7 +120,11 @@ def _range_problem(size: int, mains: list[tuple[int, ShardRow]]) -> str:
 def _named(row: ShardRow, offset: Sizes, box: Sizes) -> str:
     if row.dtype:
         return f"chunk {Box(offset, box)}"
-    return f"object {ShardedObject(row.key, None, row.global_shape, offset).unique_key}"
+    return f"object {_unique_key(row, offset)}"
+
+
+def _unique_key(row: ShardRow, offset: Sizes) -> str:
+    return ShardedObject(row.key, None, row.global_shape, offset).unique_key
 
 
 def _missing_in_grid(parts: _Parts) -> Box | None:
