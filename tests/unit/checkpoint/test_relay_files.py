@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from contextlib import contextmanager
+import time
+from contextlib import AsyncExitStack, contextmanager
 from datetime import timedelta
 
 import pytest
 
 from keepstep.checkpoint.places import relay_files
+from keepstep.checkpoint.places.at_relay import RelayTarget
 from keepstep.checkpoint.places.relay_files import RelayFiles
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES
 from keepstep_relay.core.events import Key, Limits
@@ -105,3 +107,42 @@ async def test_open_files_live_as_long_as_their_process(monkeypatch):
             while key in at.core.checkpoints:
                 with contextlib.suppress(TimeoutError):
                     await at.chunks.notifier.wait(key, asyncio.get_running_loop().time() + 1)
+
+
+async def test_files_outlive_a_restart_of_a_relay_with_a_disk(monkeypatch, tmp_path):
+    monkeypatch.setattr(relay_files, "LEASE_SECONDS", 0.1)
+    limits, usual = Limits(upload_seconds=2.0), RelayTarget.store
+    async with AsyncExitStack() as running:
+        at = await running.enter_async_context(relay(data_dir=tmp_path, limits=limits))
+        loop = asyncio.get_running_loop()
+
+        async def restart() -> None:
+            nonlocal at
+            bind = at.address.removeprefix("http://")
+            await running.aclose()
+            at = await running.enter_async_context(relay(bind=bind, data_dir=tmp_path, limits=limits))
+
+        def restarting() -> None:
+            asyncio.run_coroutine_threadsafe(restart(), loop).result(60)
+
+        def store(self, pack):
+            usual(self, pack)
+            if self._facts.rank == 0 and self._location.id == "step-1":
+                restarting()
+
+        def check(address: str) -> None:
+            with files(address) as one:
+                one.write("tmp", "a", memoryview(b"1"))
+                one.write("tmp", "b", memoryview(b"2"))
+                restarting()
+                for upload in at.core.checkpoints.values():
+                    until, signs = time.monotonic() + 60, {upload.heard.get(0)}
+                    while len(signs) < 3:
+                        assert time.monotonic() < until, "no sign of life of rank 0, which has reported before"
+                        signs.add(upload.heard.get(0))
+                assert content(one, "tmp") == {"a": b"1", "b": b"2"}
+                one.commit("tmp", "step-1")
+                assert content(one, "step-1") == {"a": b"1", "b": b"2"}
+
+        monkeypatch.setattr(RelayTarget, "store", store)
+        await asyncio.to_thread(check, at.address)

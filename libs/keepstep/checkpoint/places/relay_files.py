@@ -1,8 +1,7 @@
 """Files at a relay, in folders that are committed as a whole: one checkpoint, with a rank for each file.
 
 A file is an upload of two ranks until then. Rank 0 has its bytes. Rank 1 never reports, so the relay does not commit
-the file alone. The process that wrote the file gives signs of life in the place of rank 1: if it ends, the relay drops
-the file.
+the file alone. The process that wrote the file gives signs of life of both ranks: if it ends, the relay drops the file.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ class RelayFiles:
             raise PermissionError(errno.EROFS, f"{folder} is committed, and a committed checkpoint never changes")
         upload = self._upload_id(folder, name)
         self._abort(upload, "replaced by a newer file")
-        self._store(upload, SaveFacts(0, 2, 0, "live", self._producer), _Bytes(name, data), wait=False)
+        self._store(upload, SaveFacts(0, 2, 0, "live", self._producer), _Bytes(name, data))
         with self._lock:
             self._leases.add(upload)
             if self._thread is None:
@@ -126,7 +125,8 @@ class RelayFiles:
         step = int(found[0]) if (found := _STEP.search(destination)) else 0
         for rank, one in enumerate(files):
             facts = SaveFacts(rank, len(files), step, self._kind, self._producer)
-            self._store(destination, facts, _Moved(one), wait=rank == len(files) - 1)
+            self._store(destination, facts, _Moved(one))
+        self._ask("POST", destination, "/commit")  # a relay that has restarted since then knows no reports
         for one in files:
             self._abort(one.at.id, f"committed in {destination}")
 
@@ -174,14 +174,12 @@ class RelayFiles:
         of_folder, of_name = (hashlib.blake2b(one.encode(), digest_size=16).hexdigest() for one in (folder, name))
         return f"{_OPEN}{of_folder}-{of_name}"
 
-    def _store(self, upload: str, facts: SaveFacts, pack: _Bytes | _Moved, *, wait: bool) -> None:
+    def _store(self, upload: str, facts: SaveFacts, pack: _Bytes | _Moved) -> None:
         target = RelayTarget(self._at(upload), facts, self._deadline(), self._token)
         try:
             target.begin()
             try:
                 target.store(cast("Pack", pack))
-                if wait:
-                    target.commit()
             except BaseException as error:
                 target.fail(f"{type(error).__name__}: {error}")
                 raise
@@ -287,7 +285,8 @@ class RelayFiles:
                     return
             for upload in uploads:
                 try:
-                    self._ask("GET", upload, "/state?rank=1")
+                    for rank in range(2):  # rank 0 too: a relay that has restarted waits for its report again
+                        self._ask("GET", upload, f"/state?rank={rank}")
                 except FileNotFoundError:
                     with self._lock:
                         self._leases.discard(upload)  # committed by another rank, or removed
