@@ -280,3 +280,20 @@ def _many_shards() -> Metadata:
 def test_metadata_that_contradicts_itself_is_refused(tmp_path: Path, value: Metadata, words: str) -> None:
     with pytest.raises(ForeignCheckpointError, match=words):
         read(tmp_path, value)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"X" + (5000).to_bytes(4, "little") + b"a" * 5000 + b"q\0cpathlib\nPosixPath\n(" + b"h\0" * 1000 + b"tR.",
+        b"](" + b"K\x01" * 5000 + b"eq\0ctorch\nSize\nq\1](" + b"h\1h\0\x85R" * 1000 + b"e.",
+        b"}("
+        + b"".join(b"K%cN" % key for key in range(256))
+        + b"uq\0ccollections\nOrderedDict\nq\1]("
+        + b"h\1h\0\x85R" * 1000
+        + b"e.",
+    ],
+)
+def test_a_value_that_is_named_many_times_is_not_copied_each_time(data) -> None:
+    with pytest.raises(ForeignCheckpointError, match="the metadata copies more values than it has"):
+        read_metadata_pickle(b"\x80\x02" + data)

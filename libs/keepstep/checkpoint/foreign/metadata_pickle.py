@@ -153,6 +153,8 @@ class _Machine:
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
+        self.left = len(data)
+        """Values and characters that functions may copy: an honest file has each of them once."""
 
     def run(self) -> Any:
         while (opcode := self.take(1)[0]) != _Op.STOP:
@@ -233,7 +235,10 @@ class _Machine:
         arguments, what = self.stack.pop(), self.stack.pop()
         if type(what) is not _Global or (what.module, what.name) not in _FUNCTIONS:
             raise ForeignCheckpointError("the metadata calls a value that is no function")
-        self.stack.append(_FUNCTIONS[what.module, what.name](*_exactly(tuple, arguments)))
+        self.left -= sum(len(one) for one in _exactly(tuple, arguments) if isinstance(one, str | tuple | list | dict))
+        if self.left < 0:
+            raise ForeignCheckpointError("the metadata copies more values than it has")
+        self.stack.append(_FUNCTIONS[what.module, what.name](*arguments))
 
     def build(self) -> None:
         state = self.stack.pop()
