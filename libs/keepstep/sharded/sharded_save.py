@@ -149,6 +149,11 @@ class _Save:
         common, strategy = self.strategies.common, self.strategies.sharded
         if common is None:
             whole = common_object(self.parts.common, replica_id=self._ranks.rank)
+            for leaf in nested_values(self.parts.sharded):
+                if isinstance(leaf, ShardedObject) and leaf.unique_key == whole.unique_key:
+                    raise CheckpointingException(
+                        f"ShardedObject {leaf.key!r} has the key of the values without sharding: rename it"
+                    )
             return {"sharded": self.parts.sharded, "common": whole}
         if self._ranks.rank == 0:
             common.save_common(self.parts.common, self._dir)

@@ -102,6 +102,8 @@ def every_rank_refuses_what_one_of_them_has_wrong() -> None:
         assert "no strategy to save_sharded with backend ('none', 1)" in unknown, unknown
         invalid: Any = partial(load, {}, folder / f"copies-{one[0]}", strict="none" if at else "raise_all")
         assert "invalid strict flag 'none'" in refused(invalid)
+        elsewhere = partial(save, {}, "http://127.0.0.1:1/v1/none" if at else folder / "bad")
+        assert "invalid checkpoint_id" in refused(elsewhere)
         mute = partial(save, {"w": ShardedTensorFactory("w", torch.ones(4), fails_on_one, torch.cat)}, folder / "bad")
         assert "its text cannot be shown" in refused(mute)
 

@@ -300,3 +300,9 @@ def test_a_checkpoint_of_dcp_is_not_overwritten(tmp_path, form) -> None:
     with pytest.raises(CheckpointingException, match=r"has a checkpoint of torch\.distributed\.checkpoint, which is"):
         save({"w": whole("w", torch.zeros(3))}, tmp_path, form)
     assert sorted((one.name, one.read_bytes()) for one in tmp_path.iterdir()) == before
+
+
+def test_an_object_does_not_take_the_key_of_the_common_values(tmp_path) -> None:
+    state = {"o": ShardedObject("common_state", 5, (1,), (0,), replica_id=1), "n": 1}  # its main replica: another rank
+    with pytest.raises(CheckpointingException, match="'common_state' has the key of the values without sharding: ren"):
+        save(state, tmp_path, validate_access_integrity=False)

@@ -77,10 +77,11 @@ class NativeSaveStrategy(AsyncSaveShardedStrategy):
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: CheckpointDir) -> None:
         """See ``SaveShardedStrategy``."""
-        parts: dict[str, Part] = {}
+        requests: list[AsyncRequest] = []
         ranks = Ranks(f"{checkpoint_dir} was not saved", self.timeout)
-        ranks.stage(lambda: parts.update(_parts(sharded_state_dict)))  # before any rank waits for the others' packs
-        self._request(parts, checkpoint_dir, None).execute_sync()
+        # before any rank waits for the others' packs
+        ranks.stage(lambda: requests.append(self._request(_parts(sharded_state_dict), checkpoint_dir, None)))
+        requests[0].execute_sync()
 
     def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: CheckpointDir) -> AsyncRequest:
         """See ``AsyncSaveShardedStrategy``."""
