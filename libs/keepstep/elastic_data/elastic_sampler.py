@@ -83,10 +83,9 @@ class ElasticSampler(data.Sampler[list[int]]):
         self._share: Share | None = None
         self._order: tuple[int, Permutation] | None = None
         manager.register_state_dict_fn(STATE, self.load_state_dict, self.state_dict)
-        order = f"shuffle={shuffle}, seed={seed}, version {VERSION}"
-        manager.add_layout(
-            [f"elastic sampler: {length} samples, global_batch_size={global_batch_size}, {drop_last=}, {order}"]
-        )
+        shares = f"{global_batch_size=}, {num_ranks=}, {drop_last=}"
+        order = f"{shuffle=}, {seed=}, version {VERSION}"
+        manager.add_layout([f"elastic sampler: {length} samples, {shares}, {order}"])
 
     @property
     def length(self) -> int:

@@ -153,9 +153,13 @@ def test_two_draws_in_one_step_are_an_error(lighthouse):
 
 
 def test_groups_with_other_arguments_are_refused_by_name(lighthouse):
-    message = refusal(lighthouse, lambda m: ElasticSampler(LENGTH, m, 10), lambda m: ElasticSampler(LENGTH, m, 20))
-    assert "global_batch_size=20" in message
-    assert "global_batch_size=10" in message
+    message = refusal(
+        lighthouse,
+        lambda m: ElasticSampler(LENGTH, m, 10),
+        lambda m: ElasticSampler(LENGTH, m, 20, rank=0, num_ranks=2),
+    )
+    assert "global_batch_size=20, num_ranks=2" in message
+    assert "global_batch_size=10, num_ranks=1" in message
 
 
 @pytest.mark.parametrize(
