@@ -188,17 +188,20 @@ def test_a_state_of_another_seed_or_dataset_is_refused(lighthouse):
 
 
 def test_a_group_that_is_lost_between_the_draw_and_zero_grad_leaves_no_sample_out(lighthouse):
-    drawn, left = threading.Barrier(2), threading.Event()
+    ready, drawn, left = threading.Barrier(2), threading.Barrier(2), threading.Event()
 
     def leaves() -> None:
         with manager(lighthouse, "a") as m:
-            ElasticSampler(LENGTH, m, BATCH).draw()
+            sampler = ElasticSampler(LENGTH, m, BATCH)
+            ready.wait(DEADLINE)  # else it may be alone in its quorum, and the other one waits for it
+            sampler.draw()
             drawn.wait(DEADLINE)
         left.set()
 
     def stays() -> list[int]:
         with manager(lighthouse, "b") as m:
             sampler = ElasticSampler(LENGTH, m, BATCH)
+            ready.wait(DEADLINE)
             sampler.draw()
             drawn.wait(DEADLINE)
             assert left.wait(DEADLINE)
