@@ -170,7 +170,7 @@ def remove_sharded_tensors(checkpoint_dir: CheckpointDir, key_prefix: str) -> No
         key_prefix: beginning of their keys.
 
     Raises:
-        NotImplementedError: the strategy cannot. Those of keepstep cannot: a complete checkpoint never changes.
+        CheckpointingException: the strategy cannot. Those of keepstep cannot: a complete checkpoint never changes.
     """
     load_strategies(checkpoint_dir).sharded.remove_sharded_tensors(checkpoint_dir, key_prefix)
 

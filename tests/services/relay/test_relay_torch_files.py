@@ -41,6 +41,7 @@ async def test_sizes_ranges_and_tags_are_those_of_one_file():
                     assert answer.headers["Content-Range"] == f"bytes {first}-{end - 1}/{len(whole)}"
                     assert answer.headers["ETag"] == head.headers["ETag"]
             await reader.call("GET", f"{path}/{name}", 416, headers={"Range": f"bytes={len(whole)}-"})
+        # as torch loads it; the bytes are those of the relay that this test started
         metadata = pickle.loads(await reader.call("GET", f"{path}/.metadata"))
         at = metadata.storage_data[next(index for index in metadata.storage_data if index.fqn == "w")]
         item = (await reader.call("GET", f"{path}/{at.relative_path}"))[at.offset : at.offset + at.length]

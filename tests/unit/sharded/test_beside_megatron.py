@@ -52,13 +52,13 @@ class Peer:
         assert answer, f"{self._process.args[0]} ended: run it with {self._process.args[1:]} to see why"
         return json.loads(answer)
 
+    def own(self, name, *arguments):
+        """Return our answer, as JSON."""
+        return json.loads(json.dumps(self._own.answer(name, list(arguments))))
+
     def both(self, name, *arguments):
         """Return our answer and theirs, as JSON."""
-        return json.loads(json.dumps(self._own.answer(name, list(arguments)))), self.theirs(name, *arguments)
-
-    def agrees(self, name, *arguments) -> None:
-        own, theirs = self.both(name, *arguments)
-        assert own == theirs
+        return self.own(name, *arguments), self.theirs(name, *arguments)
 
     def close(self) -> None:
         with self._process:
@@ -101,34 +101,34 @@ FACTORIES = INTEGERS | KEYS.map(lambda key: {"leaf": ["factory", key]})
 @examples
 @given(tree=containers(VALUES), as_dicts=st.booleans())
 def test_nested_dicts_are_split_mapped_and_walked_equally(peer, tree, as_dicts) -> None:
-    peer.agrees("extract", tree, as_dicts)
-    peer.agrees("maps", tree)
-    peer.agrees("walks", tree)
+    assert peer.own("extract", tree, as_dicts) == peer.theirs("extract", tree, as_dicts)
+    assert peer.own("maps", tree) == peer.theirs("maps", tree)
+    assert peer.own("walks", tree) == peer.theirs("walks", tree)
 
 
 @examples
 @given(left=trees(VALUES), right=trees(VALUES), dicts=st.tuples(*[trees(INTEGERS, lists=False)] * 2))
 def test_nested_dicts_are_merged_and_compared_equally(peer, left, right, dicts) -> None:
-    peer.agrees("merge", left, right)
-    peer.agrees("diff", *dicts)
+    assert peer.own("merge", left, right) == peer.theirs("merge", left, right)
+    assert peer.own("diff", *dicts) == peer.theirs("diff", *dicts)
 
 
 @examples
 @given(values=st.lists(INTEGERS))
 def test_values_are_grouped_equally(peer, values) -> None:
-    peer.agrees("map_reduce", values)
+    assert peer.own("map_reduce", values) == peer.theirs("map_reduce", values)
 
 
 @examples
 @given(tree=containers(LEAVES), prefix=st.sampled_from(["", "x."]), mapping=st.dictionaries(KEYS, KEYS, max_size=3))
 def test_keys_are_changed_and_leaves_extracted_equally(peer, tree, prefix, mapping) -> None:
-    peer.agrees("prefixes", tree, prefix, mapping)
+    assert peer.own("prefixes", tree, prefix, mapping) == peer.theirs("prefixes", tree, prefix, mapping)
 
 
 @examples
 @given(tree=containers(FACTORIES))
 def test_factories_are_applied_and_merged_equally(peer, tree) -> None:
-    peer.agrees("factories", tree)
+    assert peer.own("factories", tree) == peer.theirs("factories", tree)
 
 
 SHAPES = st.lists(st.integers(0, 3), max_size=3)
@@ -149,7 +149,8 @@ def test_parts_are_described_and_narrowed_equally(peer, data, shape, prepended) 
     assume("error" not in own and shape and 0 not in shape)
     dim = data.draw(st.integers(0, len(shape) - 1))
     start = data.draw(st.integers(0, shape[dim]))
-    peer.agrees("narrow", shape, offsets, prepended, [dim, start, data.draw(st.integers(0, shape[dim] - start))])
+    cut = [dim, start, data.draw(st.integers(0, shape[dim] - start))]
+    assert peer.own("narrow", shape, offsets, prepended, cut) == peer.theirs("narrow", shape, offsets, prepended, cut)
     if peer.has_ranges and not prepended:
         count = math.prod(shape)
         begin = data.draw(st.integers(0, count))
@@ -157,7 +158,9 @@ def test_parts_are_described_and_narrowed_equally(peer, data, shape, prepended) 
         first = data.draw(st.integers(0, shape[0]))
         length = data.draw(st.integers(0, shape[0] - first))
         assume(begin < end and length)
-        peer.agrees("flat", shape, offsets, begin, end, [first, length])
+        assert peer.own("flat", shape, offsets, begin, end, [first, length]) == peer.theirs(
+            "flat", shape, offsets, begin, end, [first, length]
+        )
 
 
 @examples
@@ -185,13 +188,15 @@ def test_a_part_that_keepstep_accepts_is_accepted_by_megatron(peer, data, shape)
 @examples
 @given(key=st.text("abc.", min_size=1), place=st.lists(st.tuples(st.integers(0, 3), st.integers(4, 5)), min_size=1))
 def test_objects_have_equal_unique_keys(peer, key, place) -> None:
-    peer.agrees("unique_key", key, [size for _, size in place], [at for at, _ in place])
+    assert peer.own("unique_key", key, [size for _, size in place], [at for at, _ in place]) == peer.theirs(
+        "unique_key", key, [size for _, size in place], [at for at, _ in place]
+    )
 
 
 @examples
 @given(replica_id=INTEGERS | st.lists(st.integers(0, 1)))
 def test_the_main_replica_is_the_same(peer, replica_id) -> None:
-    peer.agrees("main_replica", replica_id)
+    assert peer.own("main_replica", replica_id) == peer.theirs("main_replica", replica_id)
 
 
 @examples
@@ -210,13 +215,13 @@ PARTS = st.tuples(st.just("tensor"), BIT, st.integers(2, 3), BIT) | st.tuples(st
 @examples
 @given(ranks=st.lists(st.lists(PARTS, max_size=4), min_size=1, max_size=3))
 def test_the_same_shardings_are_valid(peer, ranks) -> None:
-    peer.agrees("is_sharding_valid", ranks)
+    assert peer.own("is_sharding_valid", ranks) == peer.theirs("is_sharding_valid", ranks)
 
 
 def test_strict_flags_mean_the_same(peer) -> None:
     for value in ("assume_ok_unexpected", "log_unexpected", "log_all", "raise_unexpected", "raise_all",
                   "return_unexpected", "return_all", "ignore_all", "strict"):  # fmt: skip
-        peer.agrees("strict", value)
+        assert peer.own("strict", value) == peer.theirs("strict", value)
 
 
 HELD = st.tuples(st.text("abcdef", min_size=1, max_size=3), st.sets(st.integers(0, 3), min_size=1), INTEGERS)
@@ -225,4 +230,6 @@ HELD = st.tuples(st.text("abcdef", min_size=1, max_size=3), st.sets(st.integers(
 @examples
 @given(parts=st.lists(HELD, unique_by=lambda part: part[0]))
 def test_parts_are_distributed_equally(peer, parts) -> None:
-    peer.agrees("distribution", [[name, sorted(holders), size] for name, holders, size in parts], 4)
+    assert peer.own("distribution", [[name, sorted(holders), size] for name, holders, size in parts], 4) == peer.theirs(
+        "distribution", [[name, sorted(holders), size] for name, holders, size in parts], 4
+    )

@@ -8,6 +8,7 @@ from datetime import timedelta
 from enum import Enum
 from typing import TypeAlias
 
+from keepstep.sharded.core import CheckpointingException
 from keepstep.sharded.exchange import TIMEOUT
 from keepstep.sharded.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from keepstep.sharded.strategies.async_requests import AsyncRequest
@@ -82,13 +83,18 @@ class LoadCommonStrategy(LoadStrategyBase, ABC):
 
     def load_sharded_objects(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: CheckpointDir) -> StateDict:
         """Return the structure of ``sharded_state_dict``, which has only objects, with loaded values."""
-        raise NotImplementedError(f"{type(self).__name__} loads no ShardedObject")
+        raise CheckpointingException(
+            f"{type(self).__name__} loads no ShardedObject from {checkpoint_dir}, but {list(sharded_state_dict)} has "
+            f"some: pass another strategy"
+        )
 
     def load_sharded_metadata(self, checkpoint_dir: CheckpointDir) -> ShardedMetadata:
         """Return the objects of a checkpoint, without data."""
         if not self.can_handle_sharded_objects:
             return {}
-        raise NotImplementedError(f"{type(self).__name__} does not list the ShardedObjects of {checkpoint_dir}")
+        raise CheckpointingException(
+            f"{type(self).__name__} does not list the ShardedObjects of {checkpoint_dir}: pass another strategy"
+        )
 
 
 class SaveCommonStrategy(SaveStrategyBase, ABC):
@@ -100,7 +106,10 @@ class SaveCommonStrategy(SaveStrategyBase, ABC):
 
     def save_sharded_objects(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: CheckpointDir) -> None:
         """Save the main replicas of ``sharded_state_dict``, which has only objects."""
-        raise NotImplementedError(f"{type(self).__name__} saves no ShardedObject")
+        raise CheckpointingException(
+            f"{type(self).__name__} saves no ShardedObject to {checkpoint_dir}, but {list(sharded_state_dict)} has "
+            f"some: pass another strategy"
+        )
 
 
 class LoadShardedStrategy(LoadStrategyBase, ABC):
@@ -121,11 +130,13 @@ class LoadShardedStrategy(LoadStrategyBase, ABC):
         """Return the tensors and objects of a checkpoint, without data."""
         if not self.can_handle_sharded_objects:
             return self.load_tensors_metadata(checkpoint_dir)
-        raise NotImplementedError(f"{type(self).__name__} does not list ShardedObject")
+        raise CheckpointingException(f"{type(self).__name__} does not list ShardedObjects: pass another strategy")
 
     def remove_sharded_tensors(self, checkpoint_dir: CheckpointDir, key_prefix: str) -> None:
         """Remove the tensors whose key begins with ``key_prefix``."""
-        raise NotImplementedError(f"{type(self).__name__} cannot remove tensors: save the state without them")
+        raise CheckpointingException(
+            f"{type(self).__name__} cannot remove {key_prefix!r} from {checkpoint_dir}: save the state without it"
+        )
 
 
 class SaveShardedStrategy(SaveStrategyBase, ABC):

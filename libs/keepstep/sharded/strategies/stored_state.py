@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -68,9 +69,9 @@ class StoredLoadStrategy(LoadShardedStrategy):
         """True."""
         return True
 
+    @abstractmethod
     def open(self, checkpoint_dir: CheckpointDir) -> AbstractContextManager[StoredState]:
         """Open a checkpoint."""
-        raise NotImplementedError
 
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: CheckpointDir) -> StateDict:
         """See ``LoadShardedStrategy``.
