@@ -183,7 +183,8 @@ def test_a_request_with_garbage_is_refused_and_ends_no_session(serve, body) -> N
 
 def test_beyond_the_limit_a_client_is_refused_until_a_session_has_ended(serve) -> None:
     server = serve(max_sessions=1)
-    with session(server):
+    with session(server) as pg:
+        assert doubled(pg, 4) == 8
         with pytest.raises(SessionRefused, match=r"refused a session: too many sessions \(max_sessions=1\)"):
             Doubling.new_session(server.address())
         connection = http.client.HTTPConnection(urlsplit(server.address()).netloc, timeout=DEADLINE)

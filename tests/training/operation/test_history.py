@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,11 +44,14 @@ async def logs_of_a_hard_life(folder: Path) -> None:
 EVERY = 10
 """Of so many commits one is changed."""
 
+FACTS = ("step", "quorum_id", "epoch", "lineage", "n")
 
-def changes(logs: Path) -> Iterator[tuple[str, Path, list[str]]]:
-    """Yield each change with its file and lines: every line removed once, commits changed in each of their facts.
 
-    Not the last line that a process wrote: without it all looks as if the kill had come a moment earlier.
+def changes(logs: Path) -> Iterator[tuple[str, str, Path, list[str]]]:
+    """Yield each change: what it changes, where, its file, and the file's lines with it.
+
+    Every line is removed once, commits are changed in each of their facts. Not the last line that a process wrote:
+    without it all looks as if the kill had come a moment earlier.
     """
     for path in sorted(logs.iterdir()):
         lines = path.read_text().splitlines(keepends=True)
@@ -55,16 +59,13 @@ def changes(logs: Path) -> Iterator[tuple[str, Path, list[str]]]:
         for place, line in enumerate(plain):
             following = plain[place + 1] if place + 1 < len(plain) else {}
             if following.get("kind", following.get("event")) not in {None, "term", "started"}:
-                yield f"line {place + 1} taken out", path, [*lines[:place], *lines[place + 1 :]]
+                yield "removed", f"line {place + 1}", path, [*lines[:place], *lines[place + 1 :]]
             if line.get("event") == "committed" and place % EVERY == 0:
-                for fact in ("step", "quorum_id", "epoch", "lineage", "n"):
+                for fact in FACTS:
                     for value in {0, 1, 2, 3, 9999} - {line[fact]}:
                         changed = json.dumps({**line, fact: value}) + "\n"
-                        yield (
-                            f"line {place + 1} says {fact} {value}",
-                            path,
-                            [*lines[:place], changed, *lines[place + 1 :]],
-                        )
+                        where = f"line {place + 1} with {value}"
+                        yield fact, where, path, [*lines[:place], changed, *lines[place + 1 :]]
 
 
 async def test_a_real_history_is_valid_and_every_change_to_it_is_found(tmp_path: Path) -> None:
@@ -77,13 +78,15 @@ async def test_a_real_history_is_valid_and_every_change_to_it_is_found(tmp_path:
     assert (job.groups, job.incarnations, job.epochs) == (3, 5, 2)
     assert job.quorums >= 6
 
-    made = 0
-    for what, path, lines in changes(logs):
+    made = Counter()
+    for what, where, path, lines in changes(logs):
         whole = path.read_text()
         path.write_text("".join(lines))
         report = check_files([logs])
         named = any("begins in the middle" in sentence for sentence in report.not_covered)
-        assert not report.fine or named, f"{path.name}: {what}"
+        assert not report.fine or named, f"{path.name}: {what}, {where}"
         path.write_text(whole)
-        made += 1
-    assert made > 400
+        made[what] += 1
+    # How many commits a life has depends on the machine; each file has at least one that is changed.
+    assert set(made) == {"removed", *FACTS}
+    assert min(made.values()) >= 10
