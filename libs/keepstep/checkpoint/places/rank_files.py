@@ -72,10 +72,11 @@ class RankFiles:
     def begin(self) -> list[Path]:
         """Delete the files that this rank left in an earlier attempt. Return the folders that are new."""
         new = make_folder(self.folder)
+        if self._facts.rank == 0:
+            # Before the layout: another process that saves as this rank writes the conflict when its layout is gone.
+            (self.folder / "conflict").unlink(missing_ok=True)
         for name in ("failed", "layout"):
             self._file(name).unlink(missing_ok=True)
-        if self._facts.rank == 0:
-            (self.folder / "conflict").unlink(missing_ok=True)
         self._at_begin = {rank: found for rank in self._ranks if (found := identity(self._file("failed", rank)))}
         return new
 
