@@ -106,12 +106,21 @@ def error_of(call, *arguments):
     return ""
 
 
-def test_two_saves_of_several_ranks_that_meet_in_a_directory_are_not_committed(tmp_path):
+def test_two_saves_of_several_ranks_that_meet_in_a_directory_are_not_committed(tmp_path, monkeypatch):
     ours, theirs, shared = rank_of_two(tmp_path, 0), rank_of_two(tmp_path, 0), rank_of_two(tmp_path, 1)
     with ThreadPoolExecutor(3) as pool:
         first = pool.submit(error_of, ours.exchange, b"")
         eventually((tmp_path / ".saving" / "layout-0").exists)
-        theirs.begin()
+        usual = Path.unlink
+
+        def unlink(path, **how):
+            usual(path, **how)
+            if path.name == "layout-0":
+                wait([first], 30)  # until the first save has seen that its layout is gone, and has said so
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "unlink", unlink)
+            theirs.begin()
         second = pool.submit(error_of, theirs.exchange, b"")
         assert "another process saves to" in first.result(30)
         ours.fail("as it says")
