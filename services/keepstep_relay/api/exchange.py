@@ -15,7 +15,7 @@ from keepstep_mesh.serving.openapi import Shape
 from keepstep_mesh.serving.rest import json_answer
 from keepstep_relay.api import answers, requests
 from keepstep_relay.core.checkpoint import Checkpoint
-from keepstep_relay.core.events import RankWaits, State
+from keepstep_relay.core.events import RankWaits, RefusedError, State
 from keepstep_relay.node import RelayNode
 
 SIGN_OF_LIFE_SECONDS = 10.0
@@ -104,7 +104,12 @@ class _Exchange:
         def over(one: Checkpoint) -> bool:
             return one.committed_at is not None or wanted(one) or not (rank in one.reported or one.sealing)
 
-        one = await self._wait(request, over)
+        try:
+            one = await self._wait(request, over)
+        except RefusedError:
+            if not self._relay.core.was_committed(requests.key(request)):
+                raise
+            return json_answer(StateView(State.COMMITTED, reported=True, layout_wanted=False))
         return json_answer(StateView(one.state, rank in one.reported, wanted(one)))
 
     async def _wait(self, request: web.Request, over: Callable[[Checkpoint], bool]) -> Checkpoint:

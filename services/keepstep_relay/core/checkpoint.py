@@ -143,4 +143,4 @@ class Ended:
 
     reason: str
     state: State | None
-    """``ABORTED``, or None: it had been committed."""
+    """``COMMITTED``: it was kept for a time. None: a part that was not read, or beyond the count at its commit."""

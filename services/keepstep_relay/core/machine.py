@@ -122,7 +122,8 @@ class RelayCore:
             case Aborted(key, reason):
                 return self._end(self._upload(key), reason, State.ABORTED, now)
             case Removed(key, reason):
-                return self._end(self.checkpoint(key), reason, None, now)
+                one = self.checkpoint(key)
+                return self._end(one, reason, None if one.committed_at is None else State.COMMITTED, now)
             case ReadFrom(key):
                 self.checkpoint(key).read_until = now + self.limits.reading_seconds
                 return []
@@ -156,6 +157,10 @@ class RelayCore:
                 raise RefusedError(Cause.GONE, f"{key} was deleted: {ended.reason}")
             raise RefusedError(Cause.UNKNOWN, f"{key} not found")
         return one
+
+    def was_committed(self, key: Key) -> bool:
+        """Return whether a checkpoint that was deleted had been committed and kept for a time."""
+        return key in self.ended and self.ended[key].state is State.COMMITTED
 
     def is_coming(self, digest: bytes) -> bool:
         """Whether an open upload names the chunk."""
@@ -334,7 +339,7 @@ class RelayCore:
         one = self._upload(key)
         one.sealing, one.committed_at = False, now
         one.heard.clear()
-        return [one.ended(0), Wake((key,)), *self._retire(now)]
+        return [one.ended(0), Wake((key,)), *self._retire(now, fresh=one)]
 
     def _seal_failed(self, key: Key, now: float) -> list[Decision]:
         one = self._upload(key)
@@ -370,11 +375,13 @@ class RelayCore:
         dropped = self.inventory.drop_unused(digests)
         return [Drop(dropped)] if dropped else []
 
-    def _retire(self, now: float) -> list[Decision]:
+    def _retire(self, now: float, fresh: Checkpoint | None = None) -> list[Decision]:
+        """Drop what is beyond count and age. ``fresh``: committed just now; if it is dropped, it was never kept."""
         decisions: list[Decision] = []
         for due in list(retirements(self.checkpoints.values(), self.limits)):
             if due.at <= now:
-                decisions += self._end(due.checkpoint, due.reason, None, now)
+                state = None if due.checkpoint is fresh else State.COMMITTED
+                decisions += self._end(due.checkpoint, due.reason, state, now)
         return decisions
 
     def _tick(self, now: float) -> list[Decision]:
@@ -422,6 +429,6 @@ class RelayCore:
         for due in list(retirements(self.checkpoints.values(), self.limits)):
             one, held = due.checkpoint, self.inventory.tier_bytes[Tier.MEMORY]
             if size > 0 and due.spare and not any(self.inventory.chunks[digest].readers for digest in one.digests()):
-                decisions += self._end(one, f"{due.reason}; memory ran short", None, now)
+                decisions += self._end(one, f"{due.reason}; memory ran short", State.COMMITTED, now)
                 size -= held - self.inventory.tier_bytes[Tier.MEMORY]
         return decisions

@@ -14,10 +14,10 @@ from keepstep import checkpoint
 from keepstep.checkpoint import CheckpointError
 from keepstep.checkpoint.places.at_relay import RelayTarget
 from keepstep.checkpoint.saving import open_target, save_facts
-from keepstep.checkpointing.direct.connection import Connection
+from keepstep.checkpointing.direct.connection import BrokenConnection, Connection
 from keepstep.checkpointing.errors import TransferTimeout
-from keepstep_relay.core.events import ChunkLost, Tier
-from tests.support.services.relay_driver import relay
+from keepstep_relay.core.events import ChunkLost, Limits, Tier
+from tests.support.services.relay_driver import client, relay, state
 
 TIMEOUT = timedelta(seconds=30)
 
@@ -115,6 +115,40 @@ async def test_a_rank_sends_again_what_the_relay_lost_in_a_restart(monkeypatch, 
         await asyncio.to_thread(checkpoint.load, into, place)
         assert into["w"].equal(state["w"])
         assert lost.is_set()
+
+
+@pytest.mark.parametrize("lost", ["the answer to its result", "its question for the state"])
+async def test_a_rank_that_hears_late_of_a_commit_succeeds_although_the_checkpoint_was_dropped_since(monkeypatch, lost):
+    async with relay(limits=Limits(keep_live=1)) as one, client(one.address, job="j") as other:
+        loop = asyncio.get_running_loop()
+        usual, dropped = Connection.ask, threading.Event()
+
+        def ask(self, method, target, *args, **how):
+            if "/state" in target and not dropped.is_set():
+                drop()
+            answer = usual(self, method, target, *args, **how)
+            if lost == "the answer to its result" and "/result" in target and not dropped.is_set():
+                drop()
+                raise BrokenConnection("lost")
+            return answer
+
+        def drop():
+            dropped.set()
+            asyncio.run_coroutine_threadsafe(other.store(state(1), "newer", step=2), loop).result(30)
+            assert [key.id for key in one.core.checkpoints] == ["newer"]
+
+        monkeypatch.setattr(Connection, "ask", ask)
+        place = f"{one.address}/v1/jobs/j/checkpoints/c"
+        await asyncio.to_thread(checkpoint.save, {"a": 1}, place, step=1, kind="live", timeout=TIMEOUT)
+        assert dropped.is_set()
+
+
+async def test_a_checkpoint_that_is_too_old_to_be_kept_is_not_reported_as_saved():
+    async with relay(limits=Limits(keep_live=1)) as one, client(one.address, job="j") as other:
+        await other.store(state(1), "newer", step=2)
+        place = f"{one.address}/v1/jobs/j/checkpoints/c"
+        with pytest.raises(CheckpointError, match=r"was deleted: only the newest live checkpoints"):
+            await asyncio.to_thread(checkpoint.save, {"a": 1}, place, step=1, kind="live", timeout=TIMEOUT)
 
 
 def test_a_time_limit_names_the_failure_before_it():

@@ -126,7 +126,10 @@ class RelayTarget:
         while missing := _positions(answer["lacks"]):
             self._put_chunks(pack, {digests[number]: number for number in missing})
             answer = self._ask("POST", f"{self._link.path}/plan", plan)
-        self._ask("POST", f"{self._link.path}/result", {"rank": rank}, lost=INCOMPLETE)
+        try:
+            self._ask("POST", f"{self._link.path}/result", {"rank": rank}, lost=INCOMPLETE)
+        except CheckpointAborted:
+            self._wait("state")  # raises, unless it was committed and dropped since: an answer of the relay was lost
 
     def _put_chunks(self, pack: Pack, chunks: dict[bytes, int]) -> None:
         def put(digest: bytes, number: int) -> None:
