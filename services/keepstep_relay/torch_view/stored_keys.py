@@ -16,6 +16,8 @@ from keepstep_mesh.protocol.state_content import BYTES, NUMPY, Content, TensorEn
 
 FORMAT = "keepstep-checkpoint-1"
 """Marks the tree of a rank of ``keepstep.checkpoint``. Other trees are those of a state."""
+MAX_KEY_BYTES = 1024
+"""Of an integer that is a key. Python does not convert much longer ones to text."""
 Path = tuple[str | int, ...]
 """Keys of dicts, and positions in lists."""
 
@@ -97,7 +99,7 @@ class _Reading:
         for key, node in pairs(top.get("objects")):
             self.keys.objects.setdefault(_text(key), StoredObject(rank, node))
         for key, node in pairs(top.get("paths")):
-            self.keys.paths.setdefault(_text(key), tuple(_steps(node)))
+            self.keys.paths.setdefault(_text(key), tuple(_steps(node, _text(key))))
 
     def _add_state(self, node: Any, path: Path) -> None:
         """Add the leaves of the tree of a state."""
@@ -159,22 +161,34 @@ def pairs(node: Any) -> list[tuple[Any, Any]]:
 
 
 def plain_key(node: Any) -> Any:
-    """Return the key of a dict, as far as its text needs it: a tuple, or a scalar."""
-    if kind_of(node) == "tuple":
-        return tuple(map(plain_key, node[1:]))
-    return int.from_bytes(node[1], "little", signed=True) if kind_of(node) == "int" else node
+    """Return the key of a dict, as far as its text needs it: a tuple, or a scalar. Raises ``ManifestError``."""
+    match node:
+        case ["tuple", *items]:
+            return tuple(map(plain_key, items))
+        case ["int", bytes(data)] if len(data) <= MAX_KEY_BYTES:
+            return int.from_bytes(data, "little", signed=True)
+        case ["int", *fields]:
+            found = f"{len(fields[0])} bytes" if fields and type(fields[0]) is bytes else str(fields)[:40]
+            raise ManifestError(f"invalid integer as a key in the tree: {found}, expected 1 to {MAX_KEY_BYTES} bytes")
+    return node
 
 
 def _text(key: Any) -> str:
     return key if type(key) is str else str(key)
 
 
-def _steps(node: Any) -> Iterator[str | int]:
+def _steps(node: Any, key: str) -> Iterator[str | int]:
     """Yield the steps of a packed path: an integer is a position, a tuple has a key that is no string."""
     if kind_of(node) != "tuple":
-        raise ManifestError("expected a path in the tree")
+        raise ManifestError(f"invalid path of {key} in the tree: expected a tuple")
     for step in node[1:]:
-        yield step if type(step) in (str, int) else _text(plain_key(step[1] if kind_of(step) == "tuple" else step))
+        match step:
+            case str() | int():
+                yield step
+            case ["tuple", of_dict]:
+                yield _text(plain_key(of_dict))
+            case _:
+                raise ManifestError(f"invalid path of {key} in the tree: {glimpse(step)} is no step of a path")
 
 
 def _is_part(node: Any) -> bool:

@@ -181,3 +181,15 @@ def test_ranks_that_contradict_each_other_are_refused(states, message):
 def test_invalid_values_are_refused(node):
     with pytest.raises(ManifestError):
         torch_directory([b""], [Content(["dict", "a", node], (), ())])
+
+
+@pytest.mark.parametrize("key", [["int"], ["int", 5], ["int", b"x" * 5000], ["tuple", ["int"]]])
+def test_invalid_keys_are_refused(key):
+    with pytest.raises(ManifestError, match="invalid integer as a key"):
+        torch_directory([b""], [Content(["dict", key, 1], (), ())])
+
+
+def test_invalid_paths_are_refused():
+    tree = ["dict", "format", "keepstep-checkpoint-1", "tensors", ["dict"], "objects", ["dict", "x", 1]]
+    with pytest.raises(ManifestError, match="invalid path"):
+        torch_directory([b""], [Content([*tree, "paths", ["dict", "x", ["tuple", ["tuple"]]]], (), ())])
