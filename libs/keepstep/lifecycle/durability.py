@@ -214,7 +214,7 @@ class Durability:
             return {}
         one = found[0]
         relays = sorted(each.relay for each in found)
-        return {"id": one.id, "step": one.step, "ranks": one.ranks, "relays": relays}
+        return {"id": one.id, "step": one.step, "ranks": one.ranks, "relays": relays, "committed": one.committed}
 
     def _agree(self, choose: Callable[[], Choice]) -> Choice:
         """Return the choice of rank 0 in every rank of this group."""
@@ -265,6 +265,7 @@ class Durability:
         context.log_progress("loaded")
         self._saved = context.progress.step
         self._writer.resumed(context.progress.step, name, addresses)
+        context.telemetry.resumed(context.progress.step, self._settings.every, float(choice["committed"]))
         context.log.info("resumed from a durable checkpoint", step=context.progress.step, id=name, relays=addresses)
         return True
 

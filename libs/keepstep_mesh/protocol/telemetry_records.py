@@ -189,6 +189,8 @@ class DurableRecord:
     """From the staging copy to the commit."""
     error: str = ""
     """Why it was not written; empty: it is committed."""
+    committed: float = 0.0
+    """Unix time of its commit, if the group resumed from it; 0: it was committed at ``t``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,7 +35,8 @@ class DurableProgress:
             if record.step >= self.step:
                 self.error = ""
             if record.step > self.step:
-                self.step, self.committed_at, self.seconds = record.step, record.t, record.seconds
+                self.step, self.committed_at = record.step, record.committed or record.t
+                self.seconds = record.seconds or self.seconds
                 self.bytes = record.bytes or self.bytes
         elif record.step > max(self.step, self.failed_step):
             self.failed_step, self.error = record.step, record.error

@@ -46,6 +46,14 @@ def test_a_job_that_went_back_has_the_checkpoint_that_it_went_back_to() -> None:
     assert durable(world).step == 50
 
 
+def test_a_checkpoint_that_a_job_resumed_from_is_as_old_as_its_commit() -> None:
+    world = joined("a:1")
+    told(world, "a:1", 20, 50, committed=T - 3000.0)
+    assert (durable(world).step, durable(world).committed_at) == (50, T - 3000)
+    told(world, "a:1", 30, 60, seconds=2.0)
+    assert durable(world).committed_at == T + 30
+
+
 def test_an_old_checkpoint_is_an_alert_with_the_last_error() -> None:
     world = joined("a:1")
     told(world, "a:1", 20, 10)

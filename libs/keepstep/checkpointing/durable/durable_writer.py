@@ -152,7 +152,6 @@ class DurableWriter:
         """Note that this rank was loaded from a checkpoint."""
         with self._changed:
             self.last = replace(self.last, step=step, id=name, relays=relays)
-        self._report(step, 0, 0.0, "")
 
     def _make_room(self, ticket: Ticket) -> None:
         with self._changed:

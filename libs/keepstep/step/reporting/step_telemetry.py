@@ -73,6 +73,11 @@ class StepTelemetry:
             record = DurableRecord(t=time.time(), step=step, every=every, bytes=nbytes, seconds=seconds, error=error)
             self._sender.record(record)
 
+    def resumed(self, step: int, every: int, committed: float) -> None:
+        """Record the durable checkpoint that this group resumed from. ``committed``: Unix time of its commit."""
+        if self._sender is not None:
+            self._sender.record(DurableRecord(t=time.time(), step=step, every=every, committed=committed))
+
     def step(
         self,
         times: StepTimes,
