@@ -292,10 +292,10 @@ class CheckpointStore:
 
 
 def newest_durable(store: CheckpointStore) -> dict[str, Record]:
-    """Return the record of the last durable commit of each job."""
+    """Return the record of the last durable commit of each job, except those of ``keepstep.checkpoint.save``."""
     newest: dict[str, Record] = {}
     for key, record in store.records.items():
-        if record.facts.kind is Kind.DURABLE and record.committed is not None:
+        if record.facts.kind is Kind.DURABLE and record.facts.of_manager and record.committed is not None:
             known = newest.get(key.job)
             if known is None or (known.committed or 0.0) < record.committed:
                 newest[key.job] = record

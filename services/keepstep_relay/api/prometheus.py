@@ -82,7 +82,7 @@ class _Relay(Collector):
     def _durable_by_job(self) -> Iterator[GaugeMetricFamily]:
         times = GaugeMetricFamily(
             "keepstep_relay_durable_commit_time_seconds",
-            "Unix time of the last durable commit of a job",
+            "Unix time of the last durable commit of the Manager of a job",
             labels=["job"],
         )
         steps = GaugeMetricFamily("keepstep_relay_durable_commit_step", "step of that checkpoint", labels=["job"])

@@ -96,6 +96,11 @@ class Facts:
         return f"step {self.step}, kind {self.kind.value}, ranks {self.ranks}, quorum_id {self.quorum_id}{one}"
 
     @property
+    def of_manager(self) -> bool:
+        """Whether a quorum committed the step. A script that calls ``keepstep.checkpoint.save`` has no quorum_id."""
+        return self.quorum_id > 0
+
+    @property
     def age_order(self) -> tuple[int, int]:
         """Sort key: a checkpoint is newer than another if it is later in the job's history."""
         return self.quorum_id, self.step

@@ -26,7 +26,7 @@ def retirements(checkpoints: Iterable[Checkpoint], limits: Limits) -> Iterator[D
     groups: dict[tuple[str, Kind, bool], list[tuple[tuple[int, int], float, Checkpoint]]] = {}
     for one in checkpoints:
         if one.committed_at is not None:
-            group_key = (one.key.job, one.facts.kind, one.facts.quorum_id > 0)
+            group_key = (one.key.job, one.facts.kind, one.facts.of_manager)
             groups.setdefault(group_key, []).append((one.facts.age_order, one.committed_at, one))
     for (_, kind, _), group in groups.items():
         live = kind is Kind.LIVE

@@ -32,8 +32,8 @@ def files_below(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file()]
 
 
-async def store_durable(worker: Client, one: State, name: str, step: int) -> None:
-    await worker.begin(name, step, kind="durable")
+async def store_durable(worker: Client, one: State, name: str, step: int, quorum_id: int = 1) -> None:
+    await worker.begin(name, step, kind="durable", quorum_id=quorum_id)
     await worker.manifest(one, name)
     for chunk in one.chunks:
         await worker.put(chunk)
@@ -122,7 +122,8 @@ async def test_a_relay_with_memory_only_keeps_durable_checkpoints_if_it_was_told
     async with relay(memory_checkpoints=2, limits=limits) as one, client(one.address) as worker:
         for step in (1, 2, 3):
             await store_durable(worker, state(step), f"c{step}", step)
-        assert await worker.list() == ["c2", "c3"]
+        await store_durable(worker, state(9), "of-a-script", 9, quorum_id=0)
+        assert await worker.list() == ["c2", "c3", "of-a-script"]
         assert (
             'keepstep_relay_durable_commit_step{job="job"} 3.0'
             in (await worker.call("GET", "/metrics")).decode().splitlines()
