@@ -58,8 +58,9 @@ log = get_logger("keepstep.relay.checkpoints")
 class CheckpointStore:
     """Checkpoints in the given tiers.
 
-    ``on_upload`` is called with each upload that ended, and when it began (Unix time). ``durable_in_memory``: accept
-    durable checkpoints although neither disk nor durable tier is there.
+    ``on_upload`` is called with each upload that ended, and when it began (Unix time); ``on_forget`` gets each
+    deleted checkpoint. ``durable_in_memory``: accept durable checkpoints although neither disk nor durable tier is
+    there.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class CheckpointStore:
         durable: DurableTier | None,
         on_upload: Callable[[UploadEnded, float], None],
         *,
+        on_forget: Callable[[Key], None] = lambda _: None,
         durable_in_memory: bool = False,
     ) -> None:
         self.core = core
@@ -81,6 +83,7 @@ class CheckpointStore:
         self.layouts: dict[tuple[Key, bytes], bytes] = {}
         """By checkpoint and digest, until the end of the upload."""
         self._on_upload = on_upload
+        self._tell_forgotten = on_forget
         self._accepts_durable = durable_in_memory or disk is not None or durable is not None
         self._written: set[tuple[Key, int]] = set()
         """Manifests and records (``RECORD``) that are on disk."""
@@ -259,6 +262,7 @@ class CheckpointStore:
     def _on_forget(self, decision: Forget) -> None:
         key = decision.key
         self.copies.on_forget(key)
+        self._tell_forgotten(key)
         log.info("checkpoint dropped", job=key.job, checkpoint=key.id, reason=decision.reason)
         self._drop_layouts(key)
         record = self.records.pop(key)

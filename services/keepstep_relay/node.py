@@ -15,6 +15,7 @@ from keepstep_relay.core.machine import RelayCore
 from keepstep_relay.settings import RelaySettings
 from keepstep_relay.tiers.disk_tier import DiskTier
 from keepstep_relay.tiers.durable_tier import DurableTier
+from keepstep_relay.torch_view.kept_directories import KeptDirectories
 
 MAX_WAITS = 10_000
 MAX_MANIFESTS_COMING = 8
@@ -49,8 +50,10 @@ class RelayNode:
         self.core = RelayCore(settings.limits)
         disk = None if settings.data_dir is None else DiskTier(settings.data_dir)
         durable = None if settings.durable is None else DurableTier(settings.durable)
+        self.directories = KeptDirectories(lambda size: self.chunks.memory.release(size))  # noqa: PLW0108 - set below
         self.checkpoints = CheckpointStore(
             *(self.core, settings.memory, disk, durable, on_upload),
+            on_forget=self.directories.drop,
             durable_in_memory=settings.memory_checkpoints > 0,
         )
         self.chunks = self.checkpoints.chunks

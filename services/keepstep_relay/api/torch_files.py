@@ -6,7 +6,6 @@ The directory is computed from the manifests when a file of it is asked for, and
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from http import HTTPStatus
@@ -27,8 +26,6 @@ from keepstep_relay.tiers.chunks import ROOM_SECONDS
 from keepstep_relay.torch_view.pickle_writer import PackRange
 from keepstep_relay.torch_view.torch_files import METADATA, TorchDirectory, TorchFile, file_name, torch_directory
 
-MAX_DIRECTORIES = 4
-"""Directories that are kept. Their memory counts as that of manifests."""
 JOINED_BYTES = 64 << 10
 """Shorter parts are sent together."""
 ONE = "/v1/jobs/{job}/checkpoints/{id}"
@@ -59,8 +56,6 @@ class _TorchFiles:
         self._relay = relay
         self._store = relay.checkpoints
         self._downloads = Downloads(relay)
-        self._kept: OrderedDict[tuple[bytes, ...], TorchDirectory] = OrderedDict()
-        """By the roots of the manifests, the one that was used last at the end."""
 
     async def list(self, request: web.Request) -> web.Response:
         directory = await self._directory(requests.key(request))
@@ -117,7 +112,7 @@ class _TorchFiles:
         async with self._relay.chunks.locks("torch files"):  # computing one may take several times its memory
             roots = self._roots(key)
             self._relay.chunks.step(ReadFrom(key))
-            found = self._kept.get(roots)
+            found = self._relay.directories.get(key, roots)
             if found is None:
                 manifests = [self._store.manifests[key, rank] for rank in range(len(roots))]
                 try:
@@ -127,8 +122,7 @@ class _TorchFiles:
                         HTTPStatus.CONFLICT,
                         f"{key} has no files for torch.distributed.checkpoint: {error}; use keepstep.checkpoint.load",
                     ) from error
-                await self._keep(roots, found)
-            self._kept.move_to_end(roots)
+                await self._keep(key, roots, found)
             return found
 
     def _roots(self, key: Key) -> tuple[bytes, ...]:
@@ -137,12 +131,15 @@ class _TorchFiles:
             raise Problem(HTTPStatus.CONFLICT, f"{key} is not committed: its state is {one.state.value}")
         return tuple(one.tables[rank].root for rank in range(one.facts.ranks))
 
-    async def _keep(self, roots: tuple[bytes, ...], directory: TorchDirectory) -> None:
-        memory = self._relay.chunks.memory
-        while len(self._kept) >= MAX_DIRECTORIES:
-            memory.release(self._kept.popitem(last=False)[1].literal_bytes)
-        await memory.reserve(directory.literal_bytes, ROOM_SECONDS)
-        self._kept[roots] = directory
+    async def _keep(self, key: Key, roots: tuple[bytes, ...], directory: TorchDirectory) -> None:
+        """Keep a directory. Its memory counts as that of manifests, and is freed when the checkpoint is deleted."""
+        kept, size = self._relay.directories, directory.literal_bytes
+        kept.make_room()
+        await self._relay.chunks.memory.reserve(size, ROOM_SECONDS)
+        if key in self._relay.core.checkpoints:
+            kept.keep(key, roots, directory)
+        else:
+            self._relay.chunks.memory.release(size)  # deleted while its directory was computed
 
 
 def _compute(roots: tuple[bytes, ...], manifests: list[bytes]) -> TorchDirectory:

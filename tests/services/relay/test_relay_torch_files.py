@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from keepstep import checkpoint
-from keepstep_relay.api import torch_files
 from keepstep_relay.core.events import Key
+from keepstep_relay.torch_view import kept_directories
 from tests.support.services.relay_driver import JOB, client, flip, relay, state
 
 STATE = {"w": torch.arange(5_000_000, dtype=torch.float32), "v": torch.ones(3), "step": 7}
@@ -78,7 +78,7 @@ async def test_ranks_that_contradict_each_other_have_no_files():
 
 
 async def test_the_memory_of_directories_is_counted_and_few_are_kept(monkeypatch):
-    monkeypatch.setattr(torch_files, "MAX_DIRECTORIES", 1)
+    monkeypatch.setattr(kept_directories, "MAX_DIRECTORIES", 1)
     async with relay() as one, client(one.address) as reader:
         paths = [
             await save(one.address, name, {"w": torch.full((3,), float(number))}) for number, name in enumerate("ab")
@@ -91,6 +91,8 @@ async def test_the_memory_of_directories_is_counted_and_few_are_kept(monkeypatch
         for path in paths * 2:
             await reader.call("GET", f"{path}/.metadata")
         assert memory.used == after
+        await one.checkpoints.remove(Key(JOB, "b"), "removed in a test")
+        assert memory.used < before, "neither its directory nor its manifest"
 
 
 async def test_a_damaged_chunk_ends_the_download_and_is_never_sent(tmp_path):
