@@ -97,6 +97,8 @@ class GroupServer:
         self._heals: dict[int, Healing] = {}
         """The last report of each rank on its heal, since the last request."""
         self._failed = ""
+        self._stored_at: tuple[str, ...] = ()
+        """Relays with the newest durable checkpoint."""
         self._requesting = False
         self._left_early = ""
         """Why the group left in the middle of a request."""
@@ -154,6 +156,15 @@ class GroupServer:
     def live_step(self) -> int:
         """See ``RankLink``."""
         return self._session.live_step
+
+    @property
+    def durable_relays(self) -> tuple[str, ...]:
+        """See ``RankLink``."""
+        return self._session.durable_relays
+
+    def stored_at(self, relays: tuple[str, ...]) -> None:
+        """See ``RankLink``."""
+        self._stored_at = relays
 
     @property
     def heartbeat_timeout(self) -> float:
@@ -332,6 +343,7 @@ class GroupServer:
             min_groups=ask.min_groups,
             grace_ms=ask.grace_ms,
             final=ask.final,
+            durable_relays=self._stored_at,
         )
         retries_left = self._settings.quorum_retries
         while True:

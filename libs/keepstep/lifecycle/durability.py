@@ -77,6 +77,14 @@ class Durability:
 
     def _report(self, step: int, nbytes: int, seconds: float, error: str) -> None:
         self._context.telemetry.durable(step, self._settings.every, nbytes, seconds, error)
+        if not error:
+            self._tell_lighthouse()
+
+    def _tell_lighthouse(self) -> None:
+        """Let the lighthouse know which relays have the newest checkpoint, for the next life of the job."""
+        if not self._settings.relays and self._context.settings.rank == 0:
+            names = (name for name, address in self._registered().items() if address in self.last.relays)
+            self._context.link.stored_at(tuple(sorted(names)))
 
     # ---- writing
 
@@ -159,12 +167,21 @@ class Durability:
 
     def _relays(self) -> dict[str, Endpoint]:
         """Return the relays that may store checkpoints, by address."""
-        addresses = self._settings.relays
-        if not addresses:
-            lighthouse = self._context.settings.session.addresses[0]
-            services = self._context.link.services
-            addresses = tuple(as_safe(one.address, lighthouse) for one in services if one.service == "relay")
+        addresses = self._settings.relays or self._registered().values()
         return {address: self._credentials.endpoint(address) for address in addresses}
+
+    def _registered(self) -> dict[str, str]:
+        """Return the addresses of the relays that are registered with the lighthouse, by name."""
+        context = self._context
+        lighthouse = context.settings.session.addresses[0]
+        return {one.name: as_safe(one.address, lighthouse) for one in context.link.services if one.service == "relay"}
+
+    def _absent(self) -> tuple[str, ...]:
+        """Return the relays that committed the newest checkpoint, and are not registered."""
+        if self._settings.relays:
+            return ()
+        registered = self._registered()
+        return tuple(name for name in self._context.link.durable_relays if name not in registered)
 
     # ---- resuming
 
@@ -209,6 +226,7 @@ class Durability:
             seconds=self._connect_seconds,
             wait=settings.resume_wait,
             copies=settings.copies,
+            absent=self._absent,
         )
         if not found:
             return {}
@@ -265,6 +283,7 @@ class Durability:
         context.log_progress("loaded")
         self._saved = context.progress.step
         self._writer.resumed(context.progress.step, name, addresses)
+        self._tell_lighthouse()
         context.telemetry.resumed(context.progress.step, self._settings.every, float(choice["committed"]))
         context.log.info("resumed from a durable checkpoint", step=context.progress.step, id=name, relays=addresses)
         return True

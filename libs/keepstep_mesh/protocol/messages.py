@@ -86,6 +86,9 @@ class QuorumRequest:
     """Time from the request of the ``min_groups``-th group, after which the quorum forms without the others."""
     final: bool = False
     """The group has taken its last step. Answered with ``Closed`` when all groups have, at one (step, lineage)."""
+    durable_relays: tuple[str, ...] = ()
+    """Names of the relays that committed the newest durable checkpoint of this group; empty: none, or unchanged since
+    the previous request of this session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +192,8 @@ class Welcome:
     live_step: int = 0
     """Highest step of the other connected groups that have trained since the job began or resumed; 0: none, or
     unknown."""
+    durable_relays: tuple[str, ...] = ()
+    """Names of the relays that committed the newest durable checkpoint of the job; empty: none is known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,6 +84,8 @@ class LighthouseSession:
         """Services that the lighthouse announced last; kept while disconnected. Changes are pushed."""
         self.live_step = 0
         """As in the last ``Welcome``."""
+        self.durable_relays: tuple[str, ...] = ()
+        """As in the last ``Welcome``."""
         self.version = PROTOCOL_VERSION
         """Version of the protocol that the lighthouse speaks."""
         self.heal_timeout_ms = 0
@@ -384,6 +386,7 @@ class LighthouseSession:
         self._core.welcomed(welcome)
         self._set_timing(welcome)
         self.live_step, self.version = welcome.live_step, welcome.version
+        self.durable_relays = welcome.durable_relays
         now = self._loop.time()
         self.liveness.begins(now)
         self._connector.welcome()

@@ -140,12 +140,13 @@ class SessionCore:
         self._checked_info: MemberInfo | None = None
         self._known_info: MemberInfo | None = None
         self._known_settings = ""
+        self._known_relays: tuple[str, ...] = ()
         self._listed: tuple[Member, ...] = ()
         self._listed_version: int | None = None
 
     def hello(self) -> Hello:
         """Return the first message of a new connection, and forget the state of the last connection."""
-        self._known_info = None
+        self._known_info, self._known_relays = None, ()
         self._listed, self._listed_version = (), None
         return Hello(
             version=PROTOCOL_VERSION,
@@ -191,6 +192,8 @@ class SessionCore:
         known = request.info is self._known_info or request.info == self._known_info
         known = known and request.settings == self._known_settings
         self._known_info, self._known_settings = request.info, request.settings
+        relays = () if request.durable_relays == self._known_relays else request.durable_relays
+        self._known_relays = request.durable_relays
         return QuorumRequest(  # `replace` takes twice as long, in every step
             request=self.number,
             step=request.step,
@@ -207,6 +210,7 @@ class SessionCore:
             min_groups=request.min_groups,
             grace_ms=request.grace_ms,
             final=request.final,
+            durable_relays=relays,
         )
 
     def withdraw(self, number: int) -> bool:

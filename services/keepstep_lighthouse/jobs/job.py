@@ -270,7 +270,7 @@ class Job:
 
     def _welcome(self, session: Session) -> None:
         live_step = self.core.live_step(name_of(session.replica_id))
-        session.welcome(self.term.epoch, self._written.quorum_id, self._written.policy, live_step)
+        session.welcome(self.term.epoch, self._written, live_step)
 
     def _log(self, entry: LogEntry, made: list[Happened]) -> None:
         made.append(self._events.add(self.name, entry.kind, entry.replica_id, entry.detail, time.time()))

@@ -29,6 +29,7 @@ def decode(key: str, value: bytes) -> JobRecord:
         plain["bans"] = tuple(_known(Ban, ban) for ban in plain["bans"])
         plain["members"] = tuple(plain["members"])
         plain["evicted"] = tuple(plain["evicted"])
+        plain["durable_relays"] = tuple(plain.get("durable_relays", ()))
         if plain.get("ended") is not None:
             plain["ended"] = _known(JobEnd, plain["ended"])
         if plain.get("closed") is not None:

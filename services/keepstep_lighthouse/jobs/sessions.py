@@ -20,6 +20,7 @@ from keepstep_lighthouse.quorum.events import (
     Event,
     GroupFailed,
     HealProgress,
+    JobRecord,
     LeftOnPurpose,
     MovedAway,
     Policy,
@@ -186,18 +187,20 @@ class Session:
 
     # ---- out
 
-    def welcome(self, epoch: int, quorum_id: int, policy: Policy, live_step: int) -> None:
+    def welcome(self, epoch: int, record: JobRecord, live_step: int) -> None:
+        policy = record.policy
         interval_ms, timeout_ms, grace_ms = self._timing(policy)
         message = Welcome(
             version=PROTOCOL_VERSION,
             epoch=epoch,
-            quorum_id=quorum_id,
+            quorum_id=record.quorum_id,
             heartbeat_interval_ms=interval_ms,
             heartbeat_timeout_ms=timeout_ms,
             reconnect_grace_ms=grace_ms,
             services=self._services(),
             heal_timeout_ms=int(policy.heal_timeout * 1000),
             live_step=live_step,
+            durable_relays=record.durable_relays,
         )
         self._welcomed = True
         self.send(codec.encode(message))

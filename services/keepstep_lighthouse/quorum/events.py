@@ -246,6 +246,8 @@ class JobRecord:
     """How the last group went; None: groups train, or the job has not begun."""
     closed: FinalState | None = None
     """State at which all groups finished. No group trains on until an administrator reopens the job. None: open."""
+    durable_relays: tuple[str, ...] = ()
+    """Names of the relays that committed the newest durable checkpoint, as a group last reported; empty: none did."""
 
 
 # ---- decisions

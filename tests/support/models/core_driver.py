@@ -131,6 +131,7 @@ class Driver:
         min_groups: int = 0,
         grace: float = 0.0,
         final: bool = False,
+        durable_relays: tuple[str, ...] = (),
     ) -> list[Decision]:
         if settings is not None and info is None:
             info = MemberInfo(f"http://{replica_id}")
@@ -145,6 +146,7 @@ class Driver:
             min_groups=min_groups,
             grace_ms=round(grace * 1000),
             final=final,
+            durable_relays=durable_relays,
         )
         return self.feed(Asked(self.session_of[replica_id], wanted))
 

@@ -76,6 +76,23 @@ def test_with_copies_at_other_relays_one_that_is_silent_costs_no_time(monkeypatc
     assert search(monkeypatch, lambda _: None, wait=30.0, copies=2) == (1, 1)
 
 
+def test_a_job_whose_relay_is_not_registered_yet_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    newer = Stored(B.address, "step-5-1-a", 5, 1, 1, 0.0)
+    monkeypatch.setattr(newest_checkpoint, "stored_at", lambda relay, _: [newer] if relay is B else [])
+    monkeypatch.setattr(newest_checkpoint, "FIND_PAUSE_SECONDS", 0.01)
+    registered = [A]
+
+    def absent() -> list[str]:
+        if B in registered:
+            return []
+        registered.append(B)  # a moment later
+        return ["b"]
+
+    assert find_newest(lambda: list(registered), "job", seconds=0.0, wait=30.0, absent=absent) == [newer]
+    with pytest.raises(KeepstepError, match=r"relay b, which had the newest one, is not registered; .*resume=False"):
+        find_newest(lambda: [A], "job", seconds=0.0, absent=lambda: ["b"])
+
+
 def test_a_rank_waits_for_rank_0_that_comes_later_to_its_first_step() -> None:
     store = HashStore()
     waits: list[int] = []

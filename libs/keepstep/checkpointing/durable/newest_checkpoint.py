@@ -54,7 +54,13 @@ def stored_at(relay: Endpoint, job: str) -> list[Stored]:
 
 
 def find_newest(
-    relays: Callable[[], Sequence[Endpoint]], job: str, *, seconds: float, wait: float = 0.0, copies: int = 1
+    relays: Callable[[], Sequence[Endpoint]],
+    job: str,
+    *,
+    seconds: float,
+    wait: float = 0.0,
+    copies: int = 1,
+    absent: Callable[[], Collection[str]] = tuple,
 ) -> list[Stored]:
     """Return the newest durable checkpoint of ``job``, once for each relay that has it. Empty: no relay has any.
 
@@ -65,8 +71,9 @@ def find_newest(
         relays: returns all relays that may have one. A relay that it no longer returns counts too.
         job: name of the job.
         seconds: time limit for the relays to answer, if none of those that answer has a checkpoint.
-        wait: the same, if one of them has.
+        wait: the same, if one of them has, or if a relay is ``absent``.
         copies: number of relays that store each checkpoint.
+        absent: returns the names of relays that have committed the newest checkpoint, and are not registered now.
 
     Raises:
         KeepstepError: no relay is known, or none has a checkpoint and one of them does not answer. The job may have a
@@ -76,6 +83,8 @@ def find_newest(
     while True:
         known |= {relay.address: relay for relay in relays()}
         found, silent = _ask(known.values(), job)
+        missing = absent()
+        silent |= {name: f"relay {name}, which had the newest one, is not registered" for name in missing}
         best, waited = newest(found), time.monotonic() - began
         if best and (len(silent) < copies or waited >= wait):
             if silent:
@@ -89,19 +98,19 @@ def find_newest(
             return best
         if known and not silent:
             return []
-        if not best and waited >= seconds:
+        if not best and waited >= (max(seconds, wait) if missing else seconds):
             why = "; ".join(silent.values()) or "no relay is registered with the lighthouse"
             raise KeepstepError(
                 f"cannot find out whether job {job} has a durable checkpoint: {why}; start the relay that stores them "
                 f"(keepstep relay), or pass resume=False (KEEPSTEP_RESUME=0) to begin at step 0"
             )
-        if best and not told:
+        if silent and not told:
             told = True
             log.warning(
                 "waiting for relays that may have a newer durable checkpoint",
-                step=best[0].step,
+                step=best[0].step if best else 0,
                 silent_relays=sorted(silent),
-                seconds=wait,
+                seconds=max(seconds, wait) if missing else wait if best else seconds,
             )
         time.sleep(FIND_PAUSE_SECONDS)  # before the relays are asked again
 

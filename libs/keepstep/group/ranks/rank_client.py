@@ -85,6 +85,7 @@ class RankClient:
         self.key_values: KeyValueServer | None = None
         self.live_step = 0
         self.services: tuple[ServiceAddress, ...] = ()
+        self.durable_relays: tuple[str, ...] = ()
         self._hello = RankHello(
             PROTOCOL_VERSION, OLDEST_PROTOCOL_VERSION, group_rank, world_size, restart, keeps_list=True
         )
@@ -221,6 +222,9 @@ class RankClient:
             await self._socket.send_bytes(codec.encode(message))
         except ConnectionError as error:
             raise SessionClosed(f"the connection to the group server at {self.address} ended: {error}") from error
+
+    def stored_at(self, relays: tuple[str, ...]) -> None:
+        """See ``RankLink``."""
 
     async def ask(self, ask: RankAsk) -> QuorumPlan:
         """See ``RankLink``."""

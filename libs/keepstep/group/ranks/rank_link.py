@@ -65,6 +65,17 @@ class RankLink(Protocol):
     def live_step(self) -> int:
         """Highest step of the other groups from which this one could heal when it connected; 0: none, or not rank 0."""
 
+    @property
+    def durable_relays(self) -> tuple[str, ...]:
+        """Names of the relays that had the newest durable checkpoint of the job when this group connected; empty: none
+        is known, or not rank 0.
+        """
+
+    def stored_at(self, relays: tuple[str, ...]) -> None:
+        """Note the names of the relays that have the newest durable checkpoint. Rank 0 tells the lighthouse. From any
+        thread.
+        """
+
     async def ask(self, ask: RankAsk) -> QuorumPlan:
         """Return the plan of the group's next step, once all ranks have asked.
 

@@ -7,12 +7,23 @@ likely to be wrong than those of all others. Both sides end if they are equally 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from keepstep_lighthouse.quorum.group import Group
 from keepstep_lighthouse.quorum.job_state import JobState
 from keepstep_lighthouse.quorum.rules.reasons import named
 from keepstep_lighthouse.quorum.rules.step_reports import Mismatch, Mixture
 from keepstep_mesh.protocol.membership import Data, StepReport
 from keepstep_mesh.protocol.messages import Denied
+
+MAX_DURABLE_RELAYS = 100
+
+
+def note_durable_relays(state: JobState, relays: tuple[str, ...]) -> None:
+    """Store which relays have the newest durable checkpoint, for a group that resumes after the loss of all."""
+    relays = relays[:MAX_DURABLE_RELAYS]
+    if relays != state.record.durable_relays:
+        state.persist(replace(state.record, durable_relays=relays))
 
 
 def note(state: JobState, group: Group, report: StepReport | None) -> None:

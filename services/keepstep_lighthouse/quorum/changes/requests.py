@@ -24,6 +24,8 @@ def ask(state: JobState, group: Group, request: QuorumRequest, now: float) -> No
     if finishing.answer(state, group, request):
         return
     reports.note(state, group, request.last_step)
+    if request.durable_relays:
+        reports.note_durable_relays(state, request.durable_relays)
     last, session = state.announcer.last, group.session
     current = last is not None and last.quorum_id == state.record.quorum_id and not state.round.broken
     answer = group.answer if current and group.answer is not None and group.answer.announce is last else None

@@ -275,7 +275,10 @@ async def test_a_fault_behind_a_write_ends_the_term_too(monkeypatch: pytest.Monk
 
 
 def test_a_record_comes_back_as_it_was_stored() -> None:
-    record = JobRecord(7, ("r0:a", "r1:b"), 5, Policy(2, takeover_grace=1.5), (Ban("r9", 12.5, "bad host"),), ("r8:x",))
+    record = JobRecord(
+        7, ("r0:a", "r1:b"), 5, Policy(2, takeover_grace=1.5), (Ban("r9", 12.5, "bad host"),), ("r8:x",),
+        durable_relays=("relay-1",),
+    )  # fmt: skip
     assert records.decode("jobs/x", records.encode(record)) == record
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,10 @@ import pytest
 import torch
 
 from keepstep import Manager
+from keepstep.checkpointing.durable import newest_checkpoint
 from keepstep_mesh.errors import KeepstepError
 from tests.services.manager.groups import SECOND, manager, place_to_meet, together
-from tests.support.services.relay_driver import client, metric, relay_process
+from tests.support.services.relay_driver import client, metric, relay, relay_process
 
 FROZEN = 2 << 20
 """Elements that never change: 8 MiB, one chunk of them."""
@@ -130,6 +133,44 @@ async def test_no_job_begins_again_while_the_relay_that_may_have_its_checkpoint_
             assert away in one.save_checkpoint().error
 
     await asyncio.to_thread(job)
+
+
+async def test_a_job_waits_for_the_relay_that_has_its_checkpoint_although_another_one_is_there_before(
+    lighthouse: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, ask = threading.Event(), newest_checkpoint._ask
+
+    def ask_and_tell(*relays: Any) -> Any:
+        answers = ask(*relays)
+        asked.set()
+        return answers
+
+    def life(steps: int) -> int:
+        held = state()
+        with manager(lighthouse, "a", held, durable_every=1, init_sync=False) as one:
+            one.resume()
+            first = one.current_step()
+            while one.current_step() < steps:
+                assert step(one, held)
+                assert one._durability._writer.finish(60)
+            return first
+
+    @asynccontextmanager
+    async def registered(name: str) -> AsyncIterator[None]:
+        async with relay(name=name, data_dir=tmp_path / name, lighthouses=(lighthouse,)) as one:
+            while not one.is_registered:  # noqa: ASYNC110 - nothing tells it
+                await asyncio.sleep(0.01)
+            yield
+
+    async with asyncio.timeout(120):
+        async with registered("r1"):
+            assert await asyncio.to_thread(life, 3) == 0
+        async with registered("r2"):
+            monkeypatch.setattr(newest_checkpoint, "_ask", ask_and_tell)
+            again = asyncio.create_task(asyncio.to_thread(life, 4))
+            await asyncio.to_thread(asked.wait, 60)
+            async with registered("r1"):
+                assert await again == 3
 
 
 async def test_all_ranks_of_a_group_resume_from_one_checkpoint_and_all_learn_that_a_write_failed(

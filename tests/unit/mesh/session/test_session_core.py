@@ -325,3 +325,13 @@ def test_a_round_without_healing_is_one_for_the_asker():
     assert not core.to_send(1000).allow_heal
     told = QuorumAnswer(1, 1, 1, 0, 1, 0, "", 0, (), allow_heal=False)
     assert not core.answered(told).allow_heal
+
+
+def test_the_relays_of_durable_checkpoints_are_sent_when_they_change_and_on_a_new_connection() -> None:
+    core, sent = core_in_session(), []
+    for relays in ((), ("r1",), ("r1",), ("r2",)):
+        core.ask(request(7, durable_relays=relays))
+        sent.append(core.to_send(1000).durable_relays)
+    assert sent == [(), ("r1",), (), ("r2",)]
+    core.hello()
+    assert core.to_send(1000).durable_relays == ("r2",)

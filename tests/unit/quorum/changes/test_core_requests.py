@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep_lighthouse.quorum.events import Decision
+from keepstep_lighthouse.quorum.events import Decision, Persist
 from keepstep_mesh.protocol.messages import Denied, RoundBroken
 from tests.support.models.core_driver import Driver, announced, announces, members, told
 
@@ -178,6 +178,18 @@ def test_a_lone_joiner_gets_no_quorum_below_min_replicas() -> None:
     driver.opens("z")
     assert not announces(driver.asks("z", shrink=True))
     assert not announces(driver.asks("z") + driver.passes(100))
+
+
+def test_the_relays_of_the_newest_durable_checkpoint_are_stored_before_the_answer() -> None:
+    driver = Driver()
+    driver.start("a")
+    persist, *rest = driver.asks("a", 1, durable_relays=("r1", "r2"))
+    assert isinstance(persist, Persist)
+    assert persist.record.durable_relays == ("r1", "r2")
+    assert announces(rest)
+    assert not [one for one in driver.asks("a", 2, durable_relays=("r1", "r2")) if isinstance(one, Persist)]
+    driver.asks("a", 3)
+    assert driver.record.durable_relays == ("r1", "r2"), "an empty list changes nothing"
 
 
 def test_requests_that_come_faster_than_rounds_do_not_pile_up() -> None:
