@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import torch
 
 from keepstep.checkpoint.parts.local_parts import ObjectPart, Part, TensorPart
+from keepstep.checkpointing.state.device_copies import device_copies
 
 ALIGNMENT = 64
 LARGEST_EXCESS = 2
@@ -30,14 +31,14 @@ class StagingBuffers:
         self._lock = threading.Lock()
         self._free: torch.Tensor | None = None
 
-    def take(self, size: int, *, pinned: bool) -> torch.Tensor:
-        """Return at least ``size`` bytes, in page-locked memory if ``pinned``."""
+    def take(self, size: int) -> torch.Tensor:
+        """Return at least ``size`` bytes."""
         with self._lock:
             buffer, self._free = self._free, None
-        if buffer is not None and size <= len(buffer) <= LARGEST_EXCESS * size and buffer.is_pinned() == pinned:
+        if buffer is not None and size <= len(buffer) <= LARGEST_EXCESS * size:
             return buffer
         del buffer  # before the next one is allocated
-        return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        return torch.empty(size, dtype=torch.uint8)
 
     def give_back(self, buffer: torch.Tensor) -> None:
         with self._lock:
@@ -60,15 +61,14 @@ class StagedParts:
         objects = {key: copy.deepcopy(part.value) for key, part in parts.items() if isinstance(part, ObjectPart)}
         tensors = {_identity(tensor): tensor.detach() for tensor in _tensors(parts)}
         *starts, size = accumulate((_aligned(tensor.nbytes) for tensor in tensors.values()), initial=0)
-        self._buffer = buffers.take(size, pinned=any(tensor.is_cuda for tensor in tensors.values()))
+        self._buffer = buffers.take(size)
         with self._given_back_after_error():
-            self._copies = {
-                identity: _copy_into(self._buffer[start : start + tensor.nbytes], tensor)
-                for start, (identity, tensor) in zip(starts, tensors.items(), strict=True)
-            }
+            with device_copies() as copy_from_device:
+                self._copies = {
+                    identity: _copy_into(self._buffer[start : start + tensor.nbytes], tensor, copy_from_device)
+                    for start, (identity, tensor) in zip(starts, tensors.items(), strict=True)
+                }
             self.parts = {key: self._staged(part, objects.get(key)) for key, part in parts.items()}
-            for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
-                torch.cuda.current_stream(device).synchronize()
 
     def release(self) -> None:
         """Give the memory back. ``parts`` must not be used after it."""
@@ -104,5 +104,11 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _copy_into(memory: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    return memory.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=tensor.is_cuda)
+def _copy_into(
+    memory: torch.Tensor, tensor: torch.Tensor, copy_from_device: Callable[[torch.Tensor, torch.Tensor], None]
+) -> torch.Tensor:
+    target = memory.view(tensor.dtype).view(tensor.shape)
+    if tensor.is_cuda:
+        copy_from_device(memory, tensor)
+        return target
+    return target.copy_(tensor)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from keepstep.checkpointing.errors import UnsupportedValue
+from keepstep.checkpointing.state.device_copies import device_copies
 from keepstep.checkpointing.state.leaves import TORCH_DTYPE_NAMES, encode_leaf, numpy_dtype_name
 from keepstep.checkpointing.state.sharding import LocalShard, is_dtensor, sharding_of
 from keepstep_mesh.protocol.state_content import BYTES, MAX_DEPTH, NUMPY, Content, Sharding, TensorEntry
@@ -37,27 +38,27 @@ class Layout:
     def copy_into(self, pack: torch.Tensor) -> None:
         """Copy every region to its position in ``pack``, and fill the gaps with zeros.
 
-        CUDA tensors are copied on the current stream of their device. Returns when all copies are complete.
+        CUDA tensors are copied after the work that the current stream of their device has now. Returns when all copies
+        are complete.
 
         Args:
             pack: uint8 tensor on the CPU, as long as the pack.
         """
-        devices = {source.device for source in self.sources if isinstance(source, torch.Tensor) and source.is_cuda}
         flat: Array = pack.numpy()
         end = 0
-        for source, length, position in zip(
-            self.sources, self.content.regions, self.content.positions()[:-1], strict=True
-        ):
-            if position > end:
-                flat[end:position] = 0
-            end = position + length
-            if isinstance(source, torch.Tensor):
-                target = pack[position:end].view(source.dtype).view(source.shape)
-                target.copy_(source, non_blocking=pack.is_pinned() if source.is_cuda else False)
-            else:
-                flat[position:end] = source
-        for device in devices:
-            torch.cuda.current_stream(device).synchronize()
+        with device_copies() as copy_from_device:
+            for source, length, position in zip(
+                self.sources, self.content.regions, self.content.positions()[:-1], strict=True
+            ):
+                if position > end:
+                    flat[end:position] = 0
+                end = position + length
+                if not isinstance(source, torch.Tensor):
+                    flat[position:end] = source
+                elif source.is_cuda:
+                    copy_from_device(pack[position:end], source)
+                else:
+                    pack[position:end].view(source.dtype).view(source.shape).copy_(source)
 
 
 def describe(state: Any) -> Layout:

@@ -65,8 +65,7 @@ class StagingArea:
         self.drop()
         layout = describe(state)
         pack_bytes = layout.content.positions()[-1]
-        pinned = any(isinstance(source, torch.Tensor) and source.is_cuda for source in layout.sources)
-        buffer = self._take(pack_bytes, pinned)
+        buffer = self._take(pack_bytes)
         try:
             layout.copy_into(buffer[:pack_bytes])
             snapshot = Snapshot(step, buffer, pack_bytes, pack_content(layout.content), self)
@@ -104,7 +103,7 @@ class StagingArea:
                 del self._holds[snapshot]
                 self._free = snapshot.buffer
 
-    def _take(self, length: int, pinned: bool) -> torch.Tensor:
+    def _take(self, length: int) -> torch.Tensor:
         with self._lock:
             buffer, self._free = self._free, None
             oldest = next(iter(self._holds)) if len(self._holds) >= MAX_BUFFERS else None
@@ -112,7 +111,7 @@ class StagingArea:
                 del self._holds[oldest]
         if oldest is not None:
             self._disconnect(oldest)
-        if buffer is not None and len(buffer) >= length and buffer.is_pinned() == pinned:
+        if buffer is not None and len(buffer) >= length:
             return buffer
         del buffer, oldest
-        return torch.empty(length, dtype=torch.uint8, pin_memory=pinned)
+        return torch.empty(length, dtype=torch.uint8)
