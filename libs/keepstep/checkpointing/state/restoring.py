@@ -6,7 +6,6 @@ import math
 from bisect import bisect_right
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +15,8 @@ from keepstep.checkpointing.errors import StateMismatch
 from keepstep.checkpointing.state.leaves import TORCH_DTYPES, decode_leaf, numpy_dtype
 from keepstep.checkpointing.state.pack_layout import may_overlap_itself
 from keepstep.checkpointing.state.sharding import MeshFinder, is_dtensor, sharding_of, to_dtensor
+from keepstep.runtime.host_memory import available_bytes, ranks_of_host
+from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import ManifestError
 from keepstep_mesh.protocol.manifest import ALIGNMENT, CHUNK_BYTES
 from keepstep_mesh.protocol.state_content import BYTES, NUMPY, Content, Sharding, TensorEntry
@@ -23,6 +24,8 @@ from keepstep_mesh.protocol.state_content import BYTES, NUMPY, Content, Sharding
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
+
+log = get_logger("keepstep.checkpointing")
 
 _ABSENT = object()
 
@@ -42,7 +45,7 @@ class Destination:
         spare: memory to reuse where it fits. Its content is kept: it may have chunks of an earlier transfer.
 
     Raises:
-        ManifestError: the machine has too little memory.
+        ManifestError: the machine, or the container, has too little memory.
         StateMismatch: a DTensor has another sharding in ``into``, or no device mesh fits it.
     """
 
@@ -75,9 +78,7 @@ class Destination:
         wanted = {region: size for region, size in enumerate(content.regions) if region not in self._in_place}
         self.fresh = {region: one for region, one in (spare or {}).items() if wanted.get(region) == len(one)}
         needed = sum(size for region, size in wanted.items() if region not in self.fresh)
-        available = _available_bytes()
-        if needed > available:
-            raise ManifestError(f"not enough memory: the state needs {needed} bytes, {available} are available")
+        _check_room(needed)
         for region, size in wanted.items():
             if region not in self.fresh:
                 self.fresh[region] = torch.empty(size, dtype=torch.uint8)
@@ -240,13 +241,18 @@ def _strides(value: Any) -> Any:
     return value.strides if isinstance(value, np.ndarray) else value.stride()
 
 
-def _available_bytes() -> int:
-    """Return the memory available without swapping; unlimited if the system does not report it."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return 1 << 62
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 1 << 62)
+def _check_room(needed: int) -> None:
+    """Raise ManifestError if ``needed`` bytes are not available; warn if they may not be for all ranks of this host."""
+    available, ranks = available_bytes(), ranks_of_host()
+    if needed > available:
+        raise ManifestError(f"not enough memory: the state needs {needed} bytes, {available} are available")
+    if needed * ranks > available:  # no error: other ranks may need less
+        log.warning(
+            "too little memory, if each rank of this host receives as much",
+            ranks=ranks,
+            needed_bytes=needed,
+            available_bytes=available,
+        )
 
 
 def build_value(node: Any, into: Any, path: str, deliver: Callable[[int, Any, str], Any]) -> Any:
