@@ -56,7 +56,7 @@ def _reclaimable(stat: Path, name: str) -> int:
 
 
 def _number(file: Path) -> int | None:
-    """Return the number in ``file``; None: there is none, as where the limit is ``max``."""
+    """Return the number in ``file``; None: the file is missing, or the limit is ``max``."""
     text = "".join(_lines(file)).strip()
     return int(text) if text.isdecimal() else None
 

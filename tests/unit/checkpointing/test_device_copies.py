@@ -15,7 +15,7 @@ BUFFER_BYTES = 10
 
 
 class LateDevice:
-    """Copies nothing before somebody waits for the event that follows the copy."""
+    """Copies nothing before a thread waits for the event that follows the copy."""
 
     fails_at = -1
 

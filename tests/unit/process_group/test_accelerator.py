@@ -20,6 +20,7 @@ from keepstep.process_group.torch_backends import accelerator as module
 from keepstep.process_group.torch_backends.accelerator import AcceleratorCommunicator, AcceleratorWork
 from keepstep.process_group.torch_backends.stream_watch import BACKLOG_POLL_SECONDS, StreamWatch
 from keepstep.process_group.torch_backends.torch_variables import environment, nccl_variables
+from keepstep_mesh.errors import ForkError
 
 LONG = timedelta(seconds=7)
 DEADLINE = 20.0
@@ -225,6 +226,18 @@ def test_detailed_debugging_of_torch_is_refused(monkeypatch) -> None:
         ProcessGroupNCCL()
 
 
+@pytest.mark.usefixtures("stream")
+def test_a_dtype_that_nccl_does_not_have_is_refused_by_name_before_the_collective(monkeypatch) -> None:
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", TorchClass, raising=False)
+    group = ProcessGroupNCCL(LONG)
+    group.configure("", "r0", 0, 2, 1, store=dist.HashStore())
+    for dtype, larger in ((torch.int16, "int32"), (torch.uint32, "int64")):
+        with pytest.raises(ProcessGroupError, match=rf"allgather with {dtype}: NCCL .* torch.{larger} first"):
+            group.allgather([torch.zeros(1, dtype=dtype)], torch.zeros(1, dtype=dtype))
+    assert group.errored() is None, "the group still works"
+    group.shutdown()
+
+
 # ---- streams
 
 
@@ -284,6 +297,19 @@ def test_a_stream_that_an_abort_does_not_free_ends_the_process(stream, monkeypat
     threading.Timer(0.05, made.fail, [ProcessGroupAbortedError("r1 was lost")]).start()  # while the stream is awaited
     made.await_stream()
     assert ends == ["an abort did not free the accelerator within 0.05 s (r1 was lost)"]
+    made.close()
+
+
+def test_a_forked_child_does_not_wait_for_a_stream_that_it_cannot_use(stream) -> None:
+    made = communicator(Backend())
+    made.connect()
+    child = os.fork()
+    if not child:
+        stream.free.clear()  # a wait would be an AssertionError after the deadline
+        made.await_stream()
+        os._exit(0 if isinstance(made.error, ForkError) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    made.fail(ProcessGroupAbortedError("over"))
     made.close()
 
 

@@ -148,8 +148,11 @@ class AcceleratorCommunicator(Communicator):
     def await_stream(self) -> None:
         """Wait until the current stream has done its present work.
 
-        If an abort does not free it, the process ends: its memory may change at any time.
+        If an abort does not free it, the process ends: its memory may change at any time. A forked child does not wait,
+        because it cannot use the accelerator.
         """
+        if self.is_forked:
+            return
         self._stream_is_free.clear()
         if self.error is not None:
             self._limit_stream_wait()

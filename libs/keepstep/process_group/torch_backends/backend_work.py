@@ -101,7 +101,7 @@ class BackendWork(Work):
         if self._future is None:
             raw = self._raw
             self._communicator.watch_futures()
-            self._future = Future(devices=list({one.device for one in _flat(self._tensors) if not one.is_cpu}))
+            self._future = Future(devices=list({one.device for one in flat_tensors(self._tensors) if not one.is_cpu}))
             if raw is not None:
                 self._watch(raw)
             if raw is None or self._communicator.error is not None:  # `fail` may have missed this future
@@ -165,7 +165,7 @@ class BackendWork(Work):
         """
         deadline = time.monotonic() + timeout.total_seconds() if timeout > NO_TIMEOUT else float("inf")
         communicator = self._communicator
-        patience = PATIENCE + sum(tensor.nbytes for tensor in _flat(self._tensors)) // PATIENCE_BYTES
+        patience = PATIENCE + sum(tensor.nbytes for tensor in flat_tensors(self._tensors)) // PATIENCE_BYTES
         spent = communicator.patience_spent
         for waited in itertools.count(1):
             if self._poll(raw, SLICE if spent < patience else INSTANT):
@@ -239,9 +239,10 @@ def plain_message(error: Exception) -> str:
     return _GLOO_ADVICE.sub("", _GLOO_PLACE.sub("", str(error)))
 
 
-def _flat(tensors: Any) -> Iterator[torch.Tensor]:
+def flat_tensors(tensors: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested lists and tuples; other values are left out."""
     if isinstance(tensors, torch.Tensor):
         yield tensors
     elif isinstance(tensors, list | tuple):
         for one in tensors:
-            yield from _flat(one)
+            yield from flat_tensors(one)

@@ -71,6 +71,11 @@ class Communicator(ABC):
         self._lock = threading.Lock()
         self.error = fork_error("the process group", self._pid)
 
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is a forked child of the one that made the communicator."""
+        return os.getpid() != self._pid
+
     @abstractmethod
     def connect(self) -> None:
         """Connect to the peers and set ``backend``. Ends soon after ``interrupt``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ from torch.distributed.distributed_c10d import Store, Work
 from keepstep.process_group.base import ProcessGroupError
 from keepstep.process_group.torch_backends.accelerator import AcceleratorCommunicator, AcceleratorWork
 from keepstep.process_group.torch_backends.backend import BackendProcessGroup
+from keepstep.process_group.torch_backends.backend_work import flat_tensors
 from keepstep.process_group.torch_backends.communicator import Communicator
 from keepstep.process_group.torch_backends.torch_variables import nccl_variables, refuse_detailed_debugging
 
@@ -27,6 +29,14 @@ class ProcessGroupNCCL(BackendProcessGroup):
     """
 
     _backend_name = "NCCL"
+    _missing_dtypes: Mapping[torch.dtype, torch.dtype] = {
+        torch.int16: torch.int32,
+        torch.uint16: torch.int32,
+        torch.uint32: torch.int64,
+        torch.uint64: torch.int64,
+        torch.complex32: torch.complex64,
+    }
+    """For each dtype that the backend does not have, a larger one that it has."""
 
     def __init__(self, timeout: timedelta = timedelta(seconds=60)) -> None:
         super().__init__(timeout)
@@ -35,6 +45,16 @@ class ProcessGroupNCCL(BackendProcessGroup):
 
     def getBackendName(self) -> str:  # noqa: N802
         return f"keepstep-{self._backend_name.lower()}"
+
+    def _run(self, operation: str, *args: Any) -> Work:
+        for tensor in flat_tensors(args):
+            larger = self._missing_dtypes.get(tensor.dtype)
+            if larger is not None:
+                raise ProcessGroupError(
+                    f"cannot run {operation} with {tensor.dtype}: {self._backend_name} does not have it; convert the "
+                    f"tensor to {larger} first"
+                )
+        return super()._run(operation, *args)
 
     def errored(self) -> Exception | None:
         """Wait for the current stream; then return the first error since the last ``configure``.
@@ -99,6 +119,7 @@ class ProcessGroupXCCL(ProcessGroupNCCL):
     """
 
     _backend_name = "XCCL"
+    _missing_dtypes: Mapping[torch.dtype, torch.dtype] = {}
 
     def _options(self) -> Any:
         return self._torch_class.Options()

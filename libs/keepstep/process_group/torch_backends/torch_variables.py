@@ -2,7 +2,8 @@
 
 Only keepstep's own backends get these values: they are set while one is created and restored afterwards, so that the
 user's other groups keep theirs. They turn torch's watchdog off, which would end this process after a peer has died
-(torchrun turns it on), and its dumps, during which the next collective would wait.
+(torchrun turns it on), and its dumps, during which the next collective would wait. A wait does not block the CPU, where
+an abort could not end it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from keepstep.process_group.base import ProcessGroupError
 
 WITHOUT_WATCHDOG = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_BLOCKING_WAIT": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
