@@ -62,13 +62,14 @@ class CudaCopies:
             target.copy_(source, non_blocking=True)
 
     def mark(self) -> Mark:
-        return self._stream.record_event()
+        mark: Mark = self._stream.record_event()
+        return mark
 
 
 @functools.cache
 def _stream_of(device: torch.device) -> torch.cuda.Stream:
     """Return the stream for the copies of ``device``: torch's allocator keeps memory for each stream."""
-    return torch.cuda.Stream(device)
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class _Ring:
