@@ -21,7 +21,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from keepstep_lighthouse.quorum.events import Announce, Decision, EndSession, JobRecord, LogEntry, Persist, Tell
-from keepstep_mesh.protocol.membership import Data, HeldAnswer, Lineage, MemberInfo, StateRoot
+from keepstep_mesh.protocol.membership import (
+    OWN,
+    PEER,
+    UNKNOWN,
+    Data,
+    HeldAnswer,
+    Lineage,
+    MemberInfo,
+    StateRoot,
+    StepFailure,
+)
 from keepstep_mesh.protocol.messages import (
     PROTOCOL_VERSION,
     Closed,
@@ -29,6 +39,7 @@ from keepstep_mesh.protocol.messages import (
     Drain,
     Evicted,
     Goodbye,
+    Healing,
     MemberLost,
     Refused,
     RoundBroken,
@@ -53,6 +64,9 @@ OPTIONS = (
     "grace",
     "final",
     "version",
+    "own error",
+    "cannot reach",
+    "names none",
 )
 BRACKETS = r"(?: \[(?P<options>[^\]]*)\])?"
 
@@ -68,6 +82,9 @@ class Dialogue:
     def play(self, line: str) -> list[str]:
         if line == "what is the state of the job?":
             return [self.state()]
+        if line == "how did the last quorum form?":
+            formed = self.driver.core.quorum_view(self.driver.now).formed
+            return [f"formed: {formed.sentence if formed else 'never'}"]
         for pattern, action in EVENTS:
             if (match := re.fullmatch(pattern, line)) is not None:
                 decisions = action(self, match)
@@ -117,6 +134,13 @@ class Dialogue:
                 return [
                     f"finds that the job went back from step {detail['from']} to {detail['to']}: {detail['reason']}"
                 ]
+            case LogEntry("parted", name, detail):
+                return [f"parts {name} for {detail['seconds']:g} s: {detail['reason']}"]
+            case LogEntry("not_parted", _, detail):
+                left, needed = detail["left"], detail["needed"]
+                return [f"parts no group, because {left} would be left and {needed} are needed: {detail['reason']}"]
+            case LogEntry("let_in", name, detail):
+                return [f"lets {name} in: {detail['reason']}"]
             case LogEntry():
                 return []
         raise TypeError(f"unknown decision {decision}")
@@ -191,8 +215,17 @@ class Dialogue:
                 min_groups=int(options.get("min groups", "0")),
                 grace=float(options.get("grace", "0 s").removesuffix(" s")),
                 final="final" in options,
+                failure=self._failure(options),
             ),
         )
+
+    def _failure(self, options: dict[str, str]) -> StepFailure | None:
+        quorum_id = self.driver.record.quorum_id
+        if "own error" in options:
+            return StepFailure(quorum_id, OWN, (), options["own error"])
+        if "cannot reach" in options:
+            return StepFailure(quorum_id, PEER, tuple(options["cannot reach"].split(" and ")), "timeout")
+        return StepFailure(quorum_id, UNKNOWN, (), "timeout") if "names none" in options else None
 
     def leaves(self, match: re.Match[str]) -> list[Decision]:
         told: tuple[str, str, int | None] = "told to", "", None
@@ -211,6 +244,9 @@ class Dialogue:
     def heals(self, match: re.Match[str]) -> list[Decision]:
         mib = 1024 * 1024
         return self.driver.heals(match["ids"], int(match["done"]) * mib, int(match["total"]) * mib, 10.0 * mib)
+
+    def fails_to_heal(self, match: re.Match[str]) -> list[Decision]:
+        return self.driver.reports(match["ids"], Healing(0, 0, 0.0, ended=True, error=match["error"]))
 
     def passes(self, match: re.Match[str]) -> list[Decision]:
         silent = match["silent"].split(", ") if match["silent"] else ()
@@ -248,6 +284,7 @@ EVENTS: tuple[tuple[str, Action], ...] = (
     (IDS + r" gives? up", _simple("cancels")),
     (IDS + r" loses? the connection", _simple("closes")),
     (r"(?P<ids>[\w:]+) is healing, (?P<done>\d+) of (?P<total>\d+) MiB", Dialogue.heals),
+    (r"(?P<ids>[\w:]+) fails to heal: (?P<error>.+)", Dialogue.fails_to_heal),
     (IDS + r" leaves?" + BRACKETS, Dialogue.leaves),
     (IDS + r" moves? to another lighthouse", _simple("moves")),
     (IDS + r" fails?", _simple("fails")),

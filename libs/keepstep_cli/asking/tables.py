@@ -31,6 +31,7 @@ STYLES = {
     "suspect": "red",
     "absent": "red",
     "kept_out": "yellow",
+    "parted": "yellow",
     "gone": "dim",
 }
 INCARNATION = re.compile(r"\b([0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from keepstep_mesh.protocol.membership import FinalState, Lineage, Quorum, StateRoot, StepReport
+from keepstep_mesh.protocol.membership import FinalState, Lineage, Quorum, StateRoot, StepFailure, StepReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,8 @@ class RankAsk:
     """As in ``QuorumRequest``."""
     final: bool = False
     """As in ``QuorumRequest``."""
+    failure: StepFailure | None = None
+    """As in ``QuorumRequest``, of this rank."""
 
 
 @dataclass(frozen=True, slots=True)

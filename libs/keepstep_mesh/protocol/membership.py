@@ -78,6 +78,29 @@ class StepReport:
         return self.step + self.committed
 
 
+OWN, PEER, UNKNOWN = "own", "peer", "unknown"
+"""Values of ``StepFailure.cause``."""
+MAX_PEERS = 64
+"""Limit of ``StepFailure.peers``."""
+MAX_FAILURE_REASON = 200
+"""Limit of ``StepFailure.reason``, in characters."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepFailure:
+    """Why a step failed in a group, sent with its next request."""
+
+    quorum_id: int
+    """Of the failed step."""
+    cause: str
+    """``own``: an error of this group, before any connection to another group failed. ``peer``: groups that it cannot
+    reach. ``unknown``: neither is known."""
+    peers: tuple[str, ...] = ()
+    """replica_ids of the groups that it cannot reach; with ``peer`` only."""
+    reason: str = ""
+    """The error, for operators."""
+
+
 @dataclass(frozen=True, slots=True)
 class HeldAnswer:
     """The answer of the step in progress: received, and the step has neither committed nor failed yet."""

@@ -12,7 +12,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from keepstep_mesh.protocol.membership import FinalState, HeldAnswer, Lineage, Member, MemberInfo, StateRoot, StepReport
+from keepstep_mesh.protocol.membership import (
+    FinalState,
+    HeldAnswer,
+    Lineage,
+    Member,
+    MemberInfo,
+    StateRoot,
+    StepFailure,
+    StepReport,
+)
 
 FINISH_VERSION = 3
 """The version that added final requests and ``Closed``."""
@@ -89,6 +98,8 @@ class QuorumRequest:
     durable_relays: tuple[str, ...] = ()
     """Names of the relays that committed the newest durable checkpoint of this group; empty: none, or unchanged since
     the previous request of this session."""
+    failure: StepFailure | None = None
+    """Why the group's last step failed. None: it did not, or the cause has nothing to do with this or another group."""
 
 
 @dataclass(frozen=True, slots=True)

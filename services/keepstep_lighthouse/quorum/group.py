@@ -78,13 +78,17 @@ class Exclusion(Enum):
     """Another incarnation of its name is healthy."""
     LAYOUT = "layout"
     """Its layout or its settings differ from those of the job."""
+    PARTED = "parted"
+    """It is on probation (``rules.parted``)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Excluded:
     reason: Exclusion
     sentence: str = ""
-    """The difference, for ``LAYOUT``."""
+    """The difference, for ``LAYOUT``; the cause, for ``PARTED``."""
+    until: float = 0.0
+    """When it ends, for ``PARTED``; monotonic seconds."""
 
 
 class Answer(NamedTuple):

@@ -8,10 +8,12 @@ from collections.abc import Callable
 from keepstep_lighthouse.quorum import bans
 from keepstep_lighthouse.quorum.announcing import Announcer
 from keepstep_lighthouse.quorum.events import Decision, EndSession, JobRecord, LogEntry, Persist, Tell
-from keepstep_lighthouse.quorum.group import Group
+from keepstep_lighthouse.quorum.group import Exclusion, Group
 from keepstep_lighthouse.quorum.groups import Groups
 from keepstep_lighthouse.quorum.policies import policy_problem
 from keepstep_lighthouse.quorum.rounds import Round
+from keepstep_lighthouse.quorum.rules.evidence import Evidence
+from keepstep_lighthouse.quorum.rules.parted import Probation
 from keepstep_lighthouse.quorum.rules.step_reports import StepReports
 from keepstep_lighthouse.quorum.takeover import Takeover
 from keepstep_lighthouse.quorum.views import Gone
@@ -31,6 +33,10 @@ class JobState:
         self.takeover = Takeover()
         self.announcer = Announcer()
         self.reports = StepReports()
+        self.evidence = Evidence()
+        self.probation = Probation()
+        self.proven: list[Group] = []
+        """Members of the last quorum that committed a step, as far as this lighthouse knows."""
         self.settings = self.layout = ""
         """Those of the last quorum whose members know theirs."""
         self.compared = True
@@ -127,6 +133,9 @@ class JobState:
         assert len(self.round.lost) <= len(record.members) + 1, "losses pile up"
         assert self.round.reports <= self.members, "a stranger reports a quorum broken"
         assert len(record.evicted) <= bans.MAX_EVICTED, "evicted incarnations pile up"
+        assert all(self.probation.is_out(g.name) for g in groups if g.is_excluded(Exclusion.PARTED)), (
+            "a group is kept out without a reason"
+        )
         assert all(g.session is not None for g in (*groups.asking.values(), *groups.passed_over.values())), (
             "a group asks without a session"
         )

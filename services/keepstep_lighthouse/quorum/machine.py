@@ -36,6 +36,7 @@ from keepstep_lighthouse.quorum.changes import (
     heals,
     membership,
     orders,
+    probation,
     reports,
     requests,
     starts,
@@ -176,7 +177,7 @@ class JobCore:
 
     def deadline(self) -> float | None:
         """Return the monotonic time of the next ``Tick``; None: no tick is needed."""
-        due = min(self._groups.next_request_deadline(), health.deadline(self._state))
+        due = min(self._groups.next_request_deadline(), health.deadline(self._state), self._state.probation.due())
         if self._takeover.until is None and self._verdict.until is not None:
             due = min(due, self._verdict.until)
         return None if due == NEVER else due
@@ -188,7 +189,7 @@ class JobCore:
         health.check(self._state, now)
 
     def _deny_overdue(self, now: float) -> None:
-        overdue = [(g, reasons.of_group(g, self._groups, self.record)) for g in self._groups.overdue(now)]
+        overdue = [(g, reasons.of_group(g, self._groups, self.record, now)) for g in self._groups.overdue(now)]
         why = self.reason(now)
         for group, own in overdue:
             if group.session is not None and group.request is not None:
@@ -202,12 +203,17 @@ class JobCore:
     def _settle(self, now: float, now_unix: float) -> None:
         state = self._state
         departures.lose_reported(state, now)
+        probation.let_in_due(state, now)
         if state.last_gone is not None:
             job_end.conclude(state, now_unix)
         starts.drain_left_behind(state)
         record = state.record
         until, first = self._takeover.until, starts.waits_for_all(state)
         self._verdict = judge(self._groups, len(record.members), record.policy, until, now, first=first)
+        if self._verdict.code in ANNOUNCING and probation.settle(state, now):
+            self._verdict = judge(self._groups, len(record.members), record.policy, until, now, first=first)
+        if self._verdict.code == "min_replicas" and probation.let_in_needed(state):
+            self._verdict = judge(self._groups, len(record.members), record.policy, until, now, first=first)
         if self._verdict.code in ANNOUNCING and agreements.settle(state):
             self._verdict = judge(self._groups, len(record.members), record.policy, until, now)
         if self._verdict.code in ANNOUNCING and reports.end_minority(state):
@@ -238,6 +244,7 @@ class JobCore:
         room = policy.max_replicas - len(chosen) if policy.max_replicas else left_out
         joiners, verify = max(0, min(left_out, room)), self._verification.wanted
         stragglers.log_wait(state)
+        last, answered = state.announcer.last, state.announcer.chosen
         announce = state.announcer.announce(chosen, state.record, joiners, state.reached, verify=verify)
         self._verification.announced(announce)
         forbid_heal: list[str] = []
@@ -247,12 +254,16 @@ class JobCore:
         state.decisions.append(announce)
         starts.note(state, announce, ended)
         self._takeover.forget_answers()
-        state.round = Round()
+        state.round = Round(state.round.number + 1, now)
+        if last is not None and announce.step > last.step:
+            state.proven = answered
         if left_behind:
             reason = f"quorum {before} is over, the job is at {announce.quorum_id}"
             state.tell_all(left_behind, RoundBroken(before, reason))
         names = sorted(g.replica_id for g in groups if g.excluded is None and not g.member) if left_out else []
-        self._formed = Formed(code, announce.quorum_id, len(chosen), names, forbid_heal)
+        out = [one.reason for one in state.probation.groups.values() if one.out]
+        refused = state.probation.refused
+        self._formed = Formed(code, announce.quorum_id, len(chosen), names, forbid_heal, out, refused)
         if announce.quorum_id != before:
             members = list(state.record.members)
             state.log("quorum", "", quorum_id=announce.quorum_id, members=members, reason=self._formed.reason.sentence)

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from keepstep_lighthouse.quorum.group import Group
+from keepstep_mesh.protocol.membership import StepFailure
 
 
 class Round:
-    def __init__(self) -> None:
+    """``number``: counts the announced quorums. ``began``: when this one was announced; None: by another lighthouse."""
+
+    def __init__(self, number: int = 0, began: float | None = None) -> None:
+        self.number, self.began = number, began
+        self.failures: dict[str, StepFailure] = {}
+        """Why the step failed in members that have asked again, by stable name."""
+        self.failed_heals: dict[str, str] = {}
+        """Errors of members whose heal did not end in a commit, by stable name."""
+        self.judged = False
+        """The failures have been judged."""
         self.lost: dict[str, str] = {}
         """Members that were lost, with the reason."""
         self.reports: set[str] = set()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from keepstep_lighthouse.quorum.events import Announce, JobRecord, Reason
-from keepstep_lighthouse.quorum.group import ASKING, HEALING, Group, Heal
+from keepstep_lighthouse.quorum.group import ASKING, HEALING, Exclusion, Group, Heal
 from keepstep_lighthouse.quorum.groups import Groups
 from keepstep_lighthouse.quorum.rules import reasons
 from keepstep_mesh.protocol.membership import Lineage
@@ -29,6 +29,8 @@ class ReplicaState(Enum):
     """Connected, not in the quorum, has not asked."""
     KEPT_OUT = "kept_out"
     """Excluded: an older incarnation of its name is healthy, or its layout or settings differ."""
+    PARTED = "parted"
+    """On probation: it keeps failing, or it and others cannot reach each other."""
     SUSPECT = "suspect"
     """Its connection ended; it may reconnect within reconnect_grace."""
     ABSENT = "absent"
@@ -128,7 +130,7 @@ def _replica_view(group: Group, groups: Groups, record: JobRecord, now: float) -
         last_commit_seconds_ago=None if group.committed_at is None else max(0.0, now - group.committed_at),
         healed_bytes=heal.bytes_done if heal else 0,
         heal_bytes=heal.bytes_total if heal else 0,
-        reason=reasons.of_group(group, groups, record),
+        reason=reasons.of_group(group, groups, record, now),
     )
 
 
@@ -218,7 +220,7 @@ def _state(group: Group) -> ReplicaState:
     if group.session is None:
         return ReplicaState.SUSPECT
     if group.excluded is not None:
-        return ReplicaState.KEPT_OUT
+        return ReplicaState.PARTED if group.is_excluded(Exclusion.PARTED) else ReplicaState.KEPT_OUT
     if group.state is ASKING:
         return ReplicaState.ASKING
     if group.state is HEALING:

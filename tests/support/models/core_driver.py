@@ -35,7 +35,7 @@ from keepstep_lighthouse.quorum.events import (
 )
 from keepstep_lighthouse.quorum.machine import JobCore
 from keepstep_lighthouse.quorum.views import ReplicaState
-from keepstep_mesh.protocol.membership import HeldAnswer, Lineage, MemberInfo, StateRoot, StepReport
+from keepstep_mesh.protocol.membership import HeldAnswer, Lineage, MemberInfo, StateRoot, StepFailure, StepReport
 from keepstep_mesh.protocol.messages import PROTOCOL_VERSION, Healing, QuorumRequest, ToWorker
 
 BEAT_SECONDS = 0.5
@@ -132,6 +132,7 @@ class Driver:
         grace: float = 0.0,
         final: bool = False,
         durable_relays: tuple[str, ...] = (),
+        failure: StepFailure | None = None,
     ) -> list[Decision]:
         if settings is not None and info is None:
             info = MemberInfo(f"http://{replica_id}")
@@ -147,6 +148,7 @@ class Driver:
             grace_ms=round(grace * 1000),
             final=final,
             durable_relays=durable_relays,
+            failure=failure,
         )
         return self.feed(Asked(self.session_of[replica_id], wanted))
 

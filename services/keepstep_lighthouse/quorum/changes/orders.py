@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from keepstep_lighthouse.quorum import bans
+from keepstep_lighthouse.quorum.changes import probation
 from keepstep_lighthouse.quorum.changes.presence import departures
 from keepstep_lighthouse.quorum.events import DrainOrdered, EvictOrdered, PolicyOrdered, ReadmitOrdered
 from keepstep_lighthouse.quorum.group import Group
@@ -44,6 +45,7 @@ def evict(state: JobState, order: EvictOrdered, now: float, now_unix: float) -> 
             state.end(group.session)
         departures.lose(state, group, f"evicted by {order.by}: {order.reason}", now)
         state.lost_at.pop(group.name, None)  # no group waits for its return
+        probation.forgive(state, group.name, "it was evicted")
     for replica_id in absent:
         departures.give_up_absent(state, replica_id, f"evicted by {order.by}: {order.reason}", now)
         state.lost_at.pop(name_of(replica_id), None)
@@ -60,12 +62,16 @@ def drain(state: JobState, order: DrainOrdered) -> None:
 
 
 def readmit(state: JobState, order: ReadmitOrdered, now_unix: float) -> None:
-    """Lift bans and evictions of the target. No effect without any."""
+    """Lift bans and evictions of the target, and end its probation. No effect without any."""
     record = bans.readmit(state.record, order.target, now_unix)
-    if record != state.record:
+    parted = [name for name in (order.target, name_of(order.target)) if state.probation.is_out(name)]
+    if record != state.record or parted:
         # logged first: if the lighthouse is killed in between, the log still explains why the group returns
         state.log("readmitted", order.target, by=order.by, quorum_id=record.quorum_id)
+    if record != state.record:
         state.persist(record)
+    for name in parted:
+        probation.forgive(state, name, f"{order.by} readmitted it")
 
 
 def change_policy(state: JobState, order: PolicyOrdered, now: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from keepstep_lighthouse.quorum.changes import agreements, finishing, heals, reports
+from keepstep_lighthouse.quorum.changes import agreements, finishing, heals, probation, reports
 from keepstep_lighthouse.quorum.changes.presence import departures
 from keepstep_lighthouse.quorum.group import Group
 from keepstep_lighthouse.quorum.job_state import JobState
@@ -37,8 +37,12 @@ def ask(state: JobState, group: Group, request: QuorumRequest, now: float) -> No
         heals.end(state, group, "its step was not committed" if request.commit_failures else "")
     if not agreements.fits(state, group, request):
         return
-    where_it_was = group.step, group.lineage
+    probation.note(state, group, request)
+    probation.keep_out(state, group)
+    where_it_was, commits = (group.step, group.lineage), group.committed
     state.groups.open(group, request, now)
+    if group.committed > commits:
+        probation.committed(state, group)
     if last is None and (group.member or not state.record.members):
         state.takeover.asks(group, request.step)
         departures.tell_stranded(state)

@@ -131,6 +131,10 @@ class Formed(NamedTuple):
     """Healthy groups that are not in it."""
     forbid_heal: list[str]
     """Members that asked for a round without healing."""
+    parted: list[str]
+    """Why groups are parted, one sentence each."""
+    refused: str
+    """Why groups are not parted although the evidence accuses them; empty: no such group."""
 
     @property
     def reason(self) -> Reason:
@@ -145,10 +149,15 @@ class Formed(NamedTuple):
         numbers["left_out"] = len(self.left_out)
         if self.forbid_heal:
             how += f"; no group heals because {named(self.forbid_heal)} asked for a round without healing"
+        if self.parted:
+            numbers["parted"] = len(self.parted)
+            how += f"; parted: {listed(self.parted, MAX_NAMED)}"
+        if self.refused:
+            how += f"; {self.refused}"
         return Reason(self.code, numbers, f"quorum {self.quorum_id}, {members}: {how}")
 
 
-def of_group(group: Group, groups: Groups, record: JobRecord) -> Reason | None:
+def of_group(group: Group, groups: Groups, record: JobRecord, now: float) -> Reason | None:
     """Return why this group would not be in the next quorum although it is healthy; None: it would be."""
     policy = record.policy
     if group.is_excluded(Exclusion.DUPLICATE_NAME):
@@ -160,7 +169,12 @@ def of_group(group: Group, groups: Groups, record: JobRecord) -> Reason | None:
             "a second `keepstep run` of one job needs --first-replica N",
         )
     if group.excluded is not None:
-        return Reason("layout", {}, group.excluded.sentence)
+        why = group.excluded.sentence
+        if group.is_excluded(Exclusion.PARTED):
+            left = max(0.0, group.excluded.until - now)
+            why = f"{group.replica_id} is parted from the other groups for {left:.1f} s more: {why}"
+            return Reason("parted", {"seconds_left": left}, why)
+        return Reason("layout", {}, why)
     if group.member or group.request is None:
         return None
     if groups.shrinking and record.members:

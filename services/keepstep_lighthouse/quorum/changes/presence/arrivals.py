@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import islice
 
 from keepstep_lighthouse.quorum import bans
-from keepstep_lighthouse.quorum.changes import membership
+from keepstep_lighthouse.quorum.changes import membership, probation
 from keepstep_lighthouse.quorum.changes.presence import departures
 from keepstep_lighthouse.quorum.events import Opened
 from keepstep_lighthouse.quorum.group import Group
@@ -37,6 +37,7 @@ def open_session(state: JobState, event: Opened, now: float, now_unix: float) ->
         state.lost_at.pop(group.name, None)
         if len(state.groups) == 1:
             state.active_since = now_unix
+        probation.keep_out(state, group)
         state.log("joined", event.replica_id, member=member)
     else:
         if group.session is not None:

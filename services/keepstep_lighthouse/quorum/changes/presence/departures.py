@@ -6,7 +6,7 @@ while it holds that quorum's answer. ``leave`` and ``moved`` are not losses: no 
 
 from __future__ import annotations
 
-from keepstep_lighthouse.quorum.changes import heals
+from keepstep_lighthouse.quorum.changes import heals, probation
 from keepstep_lighthouse.quorum.changes.presence import job_end, losses
 from keepstep_lighthouse.quorum.events import LeftOnPurpose
 from keepstep_lighthouse.quorum.group import Group
@@ -26,6 +26,7 @@ def leave(state: JobState, group: Group, event: LeftOnPurpose, now: float) -> No
     state.tell(event.session, Goodbye())
     if said.cause == job_end.FAILED:
         losses.note(state, group.name, now)
+        probation.lost_while_healing(state, group, said.sentence, now)
     _part(state, group, said.sentence, said.job_code, now)
     state.log("left", group.replica_id, reason=event.reason, cause=said.cause, step=said.step)
 
@@ -51,6 +52,7 @@ def lose(state: JobState, group: Group, reason: str, now: float) -> None:
     """The group is lost. The caller ends its session, if it has one."""
     if group.excluded is None:
         losses.note(state, group.name, now)
+    probation.lost_while_healing(state, group, reason, now)
     _forget(state, group, reason, now)
     _went(state, job_end.FAILED, f"{group.replica_id} was lost: {reason}", member=group.member)
     state.log("lost", group.replica_id, reason=reason, member=group.member)

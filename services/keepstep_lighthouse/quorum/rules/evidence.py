@@ -1,0 +1,124 @@
+"""Evidence about steps that fail without the loss of a group, and the fewest groups that explain it. Pure.
+
+A group whose step failed sends a ``StepFailure`` with its next request. The failures of one round make *accusations*:
+
+* ``own`` accuses the group itself. If more than half of the members fail by themselves, the cause is common to all,
+  such as a broken script, and accuses no group.
+* ``peer`` accuses a pair, the group and one that it could not reach, if both say so, or if the group names only one.
+* A group that names several, none of which names it, accuses itself: the trouble is more likely its own. A group that
+  lies thus cannot part several others.
+* ``unknown`` accuses no group.
+
+An accusation is *confirmed* by a second failed round: the next one, or one so soon that failures of this kind cost more
+than about a tenth of the time. A link that fails now and then therefore counts too, and a rare failure does not.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from keepstep_mesh.protocol.membership import MAX_PEERS, OWN, PEER, StepFailure
+from keepstep_mesh.protocol.names import name_of
+
+COST_FACTOR = 10
+"""A failure is remembered, and a group parted, for at least so many times the duration of the failed round."""
+
+Accusation = frozenset[str]
+"""Stable names: of one group that fails by itself, or of two that cannot reach each other."""
+
+
+def accusations(failures: Mapping[str, StepFailure], members: Collection[str]) -> set[Accusation]:
+    """Return what the failures of one round accuse.
+
+    Args:
+        failures: by stable name.
+        members: stable names of the quorum.
+    """
+    own = {name for name, failure in failures.items() if failure.cause == OWN}
+    found = {frozenset((name,)) for name in own} if 2 * len(own) <= len(members) else set()
+    named = {name: _named(name, failure, members) for name, failure in failures.items()}
+    for name, peers in named.items():
+        mutual = {peer for peer in peers if name in named.get(peer, ())}
+        pairs = peers if len(peers) == 1 else mutual
+        found |= {frozenset((name, peer)) for peer in pairs}
+        if peers and not pairs:
+            found.add(frozenset((name,)))
+    return found
+
+
+def _named(name: str, failure: StepFailure, members: Collection[str]) -> frozenset[str]:
+    """Return the names of the other members that the group could not reach."""
+    if failure.cause != PEER:
+        return frozenset()
+    return frozenset(map(name_of, failure.peers[:MAX_PEERS])) & frozenset(members) - {name}
+
+
+def cover(accused: Iterable[Accusation], rank: Callable[[str], Any]) -> set[str]:
+    """Return a small set of names with at least one of each accusation: repeatedly the most accused group.
+
+    Args:
+        rank: of two groups that are accused equally often, the one with the higher rank is chosen.
+    """
+    alone = {name for one in accused if len(one) == 1 for name in one}
+    chosen = set(alone)
+    left = {one for one in accused if chosen.isdisjoint(one)}
+    counts = Counter(name for one in left for name in one)
+    while left:
+        worst = max(counts, key=lambda name: (counts[name], rank(name)))
+        chosen.add(worst)
+        for one in [one for one in left if worst in one]:
+            left.discard(one)
+            counts.subtract(one)
+    return chosen
+
+
+@dataclass(slots=True)
+class _Strike:
+    round: int
+    """Number of the last failed round with this accusation."""
+    until: float
+    """Until then another failed round confirms it."""
+    confirmed: bool = False
+
+
+class Evidence:
+    """The accusations of the last failed rounds. Not stored."""
+
+    def __init__(self) -> None:
+        self._strikes: dict[Accusation, _Strike] = {}
+
+    def add(
+        self, found: Collection[Accusation], number: int, duration: float, now: float, trial: Collection[str]
+    ) -> set[Accusation]:
+        """Add the accusations of a failed round. Return those that are confirmed now.
+
+        Args:
+            found: of this round.
+            number: of the round.
+            duration: of the round, in seconds.
+            now: monotonic seconds.
+            trial: names of groups against which one failed round is enough.
+        """
+        self._strikes = {
+            one: strike
+            for one, strike in self._strikes.items()
+            if now <= strike.until or strike.round == number - 1 or not one.isdisjoint(trial)
+        }
+        for one in found:
+            strike = self._strikes.setdefault(one, _Strike(number, -1.0, not one.isdisjoint(trial)))
+            strike.confirmed = strike.confirmed or strike.round < number
+            strike.round, strike.until = number, now + COST_FACTOR * duration
+        return {one for one in found if self._strikes[one].confirmed}
+
+    def confirmed_against(self, name: str) -> set[Accusation]:
+        """Return the confirmed accusations against a group."""
+        return {one for one, strike in self._strikes.items() if strike.confirmed and name in one}
+
+    def forgive(self, name: str, trial: Collection[str]) -> None:
+        """Drop the accusations against a group, except those that concern a group on trial too."""
+        self._strikes = {
+            one: strike for one, strike in self._strikes.items() if name not in one or not one.isdisjoint(trial)
+        }
