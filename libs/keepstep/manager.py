@@ -462,7 +462,8 @@ class Manager(Finishing, BackgroundQuorum, StateAndProgress):
         self._context.raise_fatal()
         committed = attempt.conclude(timeout or self._settings.timeout)
         if committed and attempt.plan is not None:
-            self._durability.committed(attempt.plan)
+            if not self.catching_up:
+                self._durability.committed(attempt.plan)
             self.script_checker.committed(
                 *(self.current_step(), time.monotonic()),
                 groups=self._latest_participation()[1],

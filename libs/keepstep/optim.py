@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.amp.grad_scaler import GradScaler, OptState
@@ -28,17 +28,49 @@ class OptimizerWrapper(Optimizer):
     unscaled after the commit, by the scale that the group has after a heal: every group finds the same infinities and
     skips the same updates. A step that does not commit leaves the scale unchanged.
 
+    With ``catch_up``, the other groups do not wait when this group joins. It takes part in their steps with zeros, and
+    keeps the averaged gradients, while their state arrives in the background; then it takes the same steps of the
+    optimizer on them (docs/catching-up.md). Requirements: all groups of the job set it; ``optim`` is the only optimizer
+    that changes the weights; what the script does to gradients before ``step``, such as clipping, depends on nothing
+    but them; everything else that changes after a commit is in ``after_commit``, and its state is registered. Not with
+    a ``GradScaler``.
+
     Args:
         manager: of this replica group.
         optim: the optimizer that changes the parameters.
+        catch_up: True: catch up instead of healing, see above. It needs ``use_async_quorum=True``, and memory for
+            ``catch_up_memory`` and one more copy of the state while the group joins.
+        after_commit: functions that are called in their order after each step of the optimizer, such as
+            ``[scheduler.step]``.
+        catch_up_memory: limit of the gradients that are kept, in bytes. Beyond it the others wait until the state is
+            here. None: the size of the state, 256 MiB at least.
+
+    Raises:
+        ValueError: ``catch_up`` does not fit the Manager, or ``catch_up_memory`` is less than 1.
     """
 
     _step_supports_amp_scaling = True
     """Tells ``GradScaler`` to pass itself to ``step``, which unscales the gradients."""
 
-    def __init__(self, manager: Manager, optim: Optimizer) -> None:
+    def __init__(
+        self,
+        manager: Manager,
+        optim: Optimizer,
+        *,
+        catch_up: bool = False,
+        after_commit: Sequence[Callable[[], object]] = (),
+        catch_up_memory: int | None = None,
+    ) -> None:
         self.manager = manager
         self.optim = optim
+        self._after_commit = tuple(after_commit)
+        if catch_up_memory is not None and catch_up_memory < 1:
+            raise ValueError(f"catch_up_memory={catch_up_memory} must be at least 1 byte")
+        if catch_up and not manager.use_async_quorum:
+            raise ValueError(
+                "catch_up=True needs Manager(use_async_quorum=True): in a synchronous quorum all groups heal"
+            )
+        self._follower = manager.follow_with(optim, self._after_commit, catch_up_memory) if catch_up else None
         manager.script_checker.add_optimizer(optim)
 
     def __getattr__(self, name: str) -> Any:
@@ -84,11 +116,13 @@ class OptimizerWrapper(Optimizer):
             grad_scaler: given by ``GradScaler.step``, which passes itself.
 
         Returns:
-            Whether the optimizer stepped. Step schedulers and counters only then. False also after a step whose
-            gradients overflowed: it commits in all groups, and changes no weight.
+            Whether the optimizer stepped. Step schedulers and counters only then, or in ``after_commit``. False also
+            after a step whose gradients overflowed, which commits in all groups and changes no weight, and while this
+            group catches up.
 
         Raises:
-            ValueError: a closure was given, or a GradScaler to a Manager with ``refuse_nonfinite``.
+            ValueError: a closure was given, or a GradScaler to a Manager with ``refuse_nonfinite`` or with
+                ``catch_up``.
             Exception: as ``Manager.should_commit``, and as the optimizer.
         """
         if closure is not None:
@@ -102,11 +136,22 @@ class OptimizerWrapper(Optimizer):
             return self._step_scaled(grad_scaler)
         if not self.manager.should_commit():
             return False
+        if self._follower is not None and self.manager.catching_up:
+            return self._follower.advance()
         with changing_weights(self.manager):
-            self.optim.step()
+            self._step()
         return True
 
+    def _step(self) -> None:
+        self.optim.step()
+        for act in self._after_commit:
+            act()
+
     def _step_scaled(self, scaler: GradScaler) -> bool:
+        if self._follower is not None:
+            raise ValueError(
+                "a GradScaler does not work with catch_up=True, which cannot replay its scales: use bfloat16"
+            )
         if self.manager.refuse_nonfinite:
             raise ValueError(
                 "a GradScaler needs steps with infinities, to lower its scale, and Manager(refuse_nonfinite=True) "
@@ -129,7 +174,7 @@ class OptimizerWrapper(Optimizer):
                 scaler.unscale_(self)
             if any(found_inf.item() for found_inf in seen["found_inf_per_device"].values()):
                 return False
-            self.optim.step()
+            self._step()
         return True
 
     def __repr__(self) -> str:

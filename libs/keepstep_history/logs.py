@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from keepstep_history.quorums import Quorums, named
-from keepstep_history.records import ANSWERED, EventRecord, Place, StepRecord
+from keepstep_history.records import ANSWERED, FOLLOWING, EventRecord, Place, StepRecord
 from keepstep_history.rules import Violations
 
 
@@ -148,7 +148,7 @@ class ProcessCheck:
 
     def _holds(self, place: Place, record: StepRecord) -> None:
         """Record that the process now holds this state."""
-        if record.event != "healed" and self.runs:
+        if record.event not in {"healed", *FOLLOWING} and self.runs:
             self.runs[-1].forgotten_in = self._quorum_id
             if record.event == "loaded" and self.rolled_back is None:
                 self.rolled_back = place

@@ -59,6 +59,7 @@ class Simulation:
         careful: Validate the core after every event.
         quiet_at: Virtual second after which no fault happens and the job must recover.
         finishes: The groups take a last step, drawn from the seed, and finish together.
+        catches_up: Groups that are behind follow the others instead of healing.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Simulation:
         careful: bool = False,
         quiet_at: float = LAST_SECOND,
         finishes: bool = False,
+        catches_up: bool | None = None,
     ) -> None:
         random = self.random = Random(f"simulation {seed}")
         self.time = Timeline()
@@ -92,6 +94,10 @@ class Simulation:
         self.forbids_heal = 0.0 if policy is not None else Random(f"healing {seed}").choice((0.0, 0.0, 0.1, 0.5))
         """How often a group allows no heal in a round, until the faults end."""
         self._healing = Random("healing")
+        if catches_up is None:
+            catches_up = Random(f"catching up {seed}").random() < 0.5
+        self.catches_up = catches_up
+        """Whether groups that are behind follow the others, instead of healing while these wait."""
         self.policy = policy or _draw_policy(random, groups)
         self.last_step: int | None = None
         """Step after which no group trains; None: they train for ever."""

@@ -45,6 +45,7 @@ class HTTPTransport(CheckpointTransport[T]):
     """
 
     accepts_into = True
+    receives_in_background = True
 
     def __init__(
         self,

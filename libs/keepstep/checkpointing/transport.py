@@ -44,6 +44,8 @@ class CheckpointTransport(ABC, Generic[T]):
 
     accepts_into: ClassVar[bool] = False
     """Whether ``recv_checkpoint`` accepts ``into``, ``progress`` and ``limit``; False: torchft's parameters only."""
+    receives_in_background: ClassVar[bool] = False
+    """Whether ``recv_checkpoint`` works from another thread, while later steps go on."""
 
     @property
     def needs_all_sources(self) -> bool:

@@ -154,7 +154,9 @@ class ElasticSampler(data.Sampler[list[int]]):
                 f"{self._batches.length} samples; load it with the dataset that it is of"
             )
         self._base = self._batches.advance(Position(epoch, sample), 0)
-        self._base_step, self._loaded = int(state_dict.get("step", self._manager.current_step())), True
+        step = self._manager.current_step()
+        self._base_step = int(state_dict.get("step", step))
+        self._loaded = self._base_step != step
 
     # ---- batches
 

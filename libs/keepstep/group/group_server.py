@@ -313,7 +313,7 @@ class GroupServer:
             self._plan,
             attempt=self._attempt,
             heal_timeout_ms=self._session.heal_timeout_ms,
-            catches_up=merged.min_groups > 0 and not quorum.finishing,
+            brings_late=merged.min_groups > 0 and not quorum.finishing,
         )
         last, self._plan = self._plan, plan
         if last is None or (last.epoch, last.quorum_id) != (plan.epoch, plan.quorum_id):

@@ -5,8 +5,9 @@ Rules:
 * Equal (step, lineage) means equal weights. ``protocol.lineage`` says which of them is the reference state. The groups
   that hold it are the *cohort*; all other groups heal.
 * The k-th healing group heals from the k-th of the cohort, round robin; each failed attempt moves it on by one.
-* With ``catches_up``, a group that is behind with a state that it trained itself does not heal. It *catches up*: the
+* With ``brings_late``, a group that is behind with a state that it trained itself does not heal. It is *late*: the
   collectives of the step bring it the state of the cohort.
+* A group that *follows* the cohort takes part without weights, which arrive in the background: it does not heal.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from keepstep_mesh.protocol.lineage import NEW, is_committed, is_diverged, is_torn, origin, reference_state
+from keepstep_mesh.protocol.lineage import NEW, following, is_committed, is_diverged, is_torn, origin, reference_state
 from keepstep_mesh.protocol.membership import Lineage, Member, Quorum
 
 ROTATING = 2
@@ -43,7 +44,7 @@ class QuorumPlan:
     cohort: tuple[int, ...]
     """replica_ranks that hold the reference state."""
     healing: tuple[int, ...]
-    """replica_ranks that heal: all others but ``catching_up``."""
+    """replica_ranks that heal: all others but ``late`` and ``followers``."""
     max_replica_rank: int | None
     """Index of this group in ``cohort``; None while it is behind."""
     max_step: int
@@ -58,8 +59,10 @@ class QuorumPlan:
     """Number of the group's request, as its rank 0 counts them; part of the key of a vote."""
     heal_timeout_ms: int = 0
     """How long the next quorum waits for a group that heals; 0: unknown."""
-    catching_up: tuple[int, ...] = ()
+    late: tuple[int, ...] = ()
     """replica_ranks that are behind, and that the collectives of the step bring to the reference state."""
+    followers: tuple[int, ...] = ()
+    """replica_ranks that take part without weights, and contribute zeros."""
 
     @property
     def epoch(self) -> int:
@@ -117,6 +120,11 @@ class QuorumPlan:
         return self.members[self.cohort[0]].batches_committed
 
     @property
+    def follows(self) -> bool:
+        """Whether this group takes part without weights."""
+        return self.replica_rank in self.followers
+
+    @property
     def diverged(self) -> bool:
         """Whether this group's weights were found to differ from those of the cohort."""
         return self.heal and is_diverged(self.members[self.replica_rank].lineage)
@@ -169,7 +177,7 @@ def make_plan(
     *,
     attempt: int = 0,
     heal_timeout_ms: int = 0,
-    catches_up: bool = False,
+    brings_late: bool = False,
 ) -> QuorumPlan:
     """Return the part of ``replica_id`` in ``quorum``.
 
@@ -180,13 +188,13 @@ def make_plan(
         replica_id: of this group.
         previous: the plan of the step before; what has not changed is not computed again.
         attempt, heal_timeout_ms: as in the plan.
-        catches_up: see the rules at the top; equal in all groups.
+        brings_late: see the rules at the top; equal in all groups.
 
     Raises:
         ValueError: ``replica_id`` is not a member of the quorum.
     """
     members = quorum.listed
-    if quorum.uniform and previous and members is previous.members and not (previous.healing or previous.catching_up):
+    if quorum.uniform and previous and members is previous.members and not (previous.healing or previous.late):
         return replace(
             previous,
             quorum=quorum,
@@ -200,7 +208,8 @@ def make_plan(
         raise ValueError(f"quorum {quorum.quorum_id} has no member {replica_id}; its members are {', '.join(ids)}")
     replica_rank = ids.index(replica_id)
     healing: tuple[int, ...] = ()
-    catching_up: tuple[int, ...] = ()
+    late: tuple[int, ...] = ()
+    followers: tuple[int, ...] = ()
     if quorum.uniform:  # the steps in the list are old, and no group heals
         step, lineage, cohort = quorum.step, quorum.lineage, tuple(range(len(members)))
     else:
@@ -208,9 +217,13 @@ def make_plan(
         holds = [(m.step, m.lineage) == (step, lineage) for m in members]
         cohort = tuple(rank for rank, held in enumerate(holds) if held)
         healing = tuple(rank for rank, held in enumerate(holds) if not held)
-        if catches_up:
-            catching_up = tuple(rank for rank in healing if _follows(members[rank], step, lineage))
-            healing = tuple(rank for rank in healing if rank not in catching_up)
+        if brings_late:
+            late = tuple(rank for rank in healing if _is_late(members[rank], step, lineage))
+            healing = tuple(rank for rank in healing if rank not in late)
+        elif quorum.allow_heal and not quorum.finishing:
+            here = step, following(lineage)
+            followers = tuple(rank for rank in healing if (members[rank].step, members[rank].lineage) == here)
+            healing = tuple(rank for rank in healing if rank not in followers)
     sources = {rank: cohort[(k + members[rank].commit_failures) % len(cohort)] for k, rank in enumerate(healing)}
     source = sources.get(replica_rank)
     return QuorumPlan(
@@ -226,14 +239,15 @@ def make_plan(
         beside=tuple(rank for rank in healing if sources[rank] == sources.get(replica_rank)),
         attempt=attempt,
         heal_timeout_ms=heal_timeout_ms,
-        catching_up=catching_up,
+        late=late,
+        followers=followers,
     )
 
 
-def _follows(member: Member, step: int, lineage: Lineage) -> bool:
+def _is_late(member: Member, step: int, lineage: Lineage) -> bool:
     """Return whether the state of ``member`` is an earlier one of the history that led to (step, lineage).
 
-    A group that has just started is no follower, even with a checkpoint: it has trained nothing since.
+    A group that has just started is not late, even with a checkpoint: it has trained nothing since.
     """
     same_history = origin(member.lineage).resumed == origin(lineage).resumed
     shared = isinstance(member.lineage, str) and member.lineage.startswith(NEW)  # the weights that the job began with

@@ -5,8 +5,8 @@
     start_quorum        begin the step with it
     withdraw_quorum     give it up
 
-The groups that are ready form the quorum, and the others stay behind. They *catch up* in their next step: the
-collectives of the step bring them the state of the others, as ``standing`` says, and they do not heal.
+The groups that are ready form the quorum, and the others stay behind. They are *late* in their next step: its
+collectives bring them the state of the others, as ``standing`` says, and they do not heal.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ class Standing:
     step: int
     """Number of committed steps of the state that the job goes on from."""
     behind: bool
-    """Whether this group catches up: it takes part with an older state, and is equal to the others if it commits."""
+    """Whether this group is late: it takes part with an older state, and is equal to the others if it commits."""
     anyone_behind: bool
-    """Whether any group of the step catches up."""
+    """Whether any group of the step is late."""
     gives_state: bool
-    """Whether this group must give the state to those that catch up. One group does, if any of them catches up."""
+    """Whether this group must give the state to those that are late. One group does, if any of them is."""
 
     @classmethod
     def of(cls, plan: QuorumPlan) -> Standing:
         """Return the standing of the group of ``plan``."""
-        anyone = bool(plan.catching_up)
+        anyone = bool(plan.late)
         return cls(
             step=plan.max_step,
-            behind=plan.replica_rank in plan.catching_up,
+            behind=plan.replica_rank in plan.late,
             anyone_behind=anyone,
             gives_state=anyone and plan.replica_rank == plan.cohort[0],
         )

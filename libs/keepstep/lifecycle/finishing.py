@@ -64,6 +64,8 @@ class Finishing(BackgroundQuorum):
         if self._finished is not None:
             return self._finished
         self._end_open_step()
+        if context.follower is not None:
+            context.follower.finish()
         last_step = self._attempt
         deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
         finished: Finished | None = None

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
+
+from torch.optim import Optimizer
 
 from keepstep.checkpointing.durable.durable_writer import LastCheckpoint
 from keepstep.lifecycle.durability import Durability
+from keepstep.step.catching_up.catch_up import CatchUp
 from keepstep.step.context import StepContext
+from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.protocol.messages import ServiceAddress
 
 T = TypeVar("T")
@@ -79,7 +83,11 @@ class StateAndProgress:
 
         Returns:
             ``step``, ``batches_committed`` and, after the first commit, ``lineage``.
+
+        Raises:
+            KeepstepError: this group catches up, and its weights are not those of ``current_step()``.
         """
+        self._refuse_while_catching_up("state_dict()")
         return self._context.progress.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -106,7 +114,9 @@ class StateAndProgress:
 
         Raises:
             RuntimeError: this process has committed no step since it started or healed.
+            KeepstepError: this group catches up.
         """
+        self._refuse_while_catching_up("save_checkpoint()")
         return self._durability.save()
 
     @property
@@ -128,6 +138,50 @@ class StateAndProgress:
             KeepstepError: no relay says whether the job has one, or it could not be loaded.
         """
         return self._durability.resume()
+
+    @property
+    def catching_up(self) -> bool:
+        """Whether this group takes part without weights, while the state of the others arrives.
+
+        Only with ``Optimizer(catch_up=True)``. Until it is False, save, evaluate and export nothing: the weights are
+        not those of ``current_step()``. It changes in ``Optimizer.step`` and in ``finish``.
+        """
+        return self._context.progress.following
+
+    def _refuse_while_catching_up(self, call: str) -> None:
+        if self.catching_up:
+            raise KeepstepError(
+                f"{call} at step {self.current_step()}: this group catches up, and its weights are older than that; "
+                f"save only while manager.catching_up is False"
+            )
+
+    def follow_with(
+        self, optimizer: Optimizer, after_commit: Sequence[Callable[[], object]], memory: int | None
+    ) -> CatchUp:
+        """Let this group catch up when it joins, instead of making the others wait. ``Optimizer`` calls it.
+
+        Args:
+            optimizer: replays the steps of the others; the only one of the script.
+            after_commit: called after each of its steps.
+            memory: limit of the kept gradients, in bytes; None: see ``Optimizer``.
+
+        Raises:
+            ValueError: the Manager was built with settings that do not allow it, or has another such optimizer.
+        """
+        context = self._context
+        if context.follower is not None:
+            raise ValueError("this Manager has an Optimizer with catch_up=True already; give it to one optimizer only")
+        if not getattr(context.transport, "receives_in_background", False):
+            raise ValueError(
+                f"catch_up=True does not work with {type(context.transport).__name__}, which receives within a step; "
+                f"use RelayTransport (the default) or HTTPTransport"
+            )
+        if context.min_groups:
+            raise ValueError("catch_up=True does not work with groups that train while a quorum forms; remove one")
+        follower = CatchUp(context, optimizer, after_commit, memory)
+        context.follower = follower
+        context.add_layout(["optimizer catches up"])
+        return follower
 
     def mark_torn(self) -> None:
         """Mark this group's state as torn, because an optimizer failed in the middle of a step for example.

@@ -122,6 +122,8 @@ def disconnect(context: StepContext, limit: float, *, wait: bool) -> None:
         wait: whether to wait until the transport has freed its threads, ports and buffers.
     """
     context.reconfigurer.shutdown()
+    if context.follower is not None:
+        context.follower.close()
     context.transport.shutdown(wait=wait)
     context.telemetry.close()
     with contextlib.suppress(TimeoutError, concurrent.futures.CancelledError):

@@ -104,6 +104,8 @@ class Attempt:
         self._collectives = Collectives(context, self._times, self.report)
         self._exchange: StateExchange | None = None
         """Set with ``answered``."""
+        self._begins_to_follow = False
+        """Whether this group follows the others instead of healing; known with the answer."""
         self._nonfinite = False
         """Whether this group contributed a NaN or an infinity; known in ``conclude``."""
         self.may_overflow = False
@@ -131,7 +133,8 @@ class Attempt:
         self._began_at = (self._context.progress.step, self._context.progress.lineage)
 
     def _send(self, ask: RankAsk) -> None:
-        self._context.source = ""
+        follower = self._context.follower
+        self._context.source = follower.source if follower is not None else ""
         self._request = QuorumRequest(self._context, self._follow_quorum(ask), self.timeout)
 
     async def _follow_quorum(self, ask: RankAsk) -> QuorumPlan:
@@ -154,10 +157,13 @@ class Attempt:
             together=self._heals_first or plan.finishing,
         )
         self.answered = plan
-        context.transport.disallow_checkpoint()  # readers of the last step's state are done, or too late
+        self._begins_to_follow = self._can_follow(plan)
+        if plan.destinations or not plan.followers:  # else a follower may still have to begin to read its base
+            context.transport.disallow_checkpoint()  # readers of the last step's state are done, or too late
         if plan.source is not None and self.allow_heal:
             context.source = plan.members[plan.source].replica_id
-            context.link.healing(Healing(0, 0, 0.0, plan.max_step, context.source))
+            if not self._begins_to_follow:
+                context.link.healing(Healing(0, 0, 0.0, plan.max_step, context.source))
         try:
             built = await context.reconfigurer.follow(plan)
             context.steps.quorum(context.progress.step, plan, built=built)
@@ -311,7 +317,12 @@ class Attempt:
 
     def heals_at_end(self, plan: QuorumPlan) -> bool:
         """Return whether this group is behind, and heals in ``conclude``."""
-        return plan.heal and self.allow_heal and not self._heals_first
+        return plan.heal and self.allow_heal and not self._heals_first and not self._begins_to_follow
+
+    def _can_follow(self, plan: QuorumPlan) -> bool:
+        follower = self._context.follower
+        heals = self.heals_at_end(plan) and not plan.finishing
+        return heals and follower is not None and follower.can_begin(plan)
 
     def report(self, error: Exception) -> None:
         """Keep this step from committing, and abort the process group. Does nothing after the end of the step."""
@@ -356,7 +367,9 @@ class Attempt:
         return ManagedWork(None, value, ok=False)
 
     def _exchange_state(self) -> Exception | None:
-        return self._exchange.run() if self._exchange is not None else None
+        if self._exchange is None or self._begins_to_follow:
+            return None
+        return self._exchange.run()
 
     def refuse_joiners(self, reason: str) -> None:
         """Tell the groups that heal from this one that its state does not come in this step."""
@@ -380,6 +393,8 @@ class Attempt:
         except Exception as error:  # noqa: BLE001  reported, unless it ends the process
             context.raise_fatal()
             self.report(error)  # without a quorum, every rank of the group gets the same error
+        if plan is not None and context.follower is not None and (unfit := context.follower.check(plan)) is not None:
+            self.report(unfit)
         if plan is not None and plan.finishing:
             self.end_finishing()
             return False
@@ -487,6 +502,8 @@ class Attempt:
             )
         if committed and plan is not None:
             participants = self.participation(plan)[1]
+            if self._begins_to_follow and self._exchange is not None and context.follower is not None:
+                context.follower.begin(plan, self._exchange.parties())
             facts = {"epoch": plan.epoch, "participants": participants, "lineage": progress.lineage}
             behind = plan.behind and not (self._exchange is not None and self._exchange.healed)
             if behind:
@@ -500,6 +517,8 @@ class Attempt:
             if progress.lineage != plan.quorum_id:
                 facts["new_lineage"] = progress.lineage
             context.steps.write("committed", progress.step, plan.quorum_id, **facts)
+            if progress.following and context.follower is not None:
+                context.follower.followed(plan, participants, self._collectives.finish)
             context.telemetry.step(
                 *(self._times, progress.step, plan.quorum_id, participants), committed=True, nonfinite=self._nonfinite
             )

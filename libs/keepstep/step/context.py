@@ -18,6 +18,7 @@ from keepstep.group.quorum_plan import WorldSizeMode
 from keepstep.group.ranks.rank_link import RankLink
 from keepstep.runtime.exits import StateMismatchExit
 from keepstep.runtime.loop_thread import LoopThread
+from keepstep.step.following import Follower
 from keepstep.step.live_state import LiveState
 from keepstep.step.progress import GroupProgress
 from keepstep.step.reconfigurer import Reconfigurer
@@ -68,6 +69,8 @@ class StepContext:
     """Why this group is about to leave the job; empty while it is not."""
     source: str = ""
     """replica_id of the group that this one heals from in the current quorum, or empty."""
+    follower: Follower | None = None
+    """Lets this group catch up instead of healing; None: it heals."""
     late_heals: int = 0
     """Number of heals in a row that ran out of time; each one doubles the time of the next."""
     unfit_heals: int = 0

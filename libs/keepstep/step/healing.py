@@ -76,8 +76,8 @@ class StateExchange:
         plan, transport = self._plan, self._context.transport
         if not self._allow_heal or not plan.healing:
             return None
-        transport.prepare(self._exchange())
-        if (plan.destinations or (transport.needs_all_sources and not plan.heal)) and not self._answered_joiners:
+        transport.prepare(self.parties())
+        if (plan.destinations or (transport.needs_all_sources and not plan.behind)) and not self._answered_joiners:
             self._answered_joiners = True
             self._hand_out()
         if plan.source is not None and not self._tried:
@@ -93,7 +93,8 @@ class StateExchange:
                 self._times.heal_seconds += time.monotonic() - began
         return None
 
-    def _exchange(self) -> Exchange:
+    def parties(self) -> Exchange:
+        """Return the groups that have, and that need, the live state."""
         settings, plan, ids = self._context.settings, self._plan, self._plan.replica_ids
         return Exchange(
             job=settings.job,

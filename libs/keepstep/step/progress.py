@@ -51,6 +51,19 @@ class GroupProgress:
         """Mark the weights as diverged: complete, and different from those of the other groups."""
         self.lineage = f"{DIVERGED}{self._replica_id}"
 
+    def hold(self, step: int, lineage: Lineage, batches_committed: int) -> None:
+        """Take over a state that the group holds now."""
+        self.step, self.lineage, self.batches_committed = step, lineage, batches_committed
+
+    def follow(self, step: int, lineage: Lineage, batches_committed: int) -> None:
+        """Take part without weights in the steps of the groups at (``step``, ``lineage``)."""
+        self.hold(step, lineages.following(lineage), batches_committed)
+
+    @property
+    def following(self) -> bool:
+        """Whether the group takes part without weights."""
+        return lineages.is_following(self.lineage)
+
     @property
     def torn(self) -> bool:
         """Whether the state is torn."""
@@ -67,11 +80,24 @@ class GroupProgress:
         self.step += 1
         self.batches_committed += participants
         self.commit_failures = 0
-        if not behind:
+        if isinstance(self.lineage, str) and self.following:
+            self.lineage = lineages.following(lineages.committed(lineages.followed(self.lineage), quorum_id))
+        elif not behind:
             self.lineage = lineages.committed(self.lineage, quorum_id)
         elif not self._has_own_lineage():
-            self._fell_behind += 1
-            self.lineage = f"{BEHIND}{self._replica_id}:{self._fell_behind}"
+            self._name_behind()
+
+    def fall_behind(self) -> None:
+        """Name the weights as complete, but different from those of other groups, if a name says that they are equal.
+
+        Buffers have changed since, for example.
+        """
+        if lineages.soundness(self.step, self.lineage) is lineages.Soundness.SOUND:
+            self._name_behind()
+
+    def _name_behind(self) -> None:
+        self._fell_behind += 1
+        self.lineage = f"{BEHIND}{self._replica_id}:{self._fell_behind}"
 
     def _has_own_lineage(self) -> bool:
         """Return whether no other group can have this lineage."""

@@ -8,6 +8,9 @@ Equal (step, lineage) means equal weights. A lineage names the origin of weights
 * ``loaded:<lineage>``: loaded from a checkpoint of that lineage; nothing was committed since.
 * ``behind:<replica_id>:<n>``: complete and trained, but different from the job's: the group took part without healing.
 * ``diverged:<replica_id>``: complete, but different from the other states with its (step, lineage).
+* ``follows:<lineage>``: not here yet. The group takes part without weights in the steps of the groups at ``<lineage>``,
+  and keeps the averaged gradients until the weights arrive (``Optimizer(catch_up=True)``). No other group has it, so
+  such a group is never a source, and does not count in an average.
 * ``torn:<replica_id>``: incomplete, because a heal failed.
 
 The job continues from the soundest state, among these from the last one resumed, among these from the highest step.
@@ -30,6 +33,7 @@ NEW = "new:"
 LOADED = "loaded:"
 BEHIND = "behind:"
 DIVERGED = "diverged:"
+FOLLOWS = "follows:"
 TORN = "torn:"
 _COMMITTED = re.compile(r"(?:resumed:(\d{1,16}):)?(?:synchronized:)?(\d{1,16})", re.ASCII)
 
@@ -44,13 +48,15 @@ class State(Protocol):
 class Soundness(IntEnum):
     """Order of states; the job continues from the highest."""
 
-    TORN = 0
-    DIVERGED = 1
-    UNTRAINED = 2
+    FOLLOWING = 0
+    """No state."""
+    TORN = 1
+    DIVERGED = 2
+    UNTRAINED = 3
     """At step 0. A torn or diverged state is worth less than that."""
-    BEHIND = 3
+    BEHIND = 4
     """Not the state of the job, but trained."""
-    SOUND = 4
+    SOUND = 5
 
 
 class Origin(NamedTuple):
@@ -76,6 +82,21 @@ def is_diverged(lineage: Lineage) -> bool:
     return _is(DIVERGED, lineage)
 
 
+def following(lineage: Lineage) -> str:
+    """Return the lineage of a group that takes part without weights in the steps of groups at ``lineage``."""
+    return f"{FOLLOWS}{lineage}"
+
+
+def is_following(lineage: Lineage) -> bool:
+    return isinstance(lineage, str) and lineage.startswith(FOLLOWS)
+
+
+def followed(lineage: str) -> Lineage:
+    """Return the lineage of the groups that a group with this lineage follows."""
+    name = lineage.removeprefix(FOLLOWS)
+    return int(name) if name.isdecimal() else name
+
+
 def _is(kind: str, lineage: Lineage) -> bool:
     return isinstance(lineage, str) and lineage.removeprefix(LOADED).startswith(kind)
 
@@ -86,6 +107,8 @@ def is_committed(lineage: Lineage) -> bool:
 
 
 def soundness(step: int, lineage: Lineage) -> Soundness:
+    if is_following(lineage):
+        return Soundness.FOLLOWING
     if is_torn(lineage):
         return Soundness.TORN
     if is_diverged(lineage):

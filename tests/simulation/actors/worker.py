@@ -29,6 +29,7 @@ from keepstep_mesh.protocol.messages import (
     RoundBroken,
 )
 from tests.simulation.actors.collectives import Collective
+from tests.simulation.actors.following import Following
 from tests.simulation.actors.session import Session
 from tests.simulation.checks.states import Checkpoint
 
@@ -64,12 +65,13 @@ class Worker:
         self.shrink_next = False
         self.fail_next = False
         self.plan: QuorumPlan | None = None
+        self.following = Following(self)
         self.snapshot: tuple[int, int, Lineage, int] | None = None
         """(quorum_id, step, lineage, state) that others may heal from."""
         self._attempt = 0
         self._errored = False
         self._backward_done = False
-        self._behind = False
+        self._behind = self._follows = False
         self._fetched: int | None = None
         self._healed: bool | None = None
         """None: not yet. False: the heal failed."""
@@ -202,6 +204,8 @@ class Worker:
         if self.leaving:
             session.send(Leave("told to"))
             return
+        if self.takes_no_step and self.following.active:
+            self.following.give_up()
         number = session.core.ask(
             QuorumRequest(
                 request=0,
@@ -231,7 +235,7 @@ class Worker:
         self.sim.states.check_plan(self, plan, asked)
         self.sim.states.check_reference(quorum, plan)
         self.root = None
-        if plan.verify and not plan.heal:
+        if plan.verify and not plan.behind:
             self.root = StateRoot(plan.max_step, plan.lineage, f"{self.state:x}")
         if plan.diverged and not is_diverged(self.lineage):
             self.progress.diverge()
@@ -239,8 +243,12 @@ class Worker:
         self._attempt += 1
         self._errored, self.fail_next = self.fail_next, False
         self._backward_done, self._collective, self._result = False, None, None
+        self._errored = not self.following.check(plan) or self._errored
         self._behind = plan.heal and not plan.allow_heal
-        self._healed, self._fetched = None if plan.heal and plan.allow_heal else True, None
+        self._follows = plan.heal and plan.allow_heal and self.sim.catches_up and plan.max_step > 0
+        self._follows = self._follows and not plan.finishing
+        waits = plan.heal and plan.allow_heal and not self._follows
+        self._healed, self._fetched = None if waits else True, None
         if self._configured[0] != plan.quorum_id:
             self._configured = (plan.quorum_id, 0)
         if self._healed is None:
@@ -248,7 +256,7 @@ class Worker:
             self.soon(0.02 + 0.05 * self.random.random(), self._fetch, self._attempt)
             seconds = self.sim.slow_heals.pop(self.name, 0.1 + 0.3 * self.random.random())
             self.soon(seconds, self._heal, self._attempt)
-        elif not plan.heal:
+        elif not plan.behind:
             self.snapshot = (plan.quorum_id, plan.max_step, plan.lineage, self.state)
         if plan.finishing:
             if self._healed is not None:
@@ -313,7 +321,7 @@ class Worker:
         quorum_id, done = self._configured
         self._configured = (quorum_id, done + 1)
         heals_later = plan.heal and plan.allow_heal and plan.max_step > 0
-        gradient = None if heals_later else hash((self.state, self.replica_id))
+        gradient = None if heals_later or plan.follows else hash((self.state, self.replica_id))
         self._collective = self.sim.collectives.begin((quorum_id, done), plan, self)
         self.sim.collectives.contribute(self._collective, self, gradient)
 
@@ -353,18 +361,25 @@ class Worker:
         self.soon(0.01 + 0.03 * self.random.random(), self.ask)
 
     def _commit(self, plan: QuorumPlan, result: int) -> None:
-        self.state = hash((self.state, result))
-        before, participants = self.lineage, plan.max_world_size
+        participants = plan.max_world_size
+        if self._follows:
+            self.following.begin(plan)
+        elif not self.following.active:
+            self.state = hash((self.state, result))
+        before, follows = self.lineage, self.following.active
         if plan.max_step == 0 or not plan.allow_heal:
             participants = len(plan.members)
         self.progress.commit(plan.quorum_id, participants, behind=self._behind)
         facts: dict[str, Any] = {"lineage": before, "participants": participants}
-        if self._behind:
+        if self._behind or follows:
             facts["behind"] = True
         if self.lineage != plan.quorum_id:
             facts["new_lineage"] = self.lineage
         self.sim.logs.step(self, "committed", **facts)
         self.commits += 1
+        if follows:
+            self.following.keep(result, participants)
+            return
         self.sim.states.committed(self, plan, behind=self._behind)
         self._save()
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from keepstep.group.quorum_plan import QuorumPlan
-from keepstep_mesh.protocol.lineage import LOADED, Soundness, same_weights, soundness
+from keepstep_mesh.protocol.lineage import LOADED, Soundness, is_following, same_weights, soundness
 from keepstep_mesh.protocol.membership import FinalState, Lineage, Quorum
 from keepstep_mesh.protocol.messages import QuorumRequest
 from tests.simulation.checks.history import Logs
@@ -55,6 +55,8 @@ class StateChecks:
 
     def check_state(self, worker: Worker) -> None:
         step, lineage = worker.step, worker.lineage
+        if is_following(lineage):  # without weights
+            return
         if not worker.flipped and self._states.setdefault((step, lineage), worker.state) != worker.state:
             self._violated(f"{worker.replica_id} holds another state at step {step}, lineage {lineage!r}, than others")
 

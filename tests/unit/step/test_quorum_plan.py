@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.group.quorum_plan import make_plan
+from keepstep.group.quorum_plan import WorldSizeMode, make_plan
 from keepstep_mesh.protocol.lineage import origin, soundness
 from keepstep_mesh.protocol.membership import Lineage, Member, MemberInfo, Quorum
 
@@ -52,19 +54,43 @@ def test_a_group_behind_heals_and_has_no_place_in_the_cohort():
     ],
     ids=lambda one: repr(one.lineage) if isinstance(one, Member) else "",
 )
-def test_only_a_group_that_trained_an_earlier_state_of_the_job_catches_up_instead_of_healing(behind, heals) -> None:
+def test_only_a_group_that_trained_an_earlier_state_of_the_job_is_late_instead_of_healing(behind, heals) -> None:
     agreed = quorum(member("a", 5, 3), behind, member("c", 5, 3))
-    plans = [make_plan(agreed, name, catches_up=True) for name in "abc"]
+    plans = [make_plan(agreed, name, brings_late=True) for name in "abc"]
     assert [plan.behind for plan in plans] == [False, True, False]
     assert plans[1].heal == heals
-    assert all(plan.catching_up == (() if heals else (1,)) for plan in plans)
+    assert all(plan.late == (() if heals else (1,)) for plan in plans)
     assert all(plan.healing == ((1,) if heals else ()) for plan in plans)
-    assert make_plan(agreed, "b").heal, "without catches_up every group that is behind heals"
+    assert make_plan(agreed, "b").heal, "without brings_late every group that is behind heals"
 
 
 def test_a_group_from_before_a_resume_does_not_catch_up():
     agreed = quorum(member("a", 5, "resumed:4:6"), member("b", 2, 1))
-    assert make_plan(agreed, "b", catches_up=True).heal
+    assert make_plan(agreed, "b", brings_late=True).heal
+
+
+def test_a_group_that_follows_neither_heals_nor_counts_nor_is_a_source():
+    agreed = quorum(member("a", 5, 3), member("b", 5, "follows:3"), member("c", 5, 3), member("d", 4, 3))
+    a, b, c, d = (make_plan(agreed, name) for name in "abcd")
+    assert (b.follows, b.behind, b.heal, b.max_world_size) == (True, True, False, 2)
+    assert [plan.participation(WorldSizeMode.DYNAMIC, 1, healed_before=False)[0] for plan in (a, b, c)] == [0, None, 1]
+    assert (d.source, a.destinations, c.destinations) == (0, (3,), ())
+    assert {plan.followers for plan in (a, b, c, d)} == {(1,)}
+
+
+@pytest.mark.parametrize(
+    "behind", [member("b", 4, "follows:3"), member("b", 6, "follows:3"), member("b", 5, "follows:2")]
+)
+def test_a_group_that_followed_other_steps_than_the_others_took_heals(behind):
+    agreed = quorum(member("a", 5, 3), behind)
+    assert (make_plan(agreed, "b").heal, make_plan(agreed, "a").destinations) == (True, (1,))
+
+
+def test_a_group_that_follows_heals_where_groups_finish_and_any_state_is_worth_more_than_none():
+    finishing = replace(quorum(member("a", 5, 3), member("b", 5, "follows:3")), finishing=True)
+    assert make_plan(finishing, "b").heal
+    left = quorum(member("a", 0, "torn:a"), member("b", 9, "follows:3"))
+    assert make_plan(left, "a").lineage == "torn:a"
 
 
 def test_groups_at_an_equal_step_with_different_lineages_do_not_go_on_side_by_side():

@@ -44,6 +44,7 @@ class RelayTransport(CheckpointTransport[T]):
     """
 
     accepts_into = True
+    receives_in_background = True
 
     def __init__(
         self,

@@ -241,7 +241,7 @@ class RankClient:
             self._plan,
             attempt=answer.attempt,
             heal_timeout_ms=answer.heal_timeout_ms,
-            catches_up=ask.min_groups > 0 and not answer.quorum.finishing,
+            brings_late=ask.min_groups > 0 and not answer.quorum.finishing,
         )
         return plan
 

@@ -5,11 +5,13 @@ missing line shows), ``event``, ``step`` (committed steps after the event), ``qu
 
 * ``started``, ``loaded`` (the user's checkpoint), ``torn``, ``diverged`` (the weights were found to differ from those
   of the other groups): ``lineage`` of this group
+* ``follows`` (from the state of ``step`` on, the group takes part without weights), ``caught_up`` (it has them),
+  ``gave_up`` (it is back at its own): ``lineage``
 * ``quorum`` (the quorum has formed, and its process group is built): ``epoch``, ``members``, ``participants`` (all)
 * ``healed``: ``epoch``, ``lineage`` of the loaded state, ``source``, ``seconds``, ``bytes``
 * ``committed``: ``epoch``, ``participants``, ``lineage`` of the state before the step; only if true: ``behind`` (the
-  group took part without healing), ``synchronized`` (the script declared all groups equal after the step); and
-  ``new_lineage``, if it is not the quorum_id
+  group took part without healing, or without weights), ``synchronized`` (the script declared all groups equal after the
+  step); and ``new_lineage``, if it is not the quorum_id
 * ``discarded``: ``epoch``, ``reason``
 
 ``keepstep check-history`` reads it.

@@ -1,0 +1,35 @@
+"""The interface between a step and the catch-up of its group, which ``catching_up.catch_up`` implements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from keepstep.checkpointing.transport import Exchange
+from keepstep.group.quorum_plan import QuorumPlan
+
+
+class Follower(Protocol):
+    """Follows the steps of other groups without weights, while their state arrives. On the training thread."""
+
+    @property
+    def source(self) -> str:
+        """replica_id of the group that the state comes from; empty: none does."""
+
+    def can_begin(self, plan: QuorumPlan) -> bool:
+        """Return whether this group, which the plan tells to heal, follows instead. From any thread."""
+
+    def check(self, plan: QuorumPlan) -> Exception | None:
+        """Give up, unless the group can go on with this plan. Return why the step must not commit, if it must not."""
+
+    def begin(self, plan: QuorumPlan, exchange: Exchange) -> None:
+        """Follow from the step of ``plan`` on, which the group has taken part in, and which commits."""
+
+    def followed(self, plan: QuorumPlan, participants: int, write_back: Callable[[], None]) -> None:
+        """Note that a step was committed. ``write_back``: writes the averaged buffers of the step again."""
+
+    def finish(self) -> None:
+        """Wait for the state and replay all steps, or give up."""
+
+    def close(self) -> None:
+        """End the transfer. May be called more than once."""

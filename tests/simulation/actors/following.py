@@ -1,0 +1,91 @@
+"""A group of the simulation that catches up: it follows steps without weights, with the real log of gradients."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from keepstep.group.quorum_plan import QuorumPlan
+from keepstep.step.catching_up.gradient_log import FollowedStep, GradientLog, HeldState, Phase
+from keepstep_mesh.protocol.lineage import followed, is_following
+
+if TYPE_CHECKING:
+    from tests.simulation.actors.worker import Worker
+
+REPLAYED_AT_ONCE = 2
+
+
+class Following:
+    """The catch-up of one worker."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._log: GradientLog[int] = GradientLog(1 << 30)
+        self._source = ""
+        self._arrived: int | None = None
+        self._number = 0
+        """Of the catch-up."""
+        self.caught_up = 0
+        """Number of catch-ups that ended with the weights of the others."""
+
+    @property
+    def active(self) -> bool:
+        return self._log.phase is not Phase.IDLE
+
+    def check(self, plan: QuorumPlan) -> bool:
+        """Return whether the step may commit. Give up if the others took another step than this group followed."""
+        if self.active and (is_following(plan.lineage) or not plan.follows):
+            self.give_up()
+            return not is_following(plan.lineage)
+        return True
+
+    def begin(self, plan: QuorumPlan) -> None:
+        """Follow from the step of ``plan`` on."""
+        worker, progress = self._worker, self._worker.progress
+        assert plan.source is not None
+        held = HeldState(progress.step, progress.lineage, progress.batches_committed)
+        self._log.begin(held, HeldState(plan.max_step, plan.lineage, 0))
+        progress.follow(plan.max_step, plan.lineage, 0)
+        worker.sim.logs.step(worker, "follows", lineage=worker.lineage)
+        self._number += 1
+        self._arrived, self._source = None, plan.members[plan.source].replica_id
+        source = worker.sim.workers[self._source]
+        wanted = (plan.quorum_id, plan.max_step, plan.lineage)
+        state = source.snapshot[3] if source.snapshot is not None and source.snapshot[:3] == wanted else None
+        worker.soon(0.1 + 3.0 * worker.random.random(), self._arrives, self._number, state)
+
+    def _arrives(self, number: int, state: int | None) -> None:
+        """The state is here; None, or a dead source: the transfer has failed."""
+        if number != self._number or self._log.phase is not Phase.RECEIVING:
+            return
+        if state is None or not self._worker.sim.workers[self._source].alive:
+            if self._worker.plan is None:
+                self.give_up()
+            else:
+                self._worker.soon(0.05, self._arrives, number, None)
+            return
+        self._arrived = state
+
+    def keep(self, result: int, participants: int) -> None:
+        """The others have committed a step with ``result``. Replay, if their state is here."""
+        worker, log = self._worker, self._log
+        log.keep(FollowedStep(worker.step, followed(str(worker.lineage)), participants, result, 1))
+        if log.phase is Phase.RECEIVING and self._arrived is not None:
+            worker.state, worker.flipped = self._arrived, False
+            log.arrive(0)
+        for _ in range(REPLAYED_AT_ONCE if log.phase is Phase.REPLAYING else 0):
+            worker.state = hash((worker.state, log.next().gradients))
+            held = log.replayed()
+            if not self.active:
+                worker.progress.hold(*held)
+                worker.sim.logs.step(worker, "caught_up", lineage=worker.lineage)
+                worker.sim.states.check_state(worker)
+                self.caught_up += 1
+                return
+        log.validate()
+
+    def give_up(self) -> None:
+        """Go back to the state that the weights are of."""
+        worker = self._worker
+        worker.progress.hold(*self._log.give_up())
+        worker.progress.fall_behind()
+        worker.sim.logs.step(worker, "gave_up", lineage=worker.lineage)
