@@ -29,6 +29,7 @@ import quantized
 import quorum_round
 import rank_step
 import rebuild
+import sharded_speed
 import step_cost
 import swarm
 import transfer
@@ -51,7 +52,13 @@ BENCHMARKS = {
     "groups": groups.run,
     "checkpoint": checkpoint_speed.run,
 }
-ALONE = {"rank": rank_step.run, "rebuild": rebuild.run, "quantized": quantized.run, "loss": loss.run}
+ALONE = {
+    "rank": rank_step.run,
+    "rebuild": rebuild.run,
+    "quantized": quantized.run,
+    "loss": loss.run,
+    "sharded": sharded_speed.run,
+}
 """Without torchft: these need no environment of it."""
 
 

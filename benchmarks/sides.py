@@ -20,7 +20,11 @@ WORK = ROOT / ".bench"
 """Git-ignored: torchft's environment, results, logs."""
 TORCHFT = "torchft-nightly==2026.10.26"
 TORCH_CHECKPOINTING = "torch_checkpointing==0.1.1"
+MEGATRON = "megatron-core==0.16.1"
+MEGATRON_VARIABLE = "KEEPSTEP_MEGATRON_PYTHON"
+"""As for the tests: the Python of an environment that has it, or several, separated by colons. The first is used."""
 TORCH = "torch==2.13.0"
+PACKAGES = {"keepstep": "keepstep", "torchft": "torchft-nightly", "megatron": "megatron-core"}
 START_TIMEOUT = 30.0
 HEARTBEAT_TIMEOUT_S = 5
 """The default of both."""
@@ -29,7 +33,7 @@ HEARTBEAT_TIMEOUT_S = 5
 @dataclass(frozen=True)
 class Side:
     name: str
-    """``keepstep`` or ``torchft``; also the module that its scripts import."""
+    """``keepstep``, ``torchft`` or ``megatron``; also the module that its scripts import."""
     python: Path
 
     def environment(self) -> dict[str, str]:
@@ -37,7 +41,7 @@ class Side:
         return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
 
     def version(self) -> str:
-        package = {"keepstep": "keepstep", "torchft": "torchft-nightly"}[self.name]
+        package = PACKAGES[self.name]
         ask = f"from importlib.metadata import version; print(version({package!r}), 'on torch', version('torch'))"
         return subprocess.check_output([self.python, "-c", ask], text=True).strip()
 
@@ -48,18 +52,31 @@ def keepstep_side() -> Side:
 
 def torchft_side(python: Path | None) -> Side:
     """Return torchft's side. Without a ``python`` that has torchft, create ``.bench/torchft`` (minutes, once)."""
-    if python is not None:
-        return Side("torchft", python)
-    home = WORK / "torchft"
+    return Side("torchft", python or _environment("torchft", [TORCH], [TORCHFT], [TORCH_CHECKPOINTING]))
+
+
+def megatron_side() -> Side:
+    """Return Megatron Core's side. Without ``KEEPSTEP_MEGATRON_PYTHON``, create ``.bench/megatron`` (minutes, once)."""
+    given = os.environ.get(MEGATRON_VARIABLE, "").partition(os.pathsep)[0]
+    if given:
+        return Side("megatron", Path(given))
+    return Side("megatron", _environment("megatron", [TORCH, "psutil", "numpy"], ["--no-deps", MEGATRON]))
+
+
+def _environment(name: str, *installs: list[str]) -> Path:
+    """Return the Python of an environment of its own, which the first call creates."""
+    home = WORK / name
     ready = home / ".set-up"
+    python = home / "bin" / "python"
     if not ready.exists():
-        print(f"setting up {home} with {TORCHFT} (a few minutes, once) ...", flush=True)
+        print(f"setting up {home} (a few minutes, once) ...", flush=True)
         subprocess.check_call([sys.executable, "-m", "venv", "--clear", home])
-        for package in (TORCH, TORCHFT, TORCH_CHECKPOINTING):
-            pip = [home / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-            subprocess.check_call([*pip, package])
+        for packages in installs:
+            subprocess.check_call(
+                [python, *["-m", "pip", "install", "--quiet", "--disable-pip-version-check"], *packages]
+            )
         ready.touch()
-    return Side("torchft", home / "bin" / "python")
+    return python
 
 
 def free_port() -> int:
