@@ -22,6 +22,7 @@ from keepstep.sharded.strategies.interfaces import (
 )
 from keepstep.sharded.strategies.native import NativeLoadStrategy, NativeSaveStrategy
 from keepstep.sharded.strategies.registry import get_default_strategy, register_default_strategy
+from keepstep.sharded.strategies.stored_zarr import ZarrLoadShardedStrategy
 from keepstep.sharded.strategies.torch_dist import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "StrategyAction",
     "TorchDistLoadShardedStrategy",
     "TorchDistSaveShardedStrategy",
+    "ZarrLoadShardedStrategy",
     "get_default_strategy",
     "register_default_strategy",
 ]

@@ -9,6 +9,7 @@ from keepstep.sharded.core import CheckpointingException
 from keepstep.sharded.strategies.common_file import CommonFileLoad, CommonFileSave
 from keepstep.sharded.strategies.interfaces import LoadStrategyBase, SaveStrategyBase, StrategyAction
 from keepstep.sharded.strategies.native import BACKEND, NativeLoadStrategy, NativeSaveStrategy
+from keepstep.sharded.strategies.stored_zarr import ZarrLoadShardedStrategy
 from keepstep.sharded.strategies.torch_dist import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
 
 Strategy = SaveStrategyBase | LoadStrategyBase
@@ -19,6 +20,7 @@ _strategies: dict[tuple[StrategyAction, str, int], Strategy | Callable[[], Strat
     (StrategyAction.LOAD_COMMON, BACKEND, 1): NativeLoadStrategy,
     (StrategyAction.SAVE_SHARDED, "torch_dist", 1): TorchDistSaveShardedStrategy,
     (StrategyAction.LOAD_SHARDED, "torch_dist", 1): TorchDistLoadShardedStrategy,
+    (StrategyAction.LOAD_SHARDED, "zarr", 1): ZarrLoadShardedStrategy,
     (StrategyAction.SAVE_COMMON, "torch", 1): CommonFileSave,
     (StrategyAction.LOAD_COMMON, "torch", 1): CommonFileLoad,
 }
