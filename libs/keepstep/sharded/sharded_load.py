@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
+import torch
+
 from keepstep.sharded.core import CheckpointingException
-from keepstep.sharded.dict_utils import extract_matching_values, merge, nested_values
+from keepstep.sharded.dict_utils import dict_list_map_outplace, extract_matching_values, merge, nested_values
 from keepstep.sharded.exchange import TIMEOUT, Ranks
-from keepstep.sharded.mapping import ShardedObject, ShardedStateDict, StateDict, apply_factory_merges
-from keepstep.sharded.state_parts import RequestedParts, parts_to_load
+from keepstep.sharded.mapping import (
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensorFactory,
+    StateDict,
+    apply_factory_merges,
+)
+from keepstep.sharded.state_parts import RequestedParts, is_empty_range, parts_to_load
 from keepstep.sharded.strategies.chosen import LoadStrategies, load_strategies
 from keepstep.sharded.strategies.interfaces import (
     CheckpointDir,
@@ -26,6 +34,9 @@ from keepstep.sharded.validation import (
     unpack_rows,
 )
 from keepstep_mesh.config.logging import get_logger
+from keepstep_mesh.text import listed
+
+MAX_NAMED = 5
 
 Loaded: TypeAlias = StateDict | tuple[StateDict, set[str], set[str]]
 
@@ -80,12 +91,12 @@ def load(
         merge(state, parts.nonpersistent)
         if StrictHandling.requires_explicit_ckpt_mismatch_check(handling):
             stored = frozenset(leaf.key for leaf in stored_leaves(strategies, checkpoint_dir).values())
-        return pack_rows(row_of(leaf) for leaf in nested_values(parts.sharded))
+        return pack_rows(row_of(leaf) for leaf in _with_elements(parts.sharded))
 
     rows = [unpack_rows(one) for one in ranks.stage(prepare)]
     if validate_access_integrity:
         check_integrity(rows)
-    requested = [leaf.key for leaf in nested_values(parts.sharded)]
+    requested = [leaf.key for leaf in _with_elements(parts.sharded)]
     keys = compare_keys(handling, stored, requested, (row.key for of_rank in rows for row in of_rank))
     if keys.error:
         raise CheckpointingException(f"{checkpoint_dir} was not loaded: {keys.error}")
@@ -95,11 +106,11 @@ def load(
     def read() -> None:
         nonlocal state
         unexpected, sharded = extract_matching_values(parts.sharded, lambda leaf: leaf.key in keys.unexpected)
-        merge(state, _loaded(strategies, sharded, checkpoint_dir))
         factories = parts.factories
         if unexpected:
             _, left = extract_matching_values(parts.sharded, lambda leaf: leaf.key in keys.unexpected, True)
             factories = _without(factories, parts.sharded, left)
+        merge(state, _loaded(strategies, sharded, checkpoint_dir))
         state = apply_factory_merges(state, factories)
 
     ranks.stage(read)
@@ -123,19 +134,46 @@ def stored_leaves(strategies: LoadStrategies, checkpoint_dir: CheckpointDir) -> 
     return found
 
 
+def _with_elements(sharded: ShardedStateDict) -> list[Any]:
+    """Return the leaves that have something to load: all but empty flattened ranges."""
+    return [leaf for leaf in nested_values(sharded) if not is_empty_range(leaf)]
+
+
 def _loaded(strategies: LoadStrategies, sharded: ShardedStateDict, checkpoint_dir: CheckpointDir) -> StateDict:
-    if strategies.sharded.can_handle_sharded_objects:
-        return strategies.sharded.load(sharded, checkpoint_dir)
-    objects, tensors = extract_matching_values(sharded, lambda leaf: isinstance(leaf, ShardedObject))
-    found: Any = merge(
-        strategies.common.load_sharded_objects(objects, checkpoint_dir),
-        strategies.sharded.load(tensors, checkpoint_dir),
-    )
-    return found  # type: ignore[no-any-return]
+    """Return the structure of ``sharded`` with loaded values."""
+    leaves: StateDict = {str(number): leaf for number, leaf in enumerate(_with_elements(sharded))}
+    objects: StateDict = {}
+    if not strategies.sharded.can_handle_sharded_objects:
+        objects = {number: leaf for number, leaf in leaves.items() if isinstance(leaf, ShardedObject)}
+    tensors = {number: leaf for number, leaf in leaves.items() if number not in objects}
+    found = strategies.sharded.load(tensors, checkpoint_dir)
+    if objects:
+        found = {**found, **strategies.common.load_sharded_objects(objects, checkpoint_dir)}
+    values = {id(leaf): found[number] for number, leaf in leaves.items()}
+
+    def value(leaf: Any) -> Any:
+        if not is_empty_range(leaf):
+            return values[id(leaf)]
+        return torch.empty(0, dtype=leaf.dtype) if leaf.data is None else leaf.data.detach()
+
+    state: StateDict = dict_list_map_outplace(value, sharded)
+    return state
 
 
 def _without(factories: Any, requested: Any, left: Any) -> Any:
-    """Return the factories whose place is left, with the positions that lists have without the other places."""
+    """Return the factories whose place is left, with the positions that lists have without the other places.
+
+    Raises:
+        CheckpointingException: only some leaves of a factory are left, which it cannot merge.
+    """
+    if isinstance(factories, ShardedTensorFactory):
+        absent = {leaf.key for leaf in nested_values([requested])} - {leaf.key for leaf in nested_values([left])}
+        if absent:
+            raise CheckpointingException(
+                f"ShardedTensorFactory {factories.key!r} cannot be merged: the checkpoint has some of its keys, but "
+                f"not {listed(sorted(absent), MAX_NAMED)}: request those that it has without the factory"
+            )
+        return factories
     if not isinstance(factories, dict) or not isinstance(requested, dict | list):
         return factories
     places = {place: number if isinstance(requested, list) else place for number, place in enumerate(left)}

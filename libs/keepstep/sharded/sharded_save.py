@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -88,16 +89,18 @@ def save(
             common = common_digests(preprocess(one.parts.common) if preprocess is not None else one.parts.common)
         leaves = list(nested_values(one.parts.sharded))
         rows = pack_rows(row_of(leaf) for leaf in leaves)
-        packed: bytes = msgpack.packb([rows, digests_of(leaves) if check_replicas else {}, common])
+        place = [os.fsencode(checkpoint_dir), os.fsencode(os.path.realpath(checkpoint_dir))]
+        packed: bytes = msgpack.packb([place, rows, digests_of(leaves) if check_replicas else {}, common])
         return packed
 
     found = [msgpack.unpackb(one, strict_map_key=False) for one in ranks.stage(prepare)]
-    rows = [unpack_rows(packed) for packed, _, _ in found]
+    _check_same_place([place for place, *_ in found])
+    rows = [unpack_rows(packed) for _, packed, _, _ in found]
     if validate_access_integrity:
         check_integrity(rows)
     if check_replicas:
-        check_equal(rows, [digests for _, digests, _ in found])
-    _compare_common([common for _, _, common in found], ranks.rank, raises=check_replicas)
+        check_equal(rows, [digests for *_, digests, _ in found])
+    _compare_common([common for *_, common in found], ranks.rank, raises=check_replicas)
     return one.begin(in_background=async_sharded_save)
 
 
@@ -172,6 +175,16 @@ class _Save:
                 self.strategies.write_config(self._dir)
 
         self._ranks.stage(mark)
+
+
+def _check_same_place(places: Sequence[Sequence[bytes]]) -> None:
+    """Raise if two ranks save to different places: as they were passed, and as real paths."""
+    for rank, place in enumerate(places):
+        if not set(place) & set(places[0]):
+            first, other = (os.fsdecode(one[0]) for one in (places[0], place))
+            raise CheckpointingException(
+                f"rank 0 saves to {first!r}, but rank {rank} to {other!r}: pass the same place on all ranks"
+            )
 
 
 def _compare_common(digests: Sequence[Mapping[str, bytes]], rank: int, *, raises: bool) -> None:

@@ -57,7 +57,7 @@ def parts_to_save(sharded_state_dict: ShardedStateDict) -> SavedParts:
 
 def parts_to_load(sharded_state_dict: ShardedStateDict) -> RequestedParts:
     """Apply factories, and split the state. Values without sharding are left out: the checkpoint has its own."""
-    state = _without_empty_ranges(_copied(sharded_state_dict))
+    state = _copied(sharded_state_dict)
     factories, _ = extract_matching_values(
         state, lambda leaf: isinstance(leaf, ShardedTensorFactory), return_lists_as_dicts=True
     )
@@ -66,7 +66,7 @@ def parts_to_load(sharded_state_dict: ShardedStateDict) -> RequestedParts:
     nonpersistent, state = extract_nonpersistent(state)
     dict_list_map_inplace(lambda leaf: leaf.unwrap(), nonpersistent)
     sharded, _ = extract_sharded_base(state)
-    return RequestedParts(_without_empty_ranges(sharded), nonpersistent, factories)
+    return RequestedParts(sharded, nonpersistent, factories)
 
 
 def _check_places(state: ShardedStateDict) -> None:
@@ -79,7 +79,7 @@ def _check_places(state: ShardedStateDict) -> None:
 def _kinds(value: Any, path: tuple[Any, ...]) -> set[str]:
     """Return the parts that have a leaf of ``value``."""
     if not isinstance(value, dict | list) or not value:
-        if isinstance(value, ShardedTensor) and _is_empty(value):
+        if is_empty_range(value):
             return set()
         is_local = isinstance(value, LocalNonpersistentObject)
         return {"sharded" if isinstance(value, ShardedBase) else "local" if is_local else "common"}
@@ -101,10 +101,11 @@ def _copied(state: ShardedStateDict) -> Any:
 
 def _without_empty_ranges(state: ShardedStateDict) -> Any:
     """Leave out flattened tensors of which this rank has no element."""
-    _, rest = extract_matching_values(state, lambda leaf: isinstance(leaf, ShardedTensor) and _is_empty(leaf))
+    _, rest = extract_matching_values(state, is_empty_range)
     return rest
 
 
-def _is_empty(tensor: ShardedTensor) -> bool:
-    part = tensor.flattened_range
+def is_empty_range(leaf: Any) -> bool:
+    """Return whether the leaf is a flattened tensor of which this rank has no element."""
+    part = leaf.flattened_range if isinstance(leaf, ShardedTensor) else None
     return part is not None and part.start == part.stop

@@ -1,6 +1,6 @@
 """One of four ranks that save and load sharded state together. Some of them are killed at the end.
 
-sharded_job.py RANK FOLDER
+sharded_job.py RANK FOLDER RELAY
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from keepstep.sharded import (
     AsyncCallsQueue,
+    AsyncRequest,
     CheckpointingException,
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
@@ -44,7 +45,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # a script, which 
 from tests.support.models.parallel_transformer import Job
 
 FORMATS: list[tuple[str, int]] = [("keepstep", 1), ("torch_dist", 1)]
-rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+rank, folder, relay = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 worlds = 0
 
 
@@ -103,7 +104,9 @@ def every_rank_refuses_what_one_of_them_has_wrong() -> None:
         invalid: Any = partial(load, {}, folder / f"copies-{one[0]}", strict="none" if at else "raise_all")
         assert "invalid strict flag 'none'" in refused(invalid)
         elsewhere = partial(save, {}, "http://127.0.0.1:1/v1/none" if at else folder / "bad")
-        assert "invalid checkpoint_id" in refused(elsewhere)
+        assert "but rank 1 to 'http://127.0.0.1:1/v1/none'" in refused(elsewhere)
+        apart = refused(partial(save, {}, folder / f"apart-{at}", one))
+        assert "apart-0', but rank 1 to '" in apart, apart
         mute = partial(save, {"w": ShardedTensorFactory("w", torch.ones(4), fails_on_one, torch.cat)}, folder / "bad")
         assert "its text cannot be shown" in refused(mute)
 
@@ -184,6 +187,28 @@ def a_damaged_part_of_one_group_is_an_error_of_all() -> None:
     assert "__0_0.distcp" in refused(partial(load, request, path, loader))
 
 
+class FailsToWrite(TorchDistSaveShardedStrategy):
+    def async_save(self, *arguments: Any) -> AsyncRequest:
+        request = super().async_save(*arguments)
+
+        def write() -> None:
+            if dist.get_rank():
+                raise OSError("no space left")
+            request.write()
+
+        return request._replace(async_fn=write)
+
+
+def an_error_of_a_background_save_is_known_to_both() -> None:
+    queue, later = AsyncCallsQueue(), {"w": part("w", torch.ones(4))}
+    request = save(later, folder / "failed", FailsToWrite(), async_sharded_save=True)
+    assert request is not None
+    queue.schedule_async_request(request)
+    for work in (lambda: queue.maybe_finalize_async_calls(blocking=True), request.execute_sync):
+        assert "no space left" in refused(work)
+    assert not check_is_distributed_checkpoint(folder / "failed")
+
+
 def a_save_in_the_background_is_finalized_by_both() -> None:
     for form in FORMATS:
         queue, values = AsyncCallsQueue(), torch.ones(4)
@@ -194,6 +219,40 @@ def a_save_in_the_background_is_finalized_by_both() -> None:
         while not queue.maybe_finalize_async_calls():
             pass
         assert load_plain_tensors(folder / f"later-{form[0]}")["w"].tolist() == [1.0] * 8
+
+
+def a_relay_is_a_place_too() -> None:
+    at, place = dist.get_rank(), f"{relay}/v1/jobs/job/checkpoints/"
+
+    def state(value: float) -> dict[str, Any]:
+        random = ShardedObject("rng", at if value else None, (2,), (at,))
+        copies = part("copies", torch.full((50,), value), replicated=True)
+        return {"half": part("half", torch.full((100,), value * at)), "copies": copies, "rng": random}
+
+    def check(name: str, loader: NativeLoadStrategy | FullyParallelLoadStrategyWrapper) -> None:
+        loaded: Any = load(state(0.0), place + name, loader, strict="raise_all")
+        assert loaded["half"].tolist() == [float(at)] * 100
+        assert (loaded["copies"].tolist(), loaded["rng"], loaded["step"]) == ([1.0] * 50, at, 3)
+
+    save({**state(1.0), "step": 3}, place + "plain")
+    check("plain", NativeLoadStrategy())
+    save({**state(1.0), "step": 3}, place + "shared", FullyParallelSaveStrategyWrapper(NativeSaveStrategy()))
+    check("shared", FullyParallelLoadStrategyWrapper(NativeLoadStrategy()))
+    request, queue = save({**state(1.0), "step": 3}, place + "later", async_sharded_save=True), AsyncCallsQueue()
+    assert request is not None
+    queue.schedule_async_request(request)
+    queue.maybe_finalize_async_calls(blocking=True)
+    check("later", NativeLoadStrategy())
+    assert "plain" in refused(partial(save, state(2.0), place + "plain"))
+    check("plain", NativeLoadStrategy())
+    needs_files = refused(partial(save, state(1.0), place + "files", FORMATS[1]))
+    assert "is not a directory: the format torch_dist needs one" in needs_files, needs_files
+    broken = {"o": ShardedObject("o", (lambda: 1) if at else 1, (2,), (at,))}
+    assert "o/shard_" in refused(partial(save, broken, place + "again"))
+    assert "again" in refused(partial(load_plain_tensors, place + "again"))
+    dist.barrier()
+    save({**state(1.0), "step": 3}, place + "again")
+    check("again", NativeLoadStrategy())
 
 
 # ---- a model
@@ -259,6 +318,8 @@ def main() -> None:
             ranks_share_what_they_hold_both()
             ranks_share_layers_of_a_pipeline()
             a_save_in_the_background_is_finalized_by_both()
+            an_error_of_a_background_save_is_known_to_both()
+            a_relay_is_a_place_too()
             expected = train_and_save()
             for form, _ in FORMATS:
                 torch.testing.assert_close(go_on(1, 2, form), expected, rtol=1e-9, atol=0)

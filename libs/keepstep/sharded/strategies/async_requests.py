@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import Any, NamedTuple, Self
 
-from keepstep.sharded.exchange import Ranks
+from keepstep.sharded.exchange import TIMEOUT, Ranks
 
 
 class AsyncRequest(NamedTuple):
@@ -21,6 +22,7 @@ class AsyncRequest(NamedTuple):
             is done on this rank.
         async_fn_kwargs: its keyword arguments.
         is_frozen: whether ``add_finalize_fn`` is an error.
+        timeout: time limit of the wait for the ``async_fn`` of other ranks.
     """
 
     async_fn: Callable[..., Any] | None
@@ -28,6 +30,7 @@ class AsyncRequest(NamedTuple):
     finalize_fns: list[Callable[[], Any]]
     async_fn_kwargs: Mapping[str, Any] = {}
     is_frozen: bool = False
+    timeout: timedelta = TIMEOUT
 
     def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
         """Add a function that is called after the other ``finalize_fns``. Raises ``RuntimeError`` if frozen."""
@@ -36,17 +39,26 @@ class AsyncRequest(NamedTuple):
         self.finalize_fns.append(fn)
 
     def execute_sync(self) -> None:
-        """Do everything now. Every rank calls it."""
-        self.write()
-        self.finalize()
+        """Do everything now. Every rank calls it.
+
+        Raises:
+            CheckpointingException: ``async_fn`` or a function of ``finalize_fns`` failed on some rank, or one was lost.
+        """
+        self.finalize_after(self.write)
 
     def write(self) -> None:
         """Call ``async_fn``."""
         if self.async_fn is not None:
             self.async_fn(*self.async_fn_args, **self.async_fn_kwargs)
 
-    def finalize(self) -> None:
-        """Call ``finalize_fns``."""
+    def finalize_after(self, written: Callable[[], None], *, alone: bool = False) -> None:
+        """Call ``finalize_fns`` if ``written`` succeeds on every rank. Otherwise, raise on all of them.
+
+        Args:
+            written: writes the part of this rank, or raises the error of its writing.
+            alone: this process is the only rank.
+        """
+        Ranks("the state was not saved", self.timeout, alone=alone).stage(written)
         for fn in self.finalize_fns:
             fn()
 
@@ -75,11 +87,13 @@ class _Call:
     def is_done(self) -> bool:
         return not self._thread.is_alive()
 
-    def finalize(self) -> None:
+    def finalize(self, *, alone: bool) -> None:
         self._thread.join()
+        self._request.finalize_after(self._raise, alone=alone)
+
+    def _raise(self) -> None:
         if self._error is not None:
             raise self._error
-        self._request.finalize()
 
 
 class AsyncCallsQueue:
@@ -118,7 +132,7 @@ class AsyncCallsQueue:
         done: list[int] = []
         while self._calls and (blocking or self._is_done_everywhere(no_dist)):
             call = self._calls.popleft()
-            call.finalize()
+            call.finalize(alone=no_dist)
             done.append(call.number)
         return done
 

@@ -136,6 +136,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         leaves = list(nested_values(sharded_state_dict))
         parts = [shard_id(leaf) if isinstance(leaf, ShardedTensor) else None for leaf in leaves]
         wanted = _exchanged(leaves, self._group, self.timeout)
+        _check_complex(wanted)
         if self._assigned is None or not self._keeps:
             self._assigned = _readers(wanted)
         assigned = self._assigned
@@ -183,6 +184,17 @@ def _tensor_of(row: ShardRow) -> ShardedTensor:
     part = None if row.start < 0 else slice(row.start, row.stop)
     fields = (row.key, None, TORCH_DTYPES[row.dtype], row.box, row.global_shape, row.offset, None)
     return ShardedTensor(*fields, replica_id=0 if row.is_main else 1, flattened_range=part)
+
+
+def _check_complex(wanted: Sequence[Sequence[ShardedTensor]]) -> None:
+    """Raise on every rank if some want a part as complex numbers and others as real ones: one rank reads it for all."""
+    known: dict[ShardId, bool] = {}
+    for tensors in wanted:
+        for one in tensors:
+            if known.setdefault(shard_id(one), one.dtype.is_complex) is not one.dtype.is_complex:
+                raise CheckpointingException(
+                    f"some ranks request {one.key!r} as complex numbers, others as real ones: request one dtype"
+                )
 
 
 def _readers(wanted: Sequence[Sequence[ShardedTensor]]) -> dict[ShardId, int]:

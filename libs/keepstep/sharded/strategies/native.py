@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from keepstep.checkpoint.loading import naming_key, open_reader, read_pieces
+from keepstep.checkpoint.parts.flattening import Leaf, build
 from keepstep.checkpoint.parts.local_parts import ObjectPart, Part, TensorPart
 from keepstep.checkpoint.parts.staged_parts import StagedParts
 from keepstep.checkpoint.places.target import CheckpointTarget
@@ -30,8 +31,8 @@ from keepstep.sharded.strategies.stored_state import (
     COMMON_STATE_KEY,
     Destination,
     StoredLoadStrategy,
-    StoredState,
     StoredTensorFacts,
+    is_unique_key,
 )
 
 BACKEND = "keepstep"
@@ -94,7 +95,7 @@ class NativeSaveStrategy(AsyncSaveShardedStrategy):
         facts = save_facts(None, None, self._step, self._kind)
         target = open_target(checkpoint_dir, facts, timeout=self.timeout, token=self._token)
         one = _OneSave(target, parts, facts.world_size, Ranks(f"{checkpoint_dir} was not saved", self.timeout), staged)
-        return AsyncRequest(one.write, (), [one.finalize])
+        return AsyncRequest(one.write, (), [one.finalize], timeout=self.timeout)
 
 
 class _OneSave:
@@ -177,7 +178,7 @@ class NativeLoadStrategy(StoredLoadStrategy, LoadCommonStrategy):
         self._token = token
 
     @contextmanager
-    def open(self, checkpoint_dir: CheckpointDir) -> Iterator[StoredState]:
+    def open(self, checkpoint_dir: CheckpointDir) -> Iterator[_NativeState]:
         """See ``StoredLoadStrategy``."""
         reader = open_reader(checkpoint_dir, timeout=self.timeout, token=self._token)
         try:
@@ -188,9 +189,7 @@ class NativeLoadStrategy(StoredLoadStrategy, LoadCommonStrategy):
     def load_common(self, checkpoint_dir: CheckpointDir) -> StateDict:
         """See ``LoadCommonStrategy``."""
         with self.open(checkpoint_dir) as stored:
-            if COMMON_STATE_KEY not in stored.objects:
-                return {}
-            state = stored.value(COMMON_STATE_KEY)
+            state = stored.common()
         if not isinstance(state, dict):
             raise CheckpointingException(f"{checkpoint_dir} has a common state that is no dict: {type(state).__name__}")
         return state
@@ -219,6 +218,13 @@ class _NativeState:
                     memory = one.memory[overlap.within(one.box)]
                     found += [(one.key, piece, memory) for piece in stored_pieces(shard, overlap)]
         read_pieces(self._stored.reader, found)
+
+    def common(self) -> Any:
+        """Return the values without sharding. In a checkpoint of ``keepstep.checkpoint.save``: all but tensors."""
+        if COMMON_STATE_KEY in self._stored.objects:
+            return self.value(COMMON_STATE_KEY)
+        plain = [key for key in self._stored.objects if not is_unique_key(key)]
+        return build({key: Leaf(self._stored.paths[key], self.value(key)) for key in plain})
 
     def value(self, unique_key: str) -> Any:
         return naming_key(unique_key, lambda: self._stored.value(unique_key))

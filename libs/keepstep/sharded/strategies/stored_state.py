@@ -90,9 +90,18 @@ class StoredLoadStrategy(LoadShardedStrategy):
     def load_sharded_metadata(self, checkpoint_dir: CheckpointDir) -> ShardedMetadata:
         """See ``LoadShardedStrategy``."""
         with self.open(checkpoint_dir) as stored:
-            keys = [key for key in stored.objects if key != COMMON_STATE_KEY]
+            keys = [key for key in stored.objects if key != COMMON_STATE_KEY and is_unique_key(key)]
             found: ShardedMetadata = {key: ShardedObject.empty_from_unique_key(key) for key in keys}
             return {**found, **dict(_tensors(stored))}
+
+
+def is_unique_key(key: str) -> bool:
+    """Return whether a key is that of a ``ShardedObject``. Other values are of a state that was not sharded."""
+    try:
+        ShardedObject.empty_from_unique_key(key)
+    except CheckpointingException:
+        return False
+    return True
 
 
 def _tensors(stored: StoredState) -> Iterator[tuple[str, ShardedTensor]]:
@@ -114,7 +123,7 @@ def load_leaves(sharded_state_dict: ShardedStateDict, stored: StoredState) -> St
     destinations: list[Destination] = []
     for leaf in leaves:
         if isinstance(leaf, ShardedTensor):
-            target = _with_memory(leaf, stored.tensors[leaf.key].shape)
+            target = _with_memory(leaf, stored.tensors[leaf.key])
             loaded[id(leaf)] = target.data
             destinations += _destinations(target, stored.tensors[leaf.key].shape)
     stored.read(destinations)
@@ -142,8 +151,14 @@ def _check_present(leaves: list[Any], stored: StoredState) -> None:
         )
 
 
-def _with_memory(tensor: ShardedTensor, stored_shape: Sizes) -> ShardedTensor:
+def _with_memory(tensor: ShardedTensor, stored: StoredTensorFacts) -> ShardedTensor:
     """Return a copy of ``tensor`` that has memory, with zeros where the stored tensor may have no elements."""
+    stored_shape = stored.shape
+    if stored.dtype.is_complex and not tensor.dtype.is_complex:
+        raise CheckpointingException(
+            f"{tensor.key!r} is {stored.dtype} in the checkpoint, but {tensor.dtype} is requested, which would drop "
+            f"imaginary parts: request a complex dtype"
+        )
     differs = tensor.global_shape != stored_shape
     if differs and (not tensor.allow_shape_mismatch or len(tensor.global_shape) != len(stored_shape)):
         raise CheckpointingException(

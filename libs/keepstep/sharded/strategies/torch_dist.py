@@ -43,14 +43,39 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
     Args:
         backend: name of the format.
         version: of the format.
+        keep_only_main_replica: must be True: other replicas are never written.
         thread_count: files that each rank writes at a time.
+        cached_metadata: no effect. Megatron Core then keeps its plan for later saves; keepstep plans each one.
+        separation_hint: must be None: tensors with a prefix are not separated into files of their own.
         timeout: time limit of a save.
+
+    Raises:
+        CheckpointingException: an argument has another value than the one that is possible.
     """
 
     def __init__(
-        self, backend: str = BACKEND, version: int = 1, thread_count: int = 2, *, timeout: timedelta = TIMEOUT
+        self,
+        backend: str = BACKEND,
+        version: int = 1,
+        keep_only_main_replica: bool = True,
+        thread_count: int = 2,
+        cached_metadata: bool = False,  # noqa: ARG002  a parameter of Megatron Core
+        separation_hint: str | None = None,
+        *,
+        timeout: timedelta = TIMEOUT,
     ) -> None:
         super().__init__(backend, version)
+        if not keep_only_main_replica:
+            raise CheckpointingException(
+                "keep_only_main_replica is False, but only main replicas are written: pass True"
+            )
+        if thread_count < 1:
+            raise CheckpointingException(f"invalid thread_count {thread_count}: expected at least 1 file per rank")
+        if separation_hint is not None:
+            raise CheckpointingException(
+                f"separation_hint is {separation_hint!r}, but tensors with a prefix are not separated into files of "
+                f"their own: pass None"
+            )
         self.timeout = timeout
         self._thread_count = thread_count
 
@@ -75,7 +100,7 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
 
     def _request(self, items: list[Item], checkpoint_dir: CheckpointDir) -> AsyncRequest:
         one = _OneSave(directory_of(checkpoint_dir), items, self._thread_count, self.timeout)
-        return AsyncRequest(one.write, (), [one.finalize])
+        return AsyncRequest(one.write, (), [one.finalize], timeout=self.timeout)
 
 
 class _OneSave:
@@ -113,7 +138,9 @@ class _OneSave:
 
 
 class TorchDistLoadShardedStrategy(StoredLoadStrategy):
-    """Loads a directory of Megatron Core 0.7 to 0.19, of ``TorchDistSaveShardedStrategy``, or of ``dcp.save``.
+    """Loads a directory of Megatron Core 0.7 to 0.19, or of ``TorchDistSaveShardedStrategy``.
+
+    A directory of plain ``dcp.save`` has no ``metadata.json``; ``keepstep checkpoint import`` reads it.
 
     Args:
         allow_pickle: run the code that objects name. Only for a checkpoint of one's own.
