@@ -83,6 +83,7 @@ class Lighthouse(LighthouseNode, Embedded):
             stack.push_async_callback(self._sender.flush, GOODBYE_SECONDS)
             telling = asyncio.create_task(self._sender.run(), name="keepstep lighthouse telemetry")
             stack.push_async_callback(cancelled, telling)
+            stack.push_async_callback(self.ports.close)
             expiring = asyncio.create_task(self.endings.run(), name="keepstep lighthouse expiry")
             stack.push_async_callback(cancelled, expiring)
             if self.store.exclusive:

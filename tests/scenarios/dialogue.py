@@ -20,7 +20,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from keepstep_lighthouse.quorum.events import Announce, Decision, EndSession, JobRecord, LogEntry, Persist, Tell
+from keepstep_lighthouse.quorum.events import (
+    Announce,
+    Decision,
+    EndSession,
+    FindPort,
+    JobRecord,
+    LogEntry,
+    Persist,
+    ProbePort,
+    Tell,
+)
 from keepstep_mesh.protocol.membership import (
     OWN,
     PEER,
@@ -44,6 +54,7 @@ from keepstep_mesh.protocol.messages import (
     Refused,
     RoundBroken,
 )
+from keepstep_mesh.protocol.names import name_of
 from tests.support.models.core_driver import Driver
 
 Action = Callable[["Dialogue", re.Match[str]], list[Decision]]
@@ -67,6 +78,8 @@ OPTIONS = (
     "own error",
     "cannot reach",
     "names none",
+    "from",
+    "port",
 )
 BRACKETS = r"(?: \[(?P<options>[^\]]*)\])?"
 
@@ -123,6 +136,12 @@ class Dialogue:
                 return [self._say_message(", ".join(self._names(to)), message)]
             case EndSession(session):
                 return [f"ends the session of {self._names([session])[0]}"]
+            case FindPort(_, replica_id, host, port):
+                return [f"looks for {replica_id} at {host}:{port}"]
+            case ProbePort(_, replica_id, host, port, seconds):
+                return [f"probes the port of {replica_id} at {host}:{port} for {seconds:g} s"]
+            case LogEntry("port_misled", replica_id, detail):
+                return [f"finds that the port of {replica_id} misled it: {detail['reason']}"]
             case LogEntry("replicas_verified", _, detail):
                 return [f"finds {detail['groups']} groups equal at step {detail['step']}{_missing(detail)}"]
             case LogEntry("replicas_differ", _, detail):
@@ -194,12 +213,14 @@ class Dialogue:
             held = HeldAnswer(1, int(quorum_id), int(step))
         seen = int(options.get("has seen quorum", "0"))
         version = int(options.get("version", str(PROTOCOL_VERSION)))
-        return self._each(match, lambda one: self.driver.opens(one, seen=seen, held=held, version=version))
+        facts = {"seen": seen, "version": version, "host": options.get("from", "")}
+        return self._each(match, lambda one: self.driver.opens(one, held=held, **facts))
 
     def asks(self, match: re.Match[str]) -> list[Decision]:
         options = _options(match)
         lineage = options.get("lineage", "")
-        layout = options.get("layout")
+        layout = options.get("layout", "" if "port" in options else None)
+        port = f":{options['port']}" if "port" in options else ""
         return self._each(
             match,
             lambda replica_id: self.driver.asks(
@@ -210,7 +231,7 @@ class Dialogue:
                 shrink="shrink only" in options,
                 request=int(options["request"]) if "request" in options else None,
                 timeout=float(options.get("for", "600 s").removesuffix(" s")),
-                info=MemberInfo(f"http://{replica_id}", layout=layout) if layout is not None else None,
+                info=MemberInfo(f"http://{name_of(replica_id)}{port}", layout=layout) if layout is not None else None,
                 root=_root(options["root"]) if "root" in options else None,
                 min_groups=int(options.get("min groups", "0")),
                 grace=float(options.get("grace", "0 s").removesuffix(" s")),
@@ -283,6 +304,8 @@ EVENTS: tuple[tuple[str, Action], ...] = (
     (IDS + r" asks? for step (?P<step>\d+)" + BRACKETS, Dialogue.asks),
     (IDS + r" gives? up", _simple("cancels")),
     (IDS + r" loses? the connection", _simple("closes")),
+    (IDS + r" answers? at (?:its|their) ports?", _simple("port_answers")),
+    (r"the port of " + IDS + r" refuses", _simple("port_refuses")),
     (r"(?P<ids>[\w:]+) is healing, (?P<done>\d+) of (?P<total>\d+) MiB", Dialogue.heals),
     (r"(?P<ids>[\w:]+) fails to heal: (?P<error>.+)", Dialogue.fails_to_heal),
     (IDS + r" leaves?" + BRACKETS, Dialogue.leaves),

@@ -1,4 +1,5 @@
-"""Run simulations by their seeds: ``python -m tests.simulation.run --seeds 100000 [--lighthouses N] [--finish]``.
+"""Run simulations by their seeds: ``python -m tests.simulation.run --seeds 100000 [--lighthouses N] [--finish]
+[--ports]``.
 
 Prints a line of progress and, for each seed that fails, the broken rule, the fewest faults that still break it, and
 the trace. Exit code 1 when a seed failed.
@@ -11,6 +12,7 @@ import multiprocessing
 import sys
 import time
 from functools import partial
+from typing import TypedDict, Unpack
 
 from tests.simulation.checks.violation import Violation
 from tests.simulation.faults.drawing import Fault
@@ -20,36 +22,49 @@ MAX_REPORTED = 5
 FIRST_LINES, LAST_LINES = 300, 50
 
 
+class Modes(TypedDict, total=False):
+    """Arguments of ``Simulation`` that choose what is simulated."""
+
+    finishes: bool
+    ports: bool
+
+
 def violation(
     seed: int,
     faults: tuple[Fault, ...] | None = None,
     *,
     lighthouses: int | None = None,
     careful: bool = False,
-    finishes: bool = False,
+    **modes: Unpack[Modes],
 ) -> str | None:
-    """The rule that this seed breaks, if any. ``lighthouses`` None: their number is drawn from the seed."""
+    """The rule that this seed breaks, if any.
+
+    Args:
+        seed, faults, careful: See ``Simulation``.
+        lighthouses: Their number; None: drawn from the seed.
+        modes: As in ``Simulation``.
+    """
     try:
-        Simulation(seed, faults, lighthouses=lighthouses, careful=careful, finishes=finishes).run()
+        Simulation(seed, faults, lighthouses=lighthouses, careful=careful, **modes).run()
     except Violation as error:
         return str(error)
     return None
 
 
-def minimal_faults(seed: int, lighthouses: int | None = None, *, finishes: bool = False) -> tuple[Fault, ...]:
+def minimal_faults(seed: int, lighthouses: int | None = None, **modes: Unpack[Modes]) -> tuple[Fault, ...]:
     """Faults of a failing seed of which none can be left out."""
-    left = list(Simulation(seed, lighthouses=lighthouses, finishes=finishes).faults)
+    left = list(Simulation(seed, lighthouses=lighthouses, **modes).faults)
     for fault in list(left):
         fewer = tuple(one for one in left if one is not fault)
-        if violation(seed, fewer, lighthouses=lighthouses, careful=True, finishes=finishes) is not None:
+        if violation(seed, fewer, lighthouses=lighthouses, careful=True, **modes) is not None:
             left.remove(fault)
     return tuple(left)
 
 
-def explain(seed: int, lighthouses: int | None = None, *, finishes: bool = False) -> str:
+def explain(seed: int, lighthouses: int | None = None, **modes: Unpack[Modes]) -> str:
     """A report on a failing seed."""
-    faults = minimal_faults(seed, lighthouses, finishes=finishes)
-    simulation = Simulation(seed, faults, lighthouses=lighthouses, careful=True, finishes=finishes)
+    faults = minimal_faults(seed, lighthouses, **modes)
+    simulation = Simulation(seed, faults, lighthouses=lighthouses, careful=True, **modes)
     simulation.tracing = True
     try:
         simulation.run()
@@ -69,19 +84,19 @@ def explain(seed: int, lighthouses: int | None = None, *, finishes: bool = False
     return f"seed {seed}: {what}\n  {about}; faults:\n{listed}\n  trace:\n{trace}"
 
 
-def run(seeds: range, jobs: int, lighthouses: int | None, *, finishes: bool = False) -> int:
+def run(seeds: range, jobs: int, lighthouses: int | None, **modes: Unpack[Modes]) -> int:
     """Run all ``seeds``. Returns the number of seeds that failed."""
     failed: list[int] = []
     began = time.monotonic()
     every = max(100, len(seeds) // 100)
     with multiprocessing.Pool(jobs) as pool:
-        results = pool.imap_unordered(partial(_run_one, lighthouses, finishes), seeds, chunksize=32)
+        results = pool.imap_unordered(partial(_run_one, lighthouses, modes), seeds, chunksize=32)
         for number, (seed, what) in enumerate(results, 1):
             if what is not None:
                 failed.append(seed)
                 print(f"\nseed {seed}: {what}")
                 if len(failed) <= MAX_REPORTED:
-                    print(explain(seed, lighthouses, finishes=finishes))
+                    print(explain(seed, lighthouses, **modes))
             if number % every == 0 or number == len(seeds):
                 rate = number / (time.monotonic() - began)
                 line = f"{number}/{len(seeds)} seeds, {rate:.0f}/s, {len(failed)} failed"
@@ -90,8 +105,8 @@ def run(seeds: range, jobs: int, lighthouses: int | None, *, finishes: bool = Fa
     return len(failed)
 
 
-def _run_one(lighthouses: int | None, finishes: bool, seed: int) -> tuple[int, str | None]:
-    return seed, violation(seed, lighthouses=lighthouses, finishes=finishes)
+def _run_one(lighthouses: int | None, modes: Modes, seed: int) -> tuple[int, str | None]:
+    return seed, violation(seed, lighthouses=lighthouses, **modes)
 
 
 def main() -> int:
@@ -103,9 +118,11 @@ def main() -> int:
     )
     parser.add_argument("--jobs", type=int, default=multiprocessing.cpu_count(), help="number of processes")
     parser.add_argument("--finish", action="store_true", help="let the groups take a last step and finish together")
+    parser.add_argument("--ports", action="store_true", help="let the lighthouses look at the ports of suspects")
     arguments = parser.parse_args()
     seeds = range(arguments.start, arguments.start + arguments.seeds)
-    return 1 if run(seeds, arguments.jobs, arguments.lighthouses, finishes=arguments.finish) else 0
+    modes: Modes = {"finishes": arguments.finish, "ports": arguments.ports}
+    return 1 if run(seeds, arguments.jobs, arguments.lighthouses, **modes) else 0
 
 
 if __name__ == "__main__":

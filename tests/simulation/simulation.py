@@ -17,6 +17,7 @@ from keepstep_lighthouse.leadership.term import EPOCH_KEY
 from keepstep_lighthouse.quorum.events import JobRecord, Policy
 from tests.simulation.actors.collectives import Collectives
 from tests.simulation.actors.node import Node, address_of, simulated
+from tests.simulation.actors.ports import Network
 from tests.simulation.actors.worker import Worker
 from tests.simulation.checks.history import Logs
 from tests.simulation.checks.quorums import QuorumChecks
@@ -60,6 +61,7 @@ class Simulation:
         quiet_at: Virtual second after which no fault happens and the job must recover.
         finishes: The groups take a last step, drawn from the seed, and finish together.
         catches_up: Groups that are behind follow the others instead of healing.
+        ports: Groups listen on ports, and lighthouses look at the ports of suspects.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Simulation:
         quiet_at: float = LAST_SECOND,
         finishes: bool = False,
         catches_up: bool | None = None,
+        ports: bool = False,
     ) -> None:
         random = self.random = Random(f"simulation {seed}")
         self.time = Timeline()
@@ -108,6 +111,7 @@ class Simulation:
             self.last_step = end.randint(1, LAST_STEP)
             self.policy = replace(self.policy, finish_grace=end.choice(FINISH_GRACES))
 
+        self.ports = Network(seed, self.names, self.violated) if ports else None
         self.logs = Logs()
         self.mesh = Mesh(self.time, random, self.note)
         self.collectives = Collectives(self.time, random, self.violated)
@@ -273,7 +277,7 @@ class Simulation:
             nowhere = Connection(client, client, self.time, self.random)
             nowhere.partition()
             return nowhere if self.random.random() < 0.5 else None
-        socket = Socket(node)
+        socket = Socket(node, name)
         connection = socket.connection = self.mesh.connect(name, client, address, socket)
         node.accept(socket)
         return connection

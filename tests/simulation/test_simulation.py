@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.simulation.run import explain, violation
+from tests.simulation.simulation import Script, Simulation
 
 
 @pytest.mark.parametrize("first", range(0, 64, 8))
@@ -26,3 +27,29 @@ def test_groups_finish_together_or_learn_that_the_others_did(lighthouses: int) -
     for seed in range(30):
         found = violation(seed, lighthouses=lighthouses, careful=True, finishes=True)
         assert found is None, explain(seed, lighthouses=lighthouses, finishes=True)
+
+
+def test_no_rule_is_broken_when_lighthouses_look_at_ports() -> None:
+    for seed in range(12):
+        found = violation(seed, careful=True, ports=True)
+        assert found is None, explain(seed, ports=True)
+
+
+def test_a_dead_group_is_lost_by_its_port_and_a_living_one_behind_a_firewall_is_not() -> None:
+    sim = Simulation(1, (), groups=3, lighthouses=1, careful=True, ports=True, quiet_at=10.0)
+    assert sim.ports is not None
+    ports = sim.ports
+    ports.refuses_from = {"r0": 0.0}
+
+    def breaks_and_kills(sim: Simulation) -> Script:
+        yield lambda: sim.quorums.rounds > 3
+        for _ in range(5):
+            connection = sim.latest["r0"].session.connection
+            assert connection is not None
+            connection.cut()
+            yield 0.5
+        sim.latest["r1"].die()
+        yield lambda: ports.proofs == 1
+
+    sim.play(breaks_and_kills)
+    assert ports.proofs == 1

@@ -277,6 +277,8 @@ def show_quorum(quorum: dict[str, Any], *, explain: bool) -> None:
         _print(escape(f"{reason['code']}: {short(reason['sentence'])}"))
         for name, number in reason["numbers"].items():
             _print(escape(f"  {name.replace('_', ' ')}: {number:g}"))
+        for one in quorum.get("gone", ()):
+            _print(escape(short(f"gone: {one}")))
 
 
 def healthy_sentence(quorum: dict[str, Any]) -> str | None:

@@ -22,6 +22,7 @@ from functools import partial
 from keepstep_lighthouse.jobs import records
 from keepstep_lighthouse.jobs.event_log import EventLog, Happened
 from keepstep_lighthouse.jobs.expiry import JobUse
+from keepstep_lighthouse.jobs.port_probes import PortProbes
 from keepstep_lighthouse.jobs.replica_history import ReplicaHistory, StepRate
 from keepstep_lighthouse.jobs.sessions import Session
 from keepstep_lighthouse.leadership.term import Term, TermOverError
@@ -30,10 +31,12 @@ from keepstep_lighthouse.quorum.events import (
     Decision,
     EndSession,
     Event,
+    FindPort,
     JobRecord,
     LogEntry,
     Opened,
     Persist,
+    ProbePort,
     Tell,
     Tick,
 )
@@ -49,7 +52,12 @@ MIN_WAIT = 0.001
 
 log = get_logger("keepstep.lighthouse")
 
-LOUD = {"runtime_differs": log.warning, "went_back": log.warning, "replicas_differ": log.error}
+LOUD = {
+    "runtime_differs": log.warning,
+    "went_back": log.warning,
+    "port_misled": log.warning,
+    "replicas_differ": log.error,
+}
 """How events are logged that are no routine."""
 LAPSED = "its lease is over by its own clock"
 
@@ -67,6 +75,7 @@ class Job:
         record: JobRecord,
         term: Term,
         events: EventLog,
+        ports: PortProbes,
         on_term_over: Callable[[str], None],
     ) -> None:
         self.name = name
@@ -92,6 +101,7 @@ class Job:
         self._written = record
         """The record as last written."""
         self._events = events
+        self._ports = ports
         self._on_term_over = on_term_over
         self._outbox: deque[Step] = deque()
         self._carrying: asyncio.Task[None] | None = None
@@ -134,7 +144,7 @@ class Job:
             session.refuse("not_ready", why)
             return
         self.sessions[session.number] = session
-        facts = hello.quorum_id_seen, hello.held, hello.groups, hello.version
+        facts = hello.quorum_id_seen, hello.held, hello.groups, hello.version, session.host
         event = Opened(session.number, session.replica_id, *facts)
         self._process(event, welcomed)
         if session.number in self.sessions:
@@ -223,6 +233,10 @@ class Job:
             case EndSession(number):
                 if (session := self.sessions.pop(number, None)) is not None:
                     session.end("ended by the lighthouse")
+            case FindPort():
+                self._ports.find(decision, self.handle)
+            case ProbePort():
+                self._ports.probe(decision, self.handle)
             case LogEntry():
                 self._log(decision, [])
             case Persist():

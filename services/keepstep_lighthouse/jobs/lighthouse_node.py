@@ -21,6 +21,7 @@ from keepstep_lighthouse.jobs.bad_messages import BadMessages
 from keepstep_lighthouse.jobs.event_log import EventLog
 from keepstep_lighthouse.jobs.job import Job
 from keepstep_lighthouse.jobs.job_endings import JobEndings
+from keepstep_lighthouse.jobs.port_probes import PortProbes
 from keepstep_lighthouse.jobs.sessions import Session
 from keepstep_lighthouse.leadership.campaign import Leadership
 from keepstep_lighthouse.leadership.election import Leader
@@ -78,6 +79,7 @@ class LighthouseNode:
         self.registry = Registry(self._tell_services)
         self.followers = FollowerLinks(self._offered_elsewhere)
         self.endings = JobEndings(self)
+        self.ports = PortProbes()
         self.store = store
         self._numbers = itertools.count(1)
         self._welcomed: set[tuple[str, str]] = set()
@@ -210,7 +212,7 @@ class LighthouseNode:
             )
 
     def _add_job(self, name: str, term: Term, stored: bytes | None, record: JobRecord) -> Job:
-        job = self.jobs[name] = Job(name, stored, record, term, self.events, self._term_is_over)
+        job = self.jobs[name] = Job(name, stored, record, term, self.events, self.ports, self._term_is_over)
         return job
 
     def _term_is_over(self, reason: str) -> None:

@@ -90,6 +90,8 @@ class Session:
         self.number = number
         self.job = job
         self.replica_id = ""
+        self.host = ""
+        """Address from which the peer connected."""
         self.listed: tuple[int, int] | None = None
         """(epoch, version) of the member list that the peer has."""
         self.link = websocket.Link(
@@ -110,6 +112,7 @@ class Session:
 
     async def accept(self, request: web.Request) -> web.StreamResponse:
         """Answer the upgrade. If ``Link.accept`` raises, no session exists."""
+        self.host = request.remote or ""
         response = await self.link.accept(request)
         self._set_timer(HELLO_SECONDS, self._hello_is_late)
         return response

@@ -27,6 +27,8 @@ class Opened:
     """Number of groups of the job, as this one knows it; 0: unknown."""
     version: int = PROTOCOL_VERSION
     """Version of the protocol that the group speaks."""
+    host: str = ""
+    """Address from which the group connected; empty: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,21 @@ class Closed:
     """The connection ended without ``leave``, ``moved`` or ``failed``."""
 
     session: int
+
+
+@dataclass(frozen=True, slots=True)
+class PortAnswered:
+    """The incarnation of this session answered at the port of a ``FindPort``."""
+
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
+class PortRefused:
+    """The port of a ``ProbePort`` refused the connection."""
+
+    session: int
+    replica_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +166,8 @@ class Tick:
 Event = (
     Opened
     | Closed
+    | PortAnswered
+    | PortRefused
     | Heard
     | Asked
     | Cancelled
@@ -309,6 +328,28 @@ class EndSession:
 
 
 @dataclass(frozen=True, slots=True)
+class FindPort:
+    """Ask who serves this port. ``PortAnswered`` if it is this incarnation; otherwise nothing."""
+
+    session: int
+    replica_id: str
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProbePort:
+    """Connect to this port, several times within ``seconds``. ``PortRefused`` if it refuses; otherwise nothing."""
+
+    session: int
+    """The session that ended."""
+    replica_id: str
+    host: str
+    port: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class LogEntry:
     """One entry of the job's event log; the shell numbers and dates it."""
 
@@ -317,7 +358,7 @@ class LogEntry:
     detail: dict[str, Data]
 
 
-Decision = Persist | Announce | Tell | EndSession | LogEntry
+Decision = Persist | Announce | Tell | EndSession | FindPort | ProbePort | LogEntry
 
 
 # ---- reasons

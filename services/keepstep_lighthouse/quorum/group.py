@@ -101,6 +101,16 @@ class Answer(NamedTuple):
     """Session that the answer was sent to."""
 
 
+class Port(NamedTuple):
+    """Port on which the group listens."""
+
+    session: int
+    """Session in which the group told it."""
+    number: int
+    answered: bool = False
+    """The group answered there to this lighthouse, during that session."""
+
+
 @dataclass(frozen=True, slots=True)
 class Heal:
     """Data of ``State.HEALING`` and ``State.HEALED``."""
@@ -143,6 +153,10 @@ class Group:
     diverged: bool = False
     """Its weights differ from those of the other groups, and it still stands at that state."""
 
+    host: str = ""
+    """Address from which it connected; empty: unknown."""
+    port: Port | None = None
+    """None: unknown; see ``changes.presence.ports``."""
     info: MemberInfo = field(default_factory=MemberInfo)
     settings: str = ""
     """As in its request; empty: unknown."""

@@ -49,6 +49,10 @@ class JobState:
         """The group that went last: what follows for the job (``JobEnd.code``), and why it went."""
         self.lost_at: dict[str, float] = {}
         """When groups were lost, by name; see ``changes.presence.losses``."""
+        self.lost_by_port: dict[str, None] = {}
+        """Incarnations that were lost because their port was closed, in this order; ``changes.presence.ports``."""
+        self.ports_mislead = False
+        """One of them returned."""
         self.final_heals: Counter[str] = Counter()
         """Finishing quorums in which groups were behind, by name."""
         self.awake_since = now

@@ -42,7 +42,7 @@ from keepstep_lighthouse.quorum.changes import (
     starts,
     stragglers,
 )
-from keepstep_lighthouse.quorum.changes.presence import arrivals, departures, health, job_end, losses
+from keepstep_lighthouse.quorum.changes.presence import arrivals, departures, health, job_end, losses, ports
 from keepstep_lighthouse.quorum.events import (
     Asked,
     Cancelled,
@@ -59,6 +59,8 @@ from keepstep_lighthouse.quorum.events import (
     MovedAway,
     Opened,
     PolicyOrdered,
+    PortAnswered,
+    PortRefused,
     ReadmitOrdered,
     Reason,
     ReopenOrdered,
@@ -75,7 +77,15 @@ from keepstep_lighthouse.quorum.rules.job_status import JobStatus
 from keepstep_lighthouse.quorum.rules.quorum_rules import ANNOUNCING, NOBODY, Code, Verdict, choose, judge
 from keepstep_lighthouse.quorum.rules.reasons import Formed
 from keepstep_lighthouse.quorum.rules.verification import Verification
-from keepstep_lighthouse.quorum.views import HealView, QuorumView, ReplicaView, heal_views, quorum_view, replica_views
+from keepstep_lighthouse.quorum.views import (
+    HealView,
+    QuorumView,
+    ReplicaView,
+    gone_sentences,
+    heal_views,
+    quorum_view,
+    replica_views,
+)
 from keepstep_mesh.protocol import lineage
 from keepstep_mesh.protocol.messages import Denied, RoundBroken
 
@@ -129,6 +139,11 @@ class JobCore:
                 if (group := self._groups.by_session.get(session)) is not None:
                     self._groups.disconnect(group, now)
                     state.log("suspect", group.replica_id, member=group.member)
+                    ports.probe(state, group, session)
+            case PortAnswered():
+                ports.answered(state, event)
+            case PortRefused():
+                ports.refused(state, event, now)
             case HealProgress(session, told):
                 if (group := self.heard(session, now)) is not None:
                     heals.progressed(state, group, told, now)
@@ -289,7 +304,8 @@ class JobCore:
     def quorum_view(self, now: float) -> QuorumView:
         absent, last = self._takeover.absent, self._state.announcer.last
         formed = None if self._formed is None else self._formed.reason
-        return quorum_view(self._groups, self.record, absent, last, self.reason(now), formed)
+        gone = gone_sentences(self._state.gone, self._groups, now)
+        return quorum_view(self._groups, self.record, absent, last, self.reason(now), formed, gone)
 
     def status(self, now: float, now_unix: float) -> JobStatus:
         """Return whether the job runs, and if not, how it ended."""

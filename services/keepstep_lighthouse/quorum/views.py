@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import islice
 
 from keepstep_lighthouse.quorum.events import Announce, JobRecord, Reason
 from keepstep_lighthouse.quorum.group import ASKING, HEALING, Exclusion, Group, Heal
@@ -15,6 +16,7 @@ from keepstep_mesh.protocol.membership import Lineage
 from keepstep_mesh.protocol.names import name_of
 
 MAX_GONE = 100
+MAX_GONE_NAMED = 5
 GONE_SECONDS = 600.0
 """Limits on the groups that left and are still shown."""
 
@@ -111,6 +113,8 @@ class QuorumView:
     """Why the next quorum is not formed yet; if no group asks, how the last one was formed."""
     formed: Reason | None
     """How the last quorum was formed; None: not by this lighthouse."""
+    gone: tuple[str, ...] = ()
+    """Groups that left or were lost lately and have not returned, the latest first: ``replica_id: why``."""
 
 
 def _replica_view(group: Group, groups: Groups, record: JobRecord, now: float) -> ReplicaView:
@@ -176,6 +180,15 @@ class Gone:
                 yield replace(view, **ages)
 
 
+def gone_sentences(gone: Gone, groups: Groups, now: float) -> tuple[str, ...]:
+    """Return ``QuorumView.gone``."""
+    why = {}
+    for view in gone.lately(now):
+        if view.reason is not None and view.name not in groups.by_name and view.name not in why:
+            why[view.name] = f"{view.replica_id}: {view.reason.sentence}"
+    return tuple(islice(why.values(), MAX_GONE_NAMED))
+
+
 def quorum_view(
     groups: Groups,
     record: JobRecord,
@@ -183,6 +196,7 @@ def quorum_view(
     last: Announce | None,
     reason: Reason,
     formed: Reason | None,
+    gone: tuple[str, ...],
 ) -> QuorumView:
     return QuorumView(
         quorum_id=record.quorum_id,
@@ -195,6 +209,7 @@ def quorum_view(
         joiners=sum(group.excluded is None and not group.member for group in groups),
         reason=reason,
         formed=formed,
+        gone=gone,
     )
 
 

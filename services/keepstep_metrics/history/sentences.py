@@ -23,6 +23,8 @@ def sentence(event: str, name: str, detail: Mapping[str, Any]) -> str:
             return f"{name} lost its connection and may reconnect"
         case "lost":
             return f"{name} was lost: {reason}"
+        case "port_misled":
+            return f"{name} returned: {reason}"
         case "left" if detail.get("cause"):
             why = "" if reason == "shutdown" else f": {reason}"
             return f"{name} {detail['cause']} at step {detail.get('step')}{why}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutation import Mutation, Seeds, Test, Trace
 
 LIGHTHOUSE = "services/keepstep_lighthouse"
+PORTS = "tests/services/lighthouse/sessions/test_closed_ports.py"
 
 MUTATIONS = (
     Mutation(
@@ -50,6 +51,27 @@ MUTATIONS = (
         "        allow_heal=announce.allow_heal,\n",
         "",
         Seeds(2, 0, 100),
+    ),
+    Mutation(
+        "another process at the port of a group counts as the group",
+        f"{LIGHTHOUSE}/jobs/port_probes.py",
+        ' and said.get("replica_id") == replica_id',
+        "",
+        Test(f"{PORTS}::test_only_the_incarnation_itself_counts_as_an_answer"),
+    ),
+    Mutation(
+        "an unreachable port counts as closed",
+        f"{LIGHTHOUSE}/jobs/port_probes.py",
+        "        except ConnectionRefusedError:\n",
+        "        except OSError:\n",
+        Test(f"{PORTS}::test_a_port_that_resets_or_is_unreachable_does_not_refuse"),
+    ),
+    Mutation(
+        "a port is probed once",
+        f"{LIGHTHOUSE}/jobs/port_probes.py",
+        "PROBE_PAUSES = (0.0, 0.005, 0.015, 0.03, 0.05)\n",
+        "PROBE_PAUSES = (0.0,)\n",
+        Test(f"{PORTS}::test_a_probe_goes_on_until_the_port_of_a_dying_process_is_closed"),
     ),
     Mutation(
         "a job with sessions expires",

@@ -101,6 +101,37 @@ MUTATIONS = (
         Trace("a_stranger_asks_the_next_leader"),
     ),
     Mutation(
+        "a refused connection counts although the group never answered",
+        f"{LIGHTHOUSE}/quorum/changes/presence/ports.py",
+        "group.port.answered and ",
+        "",
+        Test(
+            "tests/simulation/test_simulation.py::"
+            "test_a_dead_group_is_lost_by_its_port_and_a_living_one_behind_a_firewall_is_not"
+        ),
+    ),
+    Mutation(
+        "a refused connection counts in a later session",
+        f"{LIGHTHOUSE}/quorum/changes/presence/ports.py",
+        "group.port.answered and group.port.session == session\n",
+        "group.port.answered\n",
+        Test("tests/scenarios/test_scenarios.py::test_the_lighthouse_decides_as_the_scenario_says[43_closed_port]"),
+    ),
+    Mutation(
+        "a refused connection counts after one misled the lighthouse",
+        f"{LIGHTHOUSE}/quorum/changes/presence/ports.py",
+        "        state.ports_mislead = True\n",
+        "",
+        Test("tests/scenarios/test_scenarios.py::test_the_lighthouse_decides_as_the_scenario_says[43_closed_port]"),
+    ),
+    Mutation(
+        "a refused connection counts during a takeover",
+        f"{LIGHTHOUSE}/quorum/changes/presence/ports.py",
+        "    if state.ports_mislead or state.takeover.until is not None:\n",
+        "    if state.ports_mislead:\n",
+        Test("tests/unit/quorum/changes/test_core_ports.py::test_no_port_is_probed_during_a_takeover"),
+    ),
+    Mutation(
         "a group that moves to another lighthouse counts as lost",
         f"{LIGHTHOUSE}/quorum/machine.py",
         "departures.move(state, group, now)",

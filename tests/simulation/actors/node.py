@@ -17,13 +17,14 @@ from keepstep_lighthouse.leadership import campaign, leader_link, nodes, term
 from keepstep_lighthouse.leadership.campaign import LEADER_KEY
 from keepstep_lighthouse.leadership.leader_link import PATH, LeaderLink
 from keepstep_lighthouse.leadership.term import TermOverError
-from keepstep_lighthouse.quorum.events import Announce, Event, Tell
+from keepstep_lighthouse.quorum.events import Announce, Event, LogEntry, Tell
 from keepstep_lighthouse.registry import service_registry
 from keepstep_lighthouse.settings import LighthouseSettings
 from keepstep_lighthouse.store.contract import StoreError
 from keepstep_mesh.net import websocket
 from keepstep_mesh.net.websocket import UpgradeError
 from keepstep_mesh.protocol.membership import Data
+from tests.simulation.actors.ports import Ports
 from tests.simulation.checks.history import EVENTS
 from tests.simulation.virtual.network import Connection
 from tests.simulation.virtual.process import ProcessClock, ProcessLoop, replaced
@@ -59,6 +60,8 @@ class Node:
         events = _Events(self, EVENTS if alone else f"{name}.jsonl")
         self.lighthouse = LighthouseNode(settings, self.store, events)
         self.lighthouse.node = f"{name}:{number}"
+        if sim.ports is not None:
+            self.lighthouse.ports = Ports(self, sim.ports)  # type: ignore[assignment]
         self.loop.create_task(self._run())
 
     async def _run(self) -> None:
@@ -199,7 +202,7 @@ class _CheckedJob(Job):
     """A job whose events, decisions and messages are checked."""
 
     def __init__(self, sim: Simulation, *args: Any) -> None:
-        self._checks = sim.quorums
+        self._checks, self._network, self._workers = sim.quorums, sim.ports, sim.workers
         super().__init__(*args)
 
     def handle(self, event: Event) -> None:
@@ -209,6 +212,10 @@ class _CheckedJob(Job):
 
     def _carry_out(self, decisions: list[Any]) -> None:
         self._checks.on_decisions(self, decisions)
+        if self._network is not None:
+            for entry in decisions:
+                if isinstance(entry, LogEntry) and entry.replica_id:
+                    self._network.check(self, entry, self._workers[entry.replica_id])
         super()._carry_out(decisions)
 
     def _announce(self, announce: Announce) -> None:

@@ -30,6 +30,7 @@ from keepstep_mesh.protocol.messages import (
 )
 from tests.simulation.actors.collectives import Collective
 from tests.simulation.actors.following import Following
+from tests.simulation.actors.ports import LINGERS
 from tests.simulation.actors.session import Session
 from tests.simulation.checks.states import Checkpoint
 
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 
 REQUEST_TIMEOUT = 25.0
 REQUEST_TIMEOUT_MS = int(REQUEST_TIMEOUT * 1000)
-INFO = MemberInfo("http://here", "http://here")
 
 
 class Worker:
@@ -50,7 +50,11 @@ class Worker:
         self.name = name
         self.replica_id = f"{name}:{number}"
         self.session = Session(self, simulation.addresses())
+        self.info = MemberInfo(f"http://{name}:{number}", "http://here")
         self.alive = True
+        self.died_at = 0.0
+        self.port_lingers = 0.0
+        """Seconds for which its port is open after its connections ended."""
         self.frozen = False
         self.leaving = False
         self.finished = False
@@ -115,7 +119,9 @@ class Worker:
     def die(self) -> None:
         """End as SIGKILL does. The kernel ends the connections."""
         if self.alive:
-            self.alive = False
+            self.alive, self.died_at = False, self.sim.time.now
+            if self.sim.ports is not None:
+                self.port_lingers = LINGERS * self.sim.ports.random.random()
             self.session.close()
             self._abandon_collective()
 
@@ -214,7 +220,7 @@ class Worker:
                 shrink_only=self.shrink_next,
                 commit_failures=self.progress.commit_failures,
                 timeout_ms=REQUEST_TIMEOUT_MS,
-                info=INFO,
+                info=self.info,
                 root=self.root,
                 allow_heal=self.takes_no_step or self.sim.allows_heal(),
                 final=self.takes_no_step,

@@ -32,8 +32,11 @@ PING, PONG = object(), object()
 
 
 class Socket:
-    def __init__(self, node: Node) -> None:
+    """``remote``: name of the group that connected; empty: unknown."""
+
+    def __init__(self, node: Node, remote: str = "") -> None:
         self.node = node
+        self.remote = remote
         self.connection: Connection
         self._waiting: deque[Any] = deque()
         self._reader: Callable[[Any], None] | None = None

@@ -26,6 +26,8 @@ from keepstep_lighthouse.quorum.events import (
     Persist,
     Policy,
     PolicyOrdered,
+    PortAnswered,
+    PortRefused,
     ReadmitOrdered,
     ReopenOrdered,
     StragglerFound,
@@ -103,11 +105,12 @@ class Driver:
         held: HeldAnswer | None = None,
         groups: int = 0,
         version: int = PROTOCOL_VERSION,
+        host: str = "",
     ) -> list[Decision]:
         session = len(self.replica_of) + 1
         self.replica_of[session] = replica_id
         self.session_of[replica_id] = session
-        return self.feed(Opened(session, replica_id, seen, held, groups, version))
+        return self.feed(Opened(session, replica_id, seen, held, groups, version, host))
 
     def open_all(self, *replica_ids: str) -> None:
         for replica_id in replica_ids:
@@ -191,6 +194,14 @@ class Driver:
 
     def fails(self, replica_id: str, reason: str = "a rank died") -> list[Decision]:
         return self.feed(GroupFailed(self.session_of[replica_id], reason))
+
+    def port_answers(self, replica_id: str) -> list[Decision]:
+        return self.feed(PortAnswered(self.session_of[replica_id]))
+
+    def port_refuses(self, replica_id: str, session: int | None = None) -> list[Decision]:
+        """``session``: the one that ended; None: the last one of the group."""
+        last = max(number for number, one in self.replica_of.items() if one == replica_id)
+        return self.feed(PortRefused(last if session is None else session, replica_id))
 
     # ---- people
 

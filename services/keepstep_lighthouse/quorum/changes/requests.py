@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from keepstep_lighthouse.quorum.changes import agreements, finishing, heals, probation, reports
-from keepstep_lighthouse.quorum.changes.presence import departures
+from keepstep_lighthouse.quorum.changes.presence import departures, ports
 from keepstep_lighthouse.quorum.group import Group
 from keepstep_lighthouse.quorum.job_state import JobState
 from keepstep_mesh.protocol.messages import QuorumRequest
@@ -19,6 +19,7 @@ def ask(state: JobState, group: Group, request: QuorumRequest, now: float) -> No
             group.info = request.info
             if group.member:
                 state.announcer.info_changed()
+        ports.find(state, group)
     if request.request < group.highest_request:
         return
     if finishing.answer(state, group, request):

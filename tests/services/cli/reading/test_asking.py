@@ -95,5 +95,9 @@ async def test_quorum_explains_why_the_next_one_is_not_there() -> None:
         assert "min_replicas" not in plain.out
         explained = await keepstep("quorum", *job.at, "--explain")
         assert re.search(r"^min_replicas: .*2", explained.out, re.MULTILINE), explained.out
-        await job.groups[1].ask(2)
-        await asking
+        assert "gone:" not in explained.out
+        await job.groups[1].session.failed("rank 1 died", 1.0)
+        await eventually(lambda: bool(job.lighthouse.jobs["default"].core.quorum_view(0.0).gone))
+        explained = await keepstep("quorum", *job.at, "--explain")
+        assert "gone: r1:1: it failed: rank 1 died" in explained.out
+        asking.cancel()

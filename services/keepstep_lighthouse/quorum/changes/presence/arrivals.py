@@ -6,7 +6,7 @@ from itertools import islice
 
 from keepstep_lighthouse.quorum import bans
 from keepstep_lighthouse.quorum.changes import membership, probation
-from keepstep_lighthouse.quorum.changes.presence import departures
+from keepstep_lighthouse.quorum.changes.presence import departures, ports
 from keepstep_lighthouse.quorum.events import Opened
 from keepstep_lighthouse.quorum.group import Group
 from keepstep_lighthouse.quorum.job_state import JobState
@@ -39,12 +39,13 @@ def open_session(state: JobState, event: Opened, now: float, now_unix: float) ->
             state.active_since = now_unix
         probation.keep_out(state, group)
         state.log("joined", event.replica_id, member=member)
+        ports.returned(state, event.replica_id)
     else:
         if group.session is not None:
             state.tell(group.session, Refused("replaced", f"{group.replica_id} opened another session"))
             state.end(group.session)
         state.groups.connect(group, event.session, now)
-    group.version = event.version
+    group.version, group.host = event.version, event.host
     if group.replica_id in state.takeover.absent:
         state.no_longer_absent(group.replica_id, now)
     if group.draining is not None:

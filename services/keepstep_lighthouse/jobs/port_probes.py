@@ -1,0 +1,123 @@
+"""Look at the ports of groups: whether a group answers at its port, and whether the port refuses a connection.
+
+``quorum.changes.presence.ports`` decides what follows. A look goes only to the address from which the group itself
+connected, sends no token, and has a deadline. The number of looks is limited; one beyond the limit finds out nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Coroutine
+from http import HTTPStatus
+from typing import Any
+
+import aiohttp
+from yarl import URL
+
+from keepstep_lighthouse.quorum.events import FindPort, PortAnswered, PortRefused, ProbePort
+from keepstep_mesh.config.logging import get_logger
+from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.net.fork_safety import open_socket
+from keepstep_mesh.net.http import client_session, read_json_answer
+
+FIND_PAUSES = (0.0, 2.0, 10.0, 60.0)
+"""Seconds before each question: the event loop of a group may be busy for seconds in its first step."""
+FIND_SECONDS = 5.0
+"""Time limit of each question."""
+PROBE_PAUSES = (0.0, 0.005, 0.015, 0.03, 0.05)
+"""Seconds before each probe: the kernel may close the connections of a dying process before its port."""
+AT_ONCE = 64
+"""Limit of questions, and of probes, at the same time; the others wait."""
+MAX_LOOKS = 10_000
+MAX_ANSWER_BYTES = 4096
+
+Report = Callable[[PortAnswered | PortRefused], None]
+
+log = get_logger("keepstep.lighthouse.ports")
+
+
+class PortProbes:
+    """Carry out ``FindPort`` and ``ProbePort``; ``report`` is called at most once for each."""
+
+    def __init__(self) -> None:
+        self._looks: set[asyncio.Task[None]] = set()
+        self._questions = asyncio.Semaphore(AT_ONCE)
+        self._probes = asyncio.Semaphore(AT_ONCE)
+
+    def find(self, wanted: FindPort, report: Report) -> None:
+        """Ask who serves a port; report ``PortAnswered`` if it is this incarnation."""
+        if len(self._looks) < MAX_LOOKS:
+            self._start(self._find(wanted, report))
+
+    def probe(self, wanted: ProbePort, report: Report) -> None:
+        """Connect to a port several times; report ``PortRefused`` when it refuses."""
+        if len(self._looks) < MAX_LOOKS:
+            self._start(self._probe(wanted, report))
+
+    async def close(self) -> None:
+        """End all looks without a report."""
+        for look in self._looks:
+            look.cancel()
+        if self._looks:
+            await asyncio.wait(self._looks)
+
+    def _start(self, look: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(look)
+        self._looks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._looks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("fault while looking at a port", exc_info=error)
+
+    async def _find(self, wanted: FindPort, report: Report) -> None:
+        for pause in FIND_PAUSES:
+            await asyncio.sleep(pause)
+            async with self._questions:
+                found = await serves(wanted.host, wanted.port, wanted.replica_id)
+            if found:
+                report(PortAnswered(wanted.session))
+                return
+        log.info("port not found", replica_id=wanted.replica_id, host=wanted.host, port=wanted.port)
+
+    async def _probe(self, wanted: ProbePort, report: Report) -> None:
+        try:
+            async with asyncio.timeout(wanted.seconds), self._probes:
+                for pause in PROBE_PAUSES:
+                    await asyncio.sleep(pause)
+                    if await refuses(wanted.host, wanted.port):
+                        break
+                else:
+                    return
+        except TimeoutError:
+            return
+        report(PortRefused(wanted.session, wanted.replica_id))
+
+
+async def serves(host: str, port: int, replica_id: str) -> bool:
+    """Return whether the group server of this incarnation answers at ``host``, a numeric address, and ``port``."""
+    try:
+        url = URL.build(scheme="http", host=host, port=port, path="/healthz")
+        async with client_session(timeout=FIND_SECONDS) as http, http.get(url, allow_redirects=False) as answer:
+            said = await read_json_answer(answer, MAX_ANSWER_BYTES)
+            return answer.status == HTTPStatus.OK and said.get("replica_id") == replica_id
+    except (aiohttp.ClientError, OSError, ValueError, KeepstepError) as error:
+        log.debug("no answer at a port", replica_id=replica_id, host=host, port=port, reason=str(error))
+        return False
+
+
+async def refuses(host: str, port: int) -> bool:
+    """Return whether ``host``, a numeric address, refuses a connection to ``port``."""
+    flags = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)[0]
+    with open_socket(family, kind, protocol) as probe:
+        probe.setblocking(False)
+        try:
+            await asyncio.get_running_loop().sock_connect(probe, address)
+        except ConnectionRefusedError:
+            return True
+        except OSError as error:
+            log.debug("port not reached", host=host, port=port, reason=str(error))
+    return False
