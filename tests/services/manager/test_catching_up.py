@@ -35,6 +35,24 @@ class Gate(HTTPTransport[dict[str, Any]]):
         return super().recv_checkpoint(*args, **options)
 
 
+class OpensForTheSecond:
+    """The event of a gate, which stays closed for the second receive until the training ends."""
+
+    def __init__(self, event: threading.Event) -> None:
+        self._first, self._end = event, threading.Event()
+        self._waited = 0
+
+    def wait(self, seconds: float) -> bool:
+        self._waited += 1
+        return (self._first if self._waited == 1 else self._end).wait(seconds)
+
+    def is_set(self) -> bool:
+        return self._first.is_set()
+
+    def set(self) -> None:
+        (self._end if self._first.is_set() else self._first).set()
+
+
 class Net(nn.Module):
     """Has averaged buffers (running statistics) and a copied one (the number of batches)."""
 
@@ -109,35 +127,85 @@ def veteran(lighthouse: str, ahead: threading.Event, joined: threading.Event, **
         return own.result()
 
 
-@pytest.mark.parametrize("inner", [sgd, adamw])
-def test_a_group_that_catches_up_is_equal_bit_for_bit(lighthouse, steps, inner):
-    ahead, joined = threading.Event(), threading.Event()
-    transport = Gate()
+def joiner(lighthouse: str, ahead: threading.Event, joined: threading.Event, gate: Gate, **group: Any) -> Any:
+    """Returns the result, the number of steps that it followed, and of the groups that took part at the end."""
+    assert ahead.wait(60)
+    with manager(lighthouse, "b", checkpoint_transport=gate) as m:
+        own, followed = Group(m, 2, **group), 0
+        joined.set()
+        while m.current_step() < LAST_STEP:
+            own.step()
+            followed += m.catching_up
+            if followed == FOLLOWED and not gate.open.is_set():
+                with pytest.raises(KeepstepError, match="catches up, and its weights are older"):
+                    m.state_dict()
+                with pytest.raises(KeepstepError, match="save only while"):
+                    m.save_checkpoint()
+                assert m.num_participants() == 1, "it is not in the divisor"
+                gate.open.set()
+        took_part = m.num_participants()
+        gate.open.set()
+        m.finish()
+        return own.result(), followed, took_part
 
-    def joiner() -> Any:
-        assert ahead.wait(60)
-        with manager(lighthouse, "b", checkpoint_transport=transport) as m:
-            own = Group(m, 2, inner)
-            joined.set()
-            followed = 0
-            while m.current_step() < LAST_STEP:
-                stepped = own.step()
-                followed += m.catching_up
-                assert stepped is not m.catching_up or m.errored()
-                if followed == FOLLOWED:
-                    with pytest.raises(KeepstepError, match="catches up, and its weights are older"):
-                        m.state_dict()
-                    with pytest.raises(KeepstepError, match="save only while"):
-                        m.save_checkpoint()
-                    assert m.num_participants() == 1, "it is not in the divisor"
-                    transport.open.set()
-            took_part = m.num_participants()
-            m.finish()
-            return own.result(), followed, took_part
 
-    a, (b, followed, took_part) = together(lambda: veteran(lighthouse, ahead, joined, inner=inner), joiner)
+def test_a_group_that_catches_up_is_equal_bit_for_bit(lighthouse, steps):
+    gate, ahead, joined = Gate(), threading.Event(), threading.Event()
+    a, (b, followed, took_part) = together(
+        lambda: veteran(lighthouse, ahead, joined, inner=sgd),
+        lambda: joiner(lighthouse, ahead, joined, gate, inner=sgd),
+    )
     assert b == a
     assert followed >= FOLLOWED, "the others took these steps while the state did not arrive"
     assert took_part == 2, "and counted it afterwards"
     assert {"follows", "caught_up"} < set(events(steps))
     assert "healed" not in events(steps)
+
+
+def test_a_catch_up_that_fails_begins_again_and_the_end_waits_for_it(lighthouse, steps, monkeypatch):
+    gate, ahead, joined = Gate(fails=1), threading.Event(), threading.Event()
+    monkeypatch.setattr(gate, "open", OpensForTheSecond(gate.open))
+    a, (b, followed, took_part) = together(
+        lambda: veteran(lighthouse, ahead, joined), lambda: joiner(lighthouse, ahead, joined, gate)
+    )
+    assert b == a
+    assert (followed > FOLLOWED, took_part) == (True, 1), "it followed to the end"
+    assert [one for one in events(steps) if one in {"follows", "gave_up", "caught_up"}] == [
+        *("follows", "gave_up", "follows", "caught_up")
+    ]
+
+
+def test_without_memory_for_gradients_the_others_wait_for_the_state(lighthouse, steps):
+    gate, ahead, joined = Gate(), threading.Event(), threading.Event()
+    gate.open.set()
+    a, (b, followed, took_part) = together(
+        lambda: veteran(lighthouse, ahead, joined, catch_up_memory=1),
+        lambda: joiner(lighthouse, ahead, joined, gate, catch_up_memory=1),
+    )
+    assert b == a
+    assert (followed, took_part) == (0, 2), "it waited in its first step, and replayed that"
+    assert "caught_up" in events(steps)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"use_async_quorum": False}, "catch_up=True needs Manager"),
+        ({"heal_over_pg": True}, "does not work with PGTransport"),
+    ],
+    ids=["synchronous", "transport"],
+)
+def test_settings_that_do_not_allow_it_are_refused(lighthouse, options, why):
+    with manager(lighthouse, "a", **options) as m, pytest.raises(ValueError, match=why):
+        Group(m, 1)
+
+
+def test_limits_of_the_optimizer_are_named(lighthouse):
+    with manager(lighthouse, "a") as m:
+        with pytest.raises(ValueError, match="catch_up_memory=0 must be at least 1 byte"):
+            Group(m, 1, catch_up_memory=0)
+        own = Group(m, 1)
+        with pytest.raises(ValueError, match="give it to one optimizer only"):
+            Optimizer(m, own.inner, catch_up=True)
+        with pytest.raises(ValueError, match="GradScaler does not work with catch_up=True"):
+            own.optimizer.step(grad_scaler=torch.amp.GradScaler("cpu"))
