@@ -28,6 +28,7 @@ STYLES = {
     "training": "green",
     "asking": "green",
     "healing": "yellow",
+    "catching_up": "yellow",
     "suspect": "red",
     "absent": "red",
     "kept_out": "yellow",

@@ -12,6 +12,7 @@ from keepstep_lighthouse.quorum.events import Announce, JobRecord, Reason
 from keepstep_lighthouse.quorum.group import ASKING, HEALING, Exclusion, Group, Heal
 from keepstep_lighthouse.quorum.groups import Groups
 from keepstep_lighthouse.quorum.rules import reasons
+from keepstep_mesh.protocol.lineage import is_following
 from keepstep_mesh.protocol.membership import Lineage
 from keepstep_mesh.protocol.names import name_of
 
@@ -27,6 +28,8 @@ class ReplicaState(Enum):
     TRAINING = "training"
     """Works under the current quorum."""
     HEALING = "healing"
+    CATCHING_UP = "catching_up"
+    """Takes part in the steps of the current quorum without weights, while the state of the others arrives."""
     IDLE = "idle"
     """Connected, not in the quorum, has not asked."""
     KEPT_OUT = "kept_out"
@@ -63,7 +66,7 @@ class ReplicaView:
     heal_bytes: int = 0
     """0: unknown, or not healing."""
     reason: Reason | None = None
-    """Why it waits or left, if the reason concerns this group only."""
+    """Why it waits, catches up, or left, if the reason concerns this group only."""
     restarts: int = 0
     """Earlier incarnations of its name, since this lighthouse leads; so for all facts below."""
     host: str = ""
@@ -134,7 +137,7 @@ def _replica_view(group: Group, groups: Groups, record: JobRecord, now: float) -
         last_commit_seconds_ago=None if group.committed_at is None else max(0.0, now - group.committed_at),
         healed_bytes=heal.bytes_done if heal else 0,
         heal_bytes=heal.bytes_total if heal else 0,
-        reason=reasons.of_group(group, groups, record, now),
+        reason=reasons.of_group(group, groups, record, now) or reasons.catching_up(group),
     )
 
 
@@ -236,6 +239,8 @@ def _state(group: Group) -> ReplicaState:
         return ReplicaState.SUSPECT
     if group.excluded is not None:
         return ReplicaState.PARTED if group.is_excluded(Exclusion.PARTED) else ReplicaState.KEPT_OUT
+    if group.member and is_following(group.lineage):
+        return ReplicaState.CATCHING_UP
     if group.state is ASKING:
         return ReplicaState.ASKING
     if group.state is HEALING:

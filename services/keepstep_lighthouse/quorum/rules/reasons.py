@@ -12,6 +12,7 @@ from keepstep_lighthouse.quorum.events import JobRecord, Reason
 from keepstep_lighthouse.quorum.group import WORKING, Exclusion, Group
 from keepstep_lighthouse.quorum.groups import Groups
 from keepstep_lighthouse.quorum.rules.quorum_rules import Verdict, candidate_count, initial_count, least_candidates
+from keepstep_mesh.protocol.lineage import is_following
 from keepstep_mesh.protocol.membership import FinalState
 from keepstep_mesh.text import listed
 
@@ -155,6 +156,14 @@ class Formed(NamedTuple):
         if self.refused:
             how += f"; {self.refused}"
         return Reason(self.code, numbers, f"quorum {self.quorum_id}, {members}: {how}")
+
+
+def catching_up(group: Group) -> Reason | None:
+    """Return that this group takes part without weights; None: it has its own."""
+    if not is_following(group.lineage):
+        return None
+    why = f"{group.replica_id} catches up: it takes part without weights and does not count in the average"
+    return Reason("catching_up", {}, why)
 
 
 def of_group(group: Group, groups: Groups, record: JobRecord, now: float) -> Reason | None:
