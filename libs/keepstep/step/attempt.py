@@ -169,6 +169,8 @@ class Attempt:
             context.steps.quorum(context.progress.step, plan, built=built)
         except Exception as error:  # noqa: BLE001  any error of the process group fails the step
             self.report(error)
+        if context.follower is not None and (objection := context.follower.objection(plan)) is not None:
+            self.report(objection)  # before any collective, so that no other group commits the step
         return plan
 
     def _resume_without_live_state(self, ask: RankAsk) -> None:
@@ -393,8 +395,8 @@ class Attempt:
         except Exception as error:  # noqa: BLE001  reported, unless it ends the process
             context.raise_fatal()
             self.report(error)  # without a quorum, every rank of the group gets the same error
-        if plan is not None and context.follower is not None and (unfit := context.follower.check(plan)) is not None:
-            self.report(unfit)
+        if plan is not None and context.follower is not None:
+            context.follower.check(plan)
         if plan is not None and plan.finishing:
             self.end_finishing()
             return False

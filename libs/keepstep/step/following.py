@@ -19,8 +19,11 @@ class Follower(Protocol):
     def can_begin(self, plan: QuorumPlan) -> bool:
         """Return whether this group, which the plan tells to heal, follows instead. From any thread."""
 
-    def check(self, plan: QuorumPlan) -> Exception | None:
-        """Give up, unless the group can go on with this plan. Return why the step must not commit, if it must not."""
+    def objection(self, plan: QuorumPlan) -> Exception | None:
+        """Return why no group must commit the step of ``plan``; None: it may commit. From any thread."""
+
+    def check(self, plan: QuorumPlan) -> None:
+        """Give up, unless the group can go on with this plan."""
 
     def begin(self, plan: QuorumPlan, exchange: Exchange) -> None:
         """Follow from the step of ``plan`` on, which the group has taken part in, and which commits."""

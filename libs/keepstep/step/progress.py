@@ -85,19 +85,8 @@ class GroupProgress:
         elif not behind:
             self.lineage = lineages.committed(self.lineage, quorum_id)
         elif not self._has_own_lineage():
-            self._name_behind()
-
-    def fall_behind(self) -> None:
-        """Name the weights as complete, but different from those of other groups, if a name says that they are equal.
-
-        Buffers have changed since, for example.
-        """
-        if lineages.soundness(self.step, self.lineage) is lineages.Soundness.SOUND:
-            self._name_behind()
-
-    def _name_behind(self) -> None:
-        self._fell_behind += 1
-        self.lineage = f"{BEHIND}{self._replica_id}:{self._fell_behind}"
+            self._fell_behind += 1
+            self.lineage = f"{BEHIND}{self._replica_id}:{self._fell_behind}"
 
     def _has_own_lineage(self) -> bool:
         """Return whether no other group can have this lineage."""

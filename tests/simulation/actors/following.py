@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.step.catching_up.gradient_log import FollowedStep, GradientLog, HeldState, Phase
-from keepstep_mesh.protocol.lineage import followed, is_following
+from keepstep_mesh.protocol.lineage import followed
 
 if TYPE_CHECKING:
     from tests.simulation.actors.worker import Worker
@@ -22,6 +22,7 @@ class Following:
         self._log: GradientLog[int] = GradientLog(1 << 30)
         self._source = ""
         self._arrived: int | None = None
+        self._failed = False
         self._number = 0
         """Of the catch-up."""
         self.caught_up = 0
@@ -33,10 +34,11 @@ class Following:
 
     def check(self, plan: QuorumPlan) -> bool:
         """Return whether the step may commit. Give up if the others took another step than this group followed."""
-        if self.active and (is_following(plan.lineage) or not plan.follows):
-            self.give_up()
-            return not is_following(plan.lineage)
-        return True
+        if not self.active or plan.follows:
+            return True
+        objects = self._log.is_worth_more(HeldState(plan.max_step, plan.lineage, 0))
+        self.give_up()
+        return not objects
 
     def begin(self, plan: QuorumPlan) -> None:
         """Follow from the step of ``plan`` on."""
@@ -47,7 +49,7 @@ class Following:
         progress.follow(plan.max_step, plan.lineage, 0)
         worker.sim.logs.step(worker, "follows", lineage=worker.lineage)
         self._number += 1
-        self._arrived, self._source = None, plan.members[plan.source].replica_id
+        self._arrived, self._failed, self._source = None, False, plan.members[plan.source].replica_id
         source = worker.sim.workers[self._source]
         wanted = (plan.quorum_id, plan.max_step, plan.lineage)
         state = source.snapshot[3] if source.snapshot is not None and source.snapshot[:3] == wanted else None
@@ -58,17 +60,16 @@ class Following:
         if number != self._number or self._log.phase is not Phase.RECEIVING:
             return
         if state is None or not self._worker.sim.workers[self._source].alive:
-            if self._worker.plan is None:
-                self.give_up()
-            else:
-                self._worker.soon(0.05, self._arrives, number, None)
-            return
-        self._arrived = state
+            self._failed = True
+        else:
+            self._arrived = state
 
     def keep(self, result: int, participants: int) -> None:
         """The others have committed a step with ``result``. Replay, if their state is here."""
         worker, log = self._worker, self._log
         log.keep(FollowedStep(worker.step, followed(str(worker.lineage)), participants, result, 1))
+        if log.phase is Phase.RECEIVING and self._failed:
+            self.give_up()
         if log.phase is Phase.RECEIVING and self._arrived is not None:
             worker.state, worker.flipped = self._arrived, False
             log.arrive(0)
@@ -87,5 +88,4 @@ class Following:
         """Go back to the state that the weights are of."""
         worker = self._worker
         worker.progress.hold(*self._log.give_up())
-        worker.progress.fall_behind()
         worker.sim.logs.step(worker, "gave_up", lineage=worker.lineage)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from keepstep.group.quorum_plan import QuorumPlan, make_plan
 from keepstep.step.progress import GroupProgress
-from keepstep_mesh.protocol.lineage import is_diverged
+from keepstep_mesh.protocol.lineage import is_diverged, is_following
 from keepstep_mesh.protocol.membership import FinalState, Lineage, MemberInfo, Quorum, StateRoot
 from keepstep_mesh.protocol.messages import (
     CancelRequest,
@@ -241,7 +241,7 @@ class Worker:
         self.sim.states.check_plan(self, plan, asked)
         self.sim.states.check_reference(quorum, plan)
         self.root = None
-        if plan.verify and not plan.behind:
+        if plan.verify and not plan.behind and not is_following(plan.lineage):
             self.root = StateRoot(plan.max_step, plan.lineage, f"{self.state:x}")
         if plan.diverged and not is_diverged(self.lineage):
             self.progress.diverge()

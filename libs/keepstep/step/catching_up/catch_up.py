@@ -30,7 +30,7 @@ from keepstep.step.context import StepContext
 from keepstep.step.reporting.heal_meter import REPORT_SECONDS, HealMeter
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.protocol.heal_limit import heal_limit
-from keepstep_mesh.protocol.lineage import followed, is_following
+from keepstep_mesh.protocol.lineage import followed
 
 MAX_FAILURES = 3
 """Catch-ups in a row that may fail; after them the group heals, and the others wait for it."""
@@ -94,22 +94,25 @@ class CatchUp:
         """See ``Follower``."""
         return plan.max_step > 0 and self._failures < MAX_FAILURES and not self._stuck and not self._context.min_groups
 
-    def check(self, plan: QuorumPlan) -> Exception | None:
+    def objection(self, plan: QuorumPlan) -> Exception | None:
+        """See ``Follower``."""
+        if not self.following or not self._log.is_worth_more(HeldState(plan.max_step, plan.lineage, 0)):
+            return None
+        return KeepstepError(
+            "the groups that this one follows are gone, and its own state is worth more than those of the others"
+        )
+
+    def check(self, plan: QuorumPlan) -> None:
         """See ``Follower``."""
         if not self.following:
             if not plan.behind:
                 self._failures = 0
-            return None
-        if is_following(plan.lineage):
-            error = KeepstepError("no group of the quorum has the state that this group follows")
-            self._give_up(str(error))
-            return error
+            return
         if self._unkept:
             self._give_up("the script ended a step without Optimizer.step(), so that its gradients were not kept")
         elif not plan.follows:
             here = f"step {self._context.progress.step}"
             self._give_up(f"the others are at step {plan.max_step} of another history than this group, at {here}")
-        return None
 
     def begin(self, plan: QuorumPlan, exchange: Exchange) -> None:
         """See ``Follower``."""
@@ -284,7 +287,6 @@ class CatchUp:
         """Go back to the weights that the group has; it heals in the next quorum."""
         context, progress = self._context, self._context.progress
         progress.hold(*self._log.give_up())
-        progress.fall_behind()
         self._failures += 1
         context.log.warning("catch-up ended early", step=progress.step, reason=reason, failures=self._failures)
         context.steps.write("gave_up", progress.step, 0, lineage=progress.lineage)

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, NamedTuple, TypeVar
 
+from keepstep_mesh.protocol.lineage import State, is_following, worth
 from keepstep_mesh.protocol.membership import Lineage
 
 T = TypeVar("T")
@@ -111,6 +112,14 @@ class GradientLog(Generic[T]):
 
     def __len__(self) -> int:
         return len(self._steps)
+
+    def is_worth_more(self, reference: State) -> bool:
+        """Return whether the weights are worth more than the state that the groups of a quorum go on from.
+
+        The groups that this one followed are gone then. If it took part, the job would lose the steps of its weights.
+        """
+        held = self._held
+        return held is not None and (is_following(reference.lineage) or worth(held) > worth(reference))
 
     @property
     def full(self) -> bool:

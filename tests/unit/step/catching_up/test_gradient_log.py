@@ -86,6 +86,9 @@ class Following(RuleBasedStateMachine):
             assert self.log.nbytes == sum(one.nbytes for one in kept)
             assert self.log.full == (self.log.nbytes >= MEMORY)
             assert self.log.reached == self.others
+            assert not self.log.is_worth_more(HeldState(self.others, 1, 0))
+            assert self.log.is_worth_more(HeldState(self.others, "follows:1", 0)), "no weights"
+            assert self.log.is_worth_more(HeldState(0, "torn:b", 0))
 
 
 TestFollowing = Following.TestCase
