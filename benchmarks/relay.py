@@ -62,17 +62,17 @@ class Connection:
         return view
 
     def put(self, path: str, body: memoryview) -> None:
-        self.ask(f"PUT {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {body.nbytes}\r\n\r\n", body)
+        self.ask(f"PUT {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {body.nbytes}\r\n\r\n", body)
 
     def get(self, path: str) -> memoryview:
-        return self.ask(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n")
+        return self.ask(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n")
 
     def post(self, path: str, plain: object) -> None:
         body = json.dumps(plain).encode()
-        self.ask(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n", memoryview(body))
+        self.ask(f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n", memoryview(body))
 
     def delete(self, path: str) -> None:
-        self._socket.sendall(f"DELETE {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        self._socket.sendall(f"DELETE {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
         self._socket.recv(16 << 10)
 
     def close(self) -> None:

@@ -11,44 +11,36 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
-from http import HTTPStatus
+from functools import partial
 
-from aiohttp import web
-
-from keepstep_mesh.config.logging import get_logger
+from keepstep_mesh.config.logging import configured
 from keepstep_mesh.discovery.registration import Registrar, Registration, registered
-from keepstep_mesh.net.http import Handler, Identity, Problem, Route
+from keepstep_mesh.net.http import Identity, Route
+from keepstep_mesh.protocol.manifest import CHUNK_BYTES
 from keepstep_mesh.protocol.telemetry_records import UploadRecord
 from keepstep_mesh.security.tls import watched_client_context
 from keepstep_mesh.serving.embedded import Embedded
+from keepstep_mesh.serving.open_port import FIRST_REQUEST_SECONDS, OpenPort
 from keepstep_mesh.serving.process import Hosted
 from keepstep_mesh.serving.service import Endpoint, Service
 from keepstep_mesh.telemetry.record_sender import Sender
-from keepstep_relay.api import admin, bulk, exchange, prometheus, torch_files
-from keepstep_relay.core.events import Cause, Kind, RefusedError, UploadEnded
-from keepstep_relay.node import RETRY_AFTER_SECONDS, RelayNode
+from keepstep_relay.api import admin, bulk, exchange, frames, prometheus, torch_files
+from keepstep_relay.api.problems import explained
+from keepstep_relay.core.events import Kind, UploadEnded
+from keepstep_relay.node import RelayNode
+from keepstep_relay.processes.further_process import FurtherSettings
+from keepstep_relay.processes.main_process import Processes
+from keepstep_relay.processes.shared_port import SharedPort
 from keepstep_relay.recovery import recover
 from keepstep_relay.settings import RelaySettings
 from keepstep_relay.tiers.allocator import keep_freed_memory
-from keepstep_relay.tiers.chunks import GoneError
-from keepstep_relay.tiers.disk_tier import DamagedError, DiskError
-from keepstep_relay.tiers.durable_tier import DurableError
-from keepstep_relay.tiers.memory_tier import MemoryFullError
+from keepstep_relay.tiers.shared_slots import SharedSlots
 
 READ_AHEAD_BYTES = 1 << 20
 """Bytes of a body that may be buffered before a handler reads them."""
 FLUSH_RECORDS_SECONDS = 2.0
 """At the end, for records that the metrics service does not have yet."""
-STATUS = {
-    Cause.UNKNOWN: HTTPStatus.NOT_FOUND,
-    Cause.CONFLICT: HTTPStatus.CONFLICT,
-    Cause.GONE: HTTPStatus.GONE,
-    Cause.FULL: HTTPStatus.INSUFFICIENT_STORAGE,
-}
-
 __all__ = ["Relay", "RelaySettings"]
-
-log = get_logger("keepstep.relay")
 
 
 class Relay(RelayNode, Embedded):
@@ -59,6 +51,7 @@ class Relay(RelayNode, Embedded):
         Embedded.__init__(self, "relay", settings)
         self._telemetry: Sender | None = None
         """None: not registered with a lighthouse yet."""
+        self._processes = Processes(settings.processes - 1, self._count_processes)
 
     def service(self) -> Service:
         return Service(
@@ -70,12 +63,21 @@ class Relay(RelayNode, Embedded):
             places=self.places,
             registry=prometheus.registry(self),
             read_ahead_bytes=READ_AHEAD_BYTES,
+            middlewares=(frames.from_other_process,) if self._is_shared else (),
+            port=partial(SharedPort, processes=self._processes) if self._is_shared else OpenPort,
         )
+
+    @property
+    def _is_shared(self) -> bool:
+        return self.settings.processes > 1
+
+    def _count_processes(self, serving: int) -> None:
+        self.processes = serving
 
     def routes(self) -> list[Route]:
         transfers = (*exchange.routes(self), *bulk.routes(self), *torch_files.routes(self))
         every = (*admin.routes(self, self.routes), *transfers)
-        return [replace(one, handler=_explained(one.handler)) for one in every]
+        return [replace(one, handler=explained(one.handler)) for one in every]
 
     @contextlib.asynccontextmanager
     async def _lifespan(self) -> AsyncIterator[None]:
@@ -90,12 +92,25 @@ class Relay(RelayNode, Embedded):
             await stack.enter_async_context(self.chunks.running())
             await recover(self.checkpoints)
             await stack.enter_async_context(self.checkpoints.running())
+            if self._is_shared:
+                await stack.enter_async_context(self._running_processes())
             registering = asyncio.create_task(self._register(), name="keepstep relay registration")
             try:
                 yield
             finally:
                 registering.cancel()
                 await asyncio.wait([registering])
+
+    @contextlib.asynccontextmanager
+    async def _running_processes(self) -> AsyncIterator[None]:
+        settings = self.settings
+        with contextlib.closing(SharedSlots(settings.memory // CHUNK_BYTES)) as slots:
+            self.chunks.memory.slots = slots
+            further = FurtherSettings.of(
+                slots, settings.tls, settings.body_timeout, FIRST_REQUEST_SECONDS, READ_AHEAD_BYTES, configured()
+            )
+            async with self._processes.running(further):
+                yield
 
     async def _register(self) -> None:
         await self._listening.wait()
@@ -145,34 +160,6 @@ class Relay(RelayNode, Embedded):
                 error=one.error,
             )
         )
-
-
-def _explained(handler: Handler) -> Handler:
-    """Map the errors of a handler to problems with a status."""
-
-    async def handle(request: web.Request) -> web.StreamResponse:
-        try:
-            return await handler(request)
-        except RefusedError as error:
-            raise Problem(STATUS[error.cause], str(error)) from error
-        except GoneError as error:
-            raise Problem(HTTPStatus.GONE, str(error)) from error
-        except MemoryFullError as error:
-            raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, str(error), retry_after=RETRY_AFTER_SECONDS) from error
-        except DamagedError as error:
-            raise Problem(HTTPStatus.CONFLICT, str(error)) from error
-        except DiskError as error:
-            log.error("request failed: disk tier", path=request.path, reason=str(error))
-            status = HTTPStatus.INSUFFICIENT_STORAGE if error.full else HTTPStatus.SERVICE_UNAVAILABLE
-            raise Problem(status, str(error), retry_after=None if error.full else RETRY_AFTER_SECONDS) from error
-        except DurableError as error:
-            raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, str(error), retry_after=RETRY_AFTER_SECONDS) from error
-        except TimeoutError as error:
-            raise Problem(
-                HTTPStatus.SERVICE_UNAVAILABLE, "timed out; retry", retry_after=RETRY_AFTER_SECONDS
-            ) from error
-
-    return handle
 
 
 def hosted_relay(settings: RelaySettings, started: Callable[[Endpoint], None]) -> Hosted:

@@ -58,6 +58,8 @@ class RelayNode:
         )
         self.chunks = self.checkpoints.chunks
         self.traffic = Traffic()
+        self.processes = 1
+        """Processes that serve the port now."""
         self.registrar: Registrar | None = None
         self._manifests_coming = 0
 

@@ -24,6 +24,7 @@ class RelaySettings(RegisteredSettings):
         memory_checkpoints: Durable checkpoints to keep per job if the relay only has memory; 0: refuse them.
         max_wait: Longest wait of a reader for a missing chunk or manifest, in seconds.
         body_timeout: Longest transfer of one chunk or manifest, in seconds.
+        processes: Processes that serve its port.
     """
 
     service = "relay"
@@ -36,6 +37,7 @@ class RelaySettings(RegisteredSettings):
     limits: Limits = field(default_factory=Limits)
     max_wait: float = 60.0
     body_timeout: float = 60.0
+    processes: int = 1
 
 
 LIMITS: dict[str, tuple[str, Callable[[str], Any]]] = {
@@ -51,6 +53,7 @@ LIMITS: dict[str, tuple[str, Callable[[str], Any]]] = {
 """Flag -> field of ``Limits``, parser of its text."""
 NOT_ZERO = ("upload_timeout", "body_timeout", "max_checkpoints", "max_chunks")
 MIN_MEMORY = 64 << 20
+MAX_PROCESSES = 64
 
 
 def read_settings(flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> RelaySettings:
@@ -83,6 +86,9 @@ def read_settings(flags: Mapping[str, Any], environ: Mapping[str, str] = os.envi
     memory_checkpoints = settings.get("relay_memory_checkpoints", whole, default.memory_checkpoints)
     if memory_checkpoints < 0:
         raise ValueError(f"invalid memory_checkpoints {memory_checkpoints}: expected 0 or more")
+    processes = settings.get("relay_processes", whole, default.processes)
+    if not 1 <= processes <= MAX_PROCESSES:
+        raise ValueError(f"invalid processes {processes}: expected 1 to {MAX_PROCESSES}")
     data_dir, durable = settings.path("relay_data_dir"), settings.get("relay_durable", str, None)
     limits = Limits(**{into: given[name] for name, (into, _) in LIMITS.items()})
     if memory_checkpoints and data_dir is None and durable is None:
@@ -96,4 +102,5 @@ def read_settings(flags: Mapping[str, Any], environ: Mapping[str, str] = os.envi
         limits=limits,
         max_wait=settings.get("relay_max_wait", duration, default.max_wait),
         body_timeout=body_timeout,
+        processes=processes,
     )

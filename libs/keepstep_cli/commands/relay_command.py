@@ -52,6 +52,11 @@ _limit_options = all_of(
     ),
     click.option("--max-wait", type=Seconds(), help="Maximum wait for data that has not arrived.  [default: 60]"),
     click.option("--body-timeout", type=Seconds(), help="Maximum time for one chunk, in or out.  [default: 60]"),
+    click.option(
+        "--processes",
+        type=click.IntRange(1, 64),
+        help="Processes that serve the port, to use several cores.  [default: 1]",
+    ),
     click.option("--max-checkpoints", type=click.IntRange(1), help="Maximum number of checkpoints.  [default: 1000]"),
     click.option("--max-chunks", type=click.IntRange(1), help="Maximum number of chunks.  [default: 1000000]"),
 )

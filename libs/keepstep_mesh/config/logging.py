@@ -70,7 +70,7 @@ class LogFormatter(logging.Formatter):
 
     def __init__(self, *, as_json: bool, colors: bool = False) -> None:
         super().__init__()
-        self._as_json = as_json
+        self.as_json = as_json
         self._render = structlog.dev.ConsoleRenderer(colors=colors, pad_event_to=40)
 
     def format(self, record: logging.LogRecord) -> str:
@@ -87,9 +87,16 @@ class LogFormatter(logging.Formatter):
             event["exception"] = without_secrets(self.formatException(record.exc_info))
         if record.stack_info:
             event["stack"] = without_secrets(record.stack_info)
-        if self._as_json:
+        if self.as_json:
             return json.dumps(event, default=str, ensure_ascii=False)
         return str(self._render(None, record.levelname.lower(), event))
+
+
+def configured() -> tuple[str, bool | None]:
+    """Return the arguments of ``configure`` that give another process the same logs."""
+    root = logging.getLogger()
+    formats = [one.formatter.as_json for one in root.handlers if isinstance(one.formatter, LogFormatter)]
+    return logging.getLevelName(root.level), formats[0] if formats else None
 
 
 def configure(level: str = "info", *, as_json: bool | None = None, stream: TextIO | None = None) -> None:

@@ -224,6 +224,8 @@ ROLE = web.RequestKey("role", Role)
 """``request[ROLE]``: the role that asks; not there on an open route."""
 CALLER = web.RequestKey("caller", Caller)
 """``request[CALLER]``: who asks, for people; not there on an open route."""
+CERTIFICATE = web.RequestKey("certificate", str)
+"""``request[CERTIFICATE]``: name in the client's certificate, if another process of the service has the connection."""
 
 
 def application(
@@ -314,9 +316,15 @@ async def _audited(request: web.Request, route: Route) -> web.StreamResponse:
 
 
 def _caller(request: web.Request, token: Token | None) -> Caller:
-    certificate = request.transport.get_extra_info("peercert") if request.transport is not None else None
     known = token.role if token else None, token.name if token else ""
-    return Caller(request.remote or "", *known, certificate=_name_in(certificate or {}))
+    name = request[CERTIFICATE] if CERTIFICATE in request else certificate_name(request)
+    return Caller(request.remote or "", *known, certificate=name)
+
+
+def certificate_name(request: web.BaseRequest) -> str:
+    """Return the name in the certificate of the client; empty: it has shown none."""
+    certificate = request.transport.get_extra_info("peercert") if request.transport is not None else None
+    return _name_in(certificate or {})
 
 
 def _name_in(certificate: Mapping[str, Any]) -> str:

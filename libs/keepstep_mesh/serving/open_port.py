@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
+from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.net.fork_safety import claim, listening_socket
 from keepstep_mesh.net.http import Handler
@@ -21,6 +22,8 @@ FIRST_REQUEST_SECONDS = 10.0
 LINGER_SECONDS = 1.0
 """Time for a peer to finish sending a request that was already answered, and for the closing handshake of TLS."""
 BACKLOG = 4096
+
+log = get_logger("keepstep.service")
 
 
 class BindError(KeepstepError):
@@ -53,22 +56,22 @@ class OpenPort:
     def __init__(
         self, accept: Callable[[], asyncio.BaseProtocol], listener: socket.socket, handshake_seconds: float
     ) -> None:
-        self._accept = accept
-        self._listener = listener
-        self._handshake_seconds = handshake_seconds
+        self.accept = accept
+        self.listener = listener
+        self.handshake_seconds = handshake_seconds
         self._server: asyncio.Server | None = None
 
     async def open(self, context: ssl.SSLContext | None) -> None:
         """Start to accept with ``context``; open connections keep the one they have. Call again to replace it."""
         # A copy of the descriptor: the port accepts connections while the servers are exchanged.
-        listener = self._listener.dup()
+        listener = self.listener.dup()
         claim(listener)
         server = await asyncio.get_running_loop().create_server(
-            self._accept,
+            self.accept,
             sock=listener,
             backlog=BACKLOG,
             ssl=context,
-            ssl_handshake_timeout=self._handshake_seconds if context else None,
+            ssl_handshake_timeout=self.handshake_seconds if context else None,
             ssl_shutdown_timeout=LINGER_SECONDS if context else None,
             start_serving=False,
         )
@@ -81,9 +84,32 @@ class OpenPort:
 
     def close(self) -> None:
         """Stop accepting connections."""
-        self._listener.close()
+        self.listener.close()
         if self._server is not None:
             self._server.close()
+
+
+async def adopt(
+    accept: Callable[[], asyncio.BaseProtocol],
+    connection: socket.socket,
+    context: ssl.SSLContext | None,
+    handshake_seconds: float,
+) -> asyncio.BaseTransport | None:
+    """Serve an accepted connection with the protocol that ``accept`` creates. Return None if it has ended already."""
+    connection.setblocking(False)
+    try:
+        transport, _ = await asyncio.get_running_loop().connect_accepted_socket(
+            accept,
+            connection,
+            ssl=context,
+            ssl_handshake_timeout=handshake_seconds if context else None,
+            ssl_shutdown_timeout=LINGER_SECONDS if context else None,
+        )
+    except OSError as error:  # also of the handshake, and its timeout
+        log.debug("connection failed", reason=str(error))
+        connection.close()
+        return None
+    return transport
 
 
 class FirstRequestLimit:
@@ -104,7 +130,7 @@ class FirstRequestLimit:
 
         return on_request
 
-    def acceptor(self, runner: web.AppRunner) -> Callable[[], asyncio.BaseProtocol]:
+    def acceptor(self, runner: web.AppRunner | web.ServerRunner) -> Callable[[], asyncio.BaseProtocol]:
         """The protocol factory of ``runner``, which must be set up, with the limit applied to each connection."""
         create = runner.server
         if create is None:

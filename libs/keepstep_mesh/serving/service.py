@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
@@ -22,6 +23,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from aiohttp import hdrs, web
+from aiohttp.typedefs import Middleware
 
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.config.settings import bind_address
@@ -72,6 +74,10 @@ class Service:
     max_body_bytes: int = MAX_BODY_BYTES
     read_ahead_bytes: int = 2**18
     """Bytes of a request body that are buffered before reading from the connection pauses."""
+    middlewares: Sequence[Middleware] = ()
+    """See each request before its token is checked."""
+    port: Callable[[Callable[[], asyncio.BaseProtocol], socket.socket, float], OpenPort] = OpenPort
+    """Creates the open port from the arguments of ``OpenPort``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +148,7 @@ async def serving(
         places=service.places,
     )
     limit = FirstRequestLimit(first_request_seconds)
-    app.middlewares.append(limit.middleware)
+    app.middlewares.extend((*service.middlewares, limit.middleware))
     if service.name in KINDS:
         app.middlewares.append(only_for(service.name, service.neighbours, lambda: known.value))
     runner = web.AppRunner(
@@ -157,7 +163,7 @@ async def serving(
     with listening(service.name, host, port) as listener:
         try:
             async with asyncio.timeout(None) as deadline, _cleaned_up(runner), service.lifespan():
-                open_port = OpenPort(limit.acceptor(runner), listener, first_request_seconds)
+                open_port = service.port(limit.acceptor(runner), listener, first_request_seconds)
                 await open_port.open(certificates.value if certificates is not None else None)
                 endpoint = Endpoint(host, listener.getsockname()[1], "http" if certificates is None else "https")
                 service.listening(endpoint)

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from aiohttp import hdrs, web
 
 from keepstep_mesh.config.logging import get_logger
+from keepstep_relay.api import frames
+from keepstep_relay.api.frames import TooSlowError
 from keepstep_relay.api.requests import RAW
 
 FIRST_BYTES = 16 << 10
@@ -16,19 +18,22 @@ FIRST_BYTES = 16 << 10
 log = get_logger("keepstep.relay.answers")
 
 
-class TooSlowError(ConnectionError):
-    """A reader was too slow, and its connection was closed."""
-
-
 async def begin(request: web.Request, status: int, length: int, headers: Mapping[str, str]) -> web.StreamResponse:
-    response = web.StreamResponse(status=status, headers={**headers, hdrs.CONTENT_TYPE: RAW})
-    response.content_length = length
+    headers = {**headers, hdrs.CONTENT_TYPE: RAW}
+    if frames.wants_frames(request):
+        response = frames.response(status, length, headers)
+    else:
+        response = web.StreamResponse(status=status, headers=headers)
+        response.content_length = length
     await response.prepare(request)
     return response
 
 
-async def send(request: web.Request, response: web.StreamResponse, data: memoryview, seconds: float) -> None:
+async def send(request: web.BaseRequest, response: web.StreamResponse, data: memoryview, seconds: float) -> None:
     """Send ``data``. Raises ``TooSlowError`` if the reader does not accept it within ``seconds``."""
+    if frames.FRAMES in response.headers:
+        await frames.send(request, response, data)
+        return
     try:
         async with asyncio.timeout(seconds):
             await response.write(data[:FIRST_BYTES])
@@ -39,7 +44,7 @@ async def send(request: web.Request, response: web.StreamResponse, data: memoryv
         raise TooSlowError("the reader was too slow") from None
 
 
-def cut(request: web.Request) -> ConnectionError:
+def cut(request: web.BaseRequest) -> ConnectionError:
     """Close the connection. Return the error for the caller to raise."""
     if request.transport is not None:
         request.transport.abort()

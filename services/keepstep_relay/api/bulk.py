@@ -7,9 +7,11 @@ from http import HTTPStatus
 from aiohttp import hdrs, web
 
 from keepstep_mesh.net.http import Problem, Route
+from keepstep_mesh.protocol.manifest import CHUNK_BYTES
 from keepstep_mesh.security.tokens import Access
-from keepstep_relay.api import answers, requests
+from keepstep_relay.api import answers, frames, requests
 from keepstep_relay.api.downloads import Downloads, asked_range
+from keepstep_relay.api.problems import problem_of
 from keepstep_relay.node import RelayNode
 from keepstep_relay.tiers.chunks import ROOM_SECONDS
 from keepstep_relay.tiers.disk_tier import DamagedError
@@ -66,7 +68,10 @@ class _Bulk:
                 HTTPStatus.CONFLICT,
                 f"no checkpoint of this relay names chunk {digest.hex()}; send its manifest first",
             )
-        requests.check_length(request, length, exactly=True)
+        if not frames.wants_slot(request):
+            requests.check_length(request, length, exactly=True)
+        elif length != CHUNK_BYTES:
+            return web.Response(headers={frames.SLOT: frames.NO_SLOT})
         chunks = self._relay.chunks
         if self._relay.core.inventory.is_here(digest):
             await chunks.save(digest)
@@ -79,18 +84,43 @@ class _Bulk:
         self._traffic.uploads += 1
         try:
             await chunks.memory.reserve(length, ROOM_SECONDS)
+            data = chunks.memory.buffer(length)
+            if frames.wants_slot(request):
+                return await self._put_by_process(request, digest, data)
             try:
-                data = chunks.memory.buffer(length)
                 await requests.body(request, data, self._relay.settings.body_timeout)
             except BaseException:
                 chunks.memory.release(length)
                 raise
-            self._traffic.received_bytes += length
-            await chunks.put(digest, data)
-        except DamagedError as error:
-            raise Problem(HTTPStatus.UNPROCESSABLE_ENTITY, f"{error}; upload it again") from error
+            return await self._store(digest, data)
         finally:
             self._traffic.uploads -= 1
+
+    async def _put_by_process(self, request: web.Request, digest: bytes, data: memoryview) -> web.StreamResponse:
+        """Store a chunk that another process of the relay receives."""
+        upload, found = frames.Upload(request), b""
+        try:
+            found = await upload.digest(data)
+        finally:
+            if not found:
+                self._relay.chunks.memory.release(data.nbytes)
+        if not found:
+            return await upload.answer(None)
+        try:
+            answer = await self._store(digest, data, found)
+        except Exception as error:
+            problem = problem_of(error, request.path)
+            if problem is None:
+                raise
+            answer = problem.response()
+        return await upload.answer(answer)
+
+    async def _store(self, digest: bytes, data: memoryview, found: bytes | None = None) -> web.Response:
+        self._traffic.received_bytes += data.nbytes
+        try:
+            await self._relay.chunks.put(digest, data, found)
+        except DamagedError as error:
+            raise Problem(HTTPStatus.UNPROCESSABLE_ENTITY, f"{error}; upload it again") from error
         return web.Response(status=HTTPStatus.CREATED)
 
     async def get_pack(self, request: web.Request) -> web.StreamResponse:

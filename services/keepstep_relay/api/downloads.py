@@ -12,7 +12,7 @@ from aiohttp import hdrs, web
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.net.http import Problem
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES
-from keepstep_relay.api import answers
+from keepstep_relay.api import answers, frames
 from keepstep_relay.core.events import Key, ReadFrom, Table
 from keepstep_relay.node import RelayNode
 
@@ -46,7 +46,7 @@ class Downloads:
         """Send ``data``, and disconnect a reader that is too slow."""
         try:
             await answers.send(request, response, data, self._relay.settings.body_timeout)
-        except answers.TooSlowError:
+        except frames.TooSlowError:
             self._traffic.cut_off += 1
             raise
         self._traffic.sent_bytes += data.nbytes

@@ -76,6 +76,9 @@ class _Relay(Collector):
             traffic.failed_durable_uploads,
         )
         yield GaugeMetricFamily(
+            "keepstep_relay_processes", "processes that serve the port, see --processes", relay.processes
+        )
+        yield GaugeMetricFamily(
             "keepstep_relay_registered", "1 while registered with a lighthouse", float(relay.is_registered)
         )
 

@@ -94,7 +94,7 @@ def check_length(request: web.Request, length: int, *, exactly: bool) -> int:
     return announced
 
 
-async def body(request: web.Request, data: memoryview, seconds: float) -> None:
+async def body(request: web.BaseRequest, data: memoryview, seconds: float) -> None:
     """Read the body, which must fill ``data``. ``Problem`` 408 if it takes longer than ``seconds``."""
     done, length = 0, data.nbytes
     try:

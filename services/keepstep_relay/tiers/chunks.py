@@ -146,15 +146,21 @@ class ChunkStore:
 
     # ---- uploads
 
-    async def put(self, digest: bytes, data: memoryview) -> None:
+    async def put(self, digest: bytes, data: memoryview, found: bytes | None = None) -> None:
         """Store a chunk for which memory was reserved.
+
+        Args:
+            digest: Name of the chunk.
+            data: Its bytes.
+            found: Digest of ``data``; None: compute it.
 
         Raises:
             DamagedError: The digest is wrong. The chunk is not kept.
             DiskError: The chunk is in memory and readers get it, but writing it to disk failed.
         """
         try:
-            found = await self.in_thread(chunk_digest, data)
+            if found is None:
+                found = await self.in_thread(chunk_digest, data)
         except BaseException:
             self.memory.release(data.nbytes)
             raise

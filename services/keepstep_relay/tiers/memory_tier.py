@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES
+from keepstep_relay.tiers.shared_slots import SharedSlots
 
 
 class MemoryFullError(KeepstepError):
@@ -27,6 +28,8 @@ class MemoryTier:
         self._make_room = make_room
         self._spare: list[bytearray] = []
         """Unused buffers of the size of a full chunk."""
+        self.slots: SharedSlots | None = None
+        """Preferred for full chunks. Set it before the first one."""
         self._freed = asyncio.Event()
 
     async def reserve(self, size: int, seconds: float) -> None:
@@ -46,10 +49,15 @@ class MemoryTier:
                 f"raise --memory, add a disk (--data-dir), or remove checkpoints (keepstep checkpoint rm)"
             ) from None
         self.used += size
-        del self._spare[max(0, (self.limit - self.used) // CHUNK_BYTES) :]
+        spare = (self.limit - self.used) // CHUNK_BYTES + (size == CHUNK_BYTES)  # the caller takes one of them
+        del self._spare[max(0, spare) :]
+        if self.slots is not None:
+            self.slots.trim(spare)
 
     def buffer(self, size: int) -> memoryview:
         """Return an uninitialized buffer for ``size`` reserved bytes."""
+        if self.slots is not None and size == CHUNK_BYTES and (slot := self.slots.take()) is not None:
+            return slot
         return memoryview(self._spare.pop() if size == CHUNK_BYTES and self._spare else bytearray(size))
 
     def hold(self, size: int) -> None:

@@ -43,6 +43,7 @@ from keepstep_relay import checkpoint_store
 from keepstep_relay.api import exchange
 from keepstep_relay.app import FLUSH_RECORDS_SECONDS
 from keepstep_relay.core.events import Limits
+from keepstep_relay.processes import further_process, main_process
 from keepstep_relay.settings import RelaySettings
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -137,6 +138,12 @@ RULES = {
     ),
     "a connection that stalls is replaced before the heal is late": (
         transfer.STALL_SECONDS < POLICY.heal_timeout and transfer.STALL_SECONDS < RELAY.body_timeout
+    ),
+    "a frozen process of a relay is replaced before the relay aborts the uploads that it served": (
+        (main_process.MAX_LOST_PINGS + 1) * main_process.PING_SECONDS < UPLOADS.upload_seconds
+    ),
+    "the processes of a relay finish open requests before they are killed": (
+        further_process.FINISH_SECONDS < main_process.STOP_PROCESS_SECONDS < service.STOP_SECONDS
     ),
     "an upload reconnects before the relay aborts it": (
         relay_upload.STALL_SECONDS + relay_upload.UPLOAD_BACKOFF.most < UPLOADS.upload_seconds
