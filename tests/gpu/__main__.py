@@ -1,12 +1,14 @@
 """Run the checks for GPUs, print a table, and write gpu-report.json and docs/gpu.md.
 
-make gpu                                    all checks (less than 8 minutes on one GPU)
+make gpu                                    all checks, in at most 8 minutes
+make gpu GPU="--seconds 1800"               the same with more time, for a slow machine
 make gpu GPU="--only collectives baby"      some of them
 make gpu GPU=--list                         their names
 make gpu GPU="--device cpu"                 the same checks with Gloo on the CPU, where that is possible
 
-Without a GPU, or without NCCL in torch, every check is skipped by name. Exit code: 0 if no check failed, 1 if one did,
-130 after Ctrl-C or SIGTERM.
+The most important checks come first; those that the time does not suffice for are skipped by name. Without a GPU, or
+without NCCL in torch, every check is skipped by name. Exit code: 0 if no check failed, 1 if one did, 130 after Ctrl-C
+or SIGTERM.
 """
 
 from __future__ import annotations
@@ -19,11 +21,12 @@ import tempfile
 import time
 from pathlib import Path
 
+from tests.gpu.budget import TOTAL_SECONDS, Budget
 from tests.gpu.check import Check, Outcome
 from tests.gpu.checks import CHECKS
 from tests.gpu.machine import Machine, why_no_gpu
 from tests.gpu.report import lines_of, summary, write_json, write_page
-from tests.gpu.running import ROOT, run_check
+from tests.gpu.running import NO_TIME, ROOT, run_check
 
 
 def main() -> int:
@@ -38,7 +41,7 @@ def main() -> int:
         print(f"{name:8} {value}")
     began = time.monotonic()
     try:
-        outcomes = _run_all(chosen, machine, options.device)
+        outcomes = _run_all(chosen, machine, options.device, Budget(options.seconds))
     except KeyboardInterrupt:
         print("interrupted; all processes have ended", file=sys.stderr)
         return 130
@@ -53,19 +56,23 @@ def main() -> int:
     return 1 if any(one.state == "failed" for one in outcomes) else 0
 
 
-def _run_all(chosen: list[Check], machine: Machine, device: str) -> list[Outcome]:
+def _run_all(chosen: list[Check], machine: Machine, device: str, budget: Budget) -> list[Outcome]:
     reason = why_no_gpu() if device == "cuda" else ""
     if reason:
         print(f"no check runs: {reason}", flush=True)
         return [Outcome(check.name, check.what, "skipped", "no GPU") for check in chosen]
     gpus = len(machine.gpus) if device == "cuda" else 0
-    outcomes = []
+    outcomes, began = [], time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="keepstep-gpu-"))
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # the ranks have sessions of their own
     try:
         for check in chosen:
+            limited = budget.limited(check, time.monotonic() - began)
+            if limited is None:
+                outcomes.append(Outcome(check.name, check.what, "skipped", NO_TIME))
+                continue
             print(f"{check.name}: {check.what}", flush=True)
-            outcomes.append(run_check(check, gpus, machine.nccl, folder))
+            outcomes.append(run_check(limited, gpus, machine.nccl, folder))
             print(f"  {outcomes[-1].state} after {outcomes[-1].seconds:g} s", flush=True)
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -78,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: with Gloo, without GPUs")
     parser.add_argument("--only", nargs="+", choices=list(CHECKS), metavar="CHECK", help="checks to run (default: all)")
     parser.add_argument("--list", action="store_true", help="print the checks")
+    parser.add_argument("--seconds", type=float, default=TOTAL_SECONDS, help="for all checks (default: %(default)g)")
     parser.add_argument("--report", type=Path, default=ROOT / "gpu-report.json", help="file for every figure")
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "gpu.md", help="page to write after a whole run")
     return parser

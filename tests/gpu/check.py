@@ -27,6 +27,8 @@ class Check:
         lost: ranks that are killed or stopped in it, whose result is not awaited.
         restarted: ranks that are started again after a signal has killed them.
         lighthouse: start a lighthouse for it.
+        cannot_run: why it cannot run with this version of torch; empty: it can.
+        whole_seconds: limit from the start of its processes on, which the time of the whole run sets.
     """
 
     name: str
@@ -38,6 +40,8 @@ class Check:
     lost: frozenset[int] = frozenset()
     restarted: frozenset[int] = frozenset()
     lighthouse: bool = False
+    cannot_run: str = ""
+    whole_seconds: float = float("inf")
 
 
 @dataclass

@@ -14,6 +14,7 @@ from keepstep import HTTPTransport
 from keepstep.checkpointing.state.staging import StagingArea
 from keepstep.process_group import ProcessGroupBabyGloo, ProcessGroupBabyNCCL, ProcessGroupError
 from keepstep.quantization.fused import fused_dequantize_from_fp8, fused_quantize_into_fp8
+from keepstep_mesh.errors import ForkError
 from tests.gpu.check import Check, Result
 from tests.gpu.rank import TIMEOUT, Rank, seconds_of
 
@@ -97,7 +98,9 @@ def stage(rank: Rank) -> Result:
     state = {"weights": torch.ones(STATE_BYTES["cuda"], dtype=torch.uint8, device=rank.device)}
     plain = _plain_copy_seconds(rank, state["weights"])
     area = StagingArea(lambda _snapshot: None)
-    area.stage(0, state)
+    rank.occupy(BUSY_SECONDS)
+    state["weights"].fill_(7)  # the copy follows the work that is queued
+    assert bytes(area.stage(0, state).pack).count(7) == STATE_BYTES["cuda"], "the snapshot has older values"
     staged = statistics.median(seconds_of(lambda step=step: area.stage(step, state)) for step in range(COPIES))  # type: ignore[misc]
     size = STATE_BYTES["cuda"] / 1e9
     assert plain / staged > STAGING_GOAL / 2, f"staging has {plain / staged:.2f} of the rate of a plain copy"
@@ -144,6 +147,24 @@ def heal(rank: Rank) -> Result | None:
         transport.shutdown()
 
 
+def fork_a_worker(rank: Rank) -> None:
+    """A forked child, such as a DataLoader worker, uses and frees the process group of its parent."""
+    group = rank.process_group()
+    rank.configure(group, 1)
+    group.allreduce([rank.full(1)]).wait()
+    child = os.fork()
+    if not child:
+        refused = isinstance(group.errored(), ForkError)
+        group.shutdown()
+        os._exit(0 if refused else 1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0, f"the child ended with status {status}"
+    tensor = rank.full(1)
+    group.allreduce([tensor]).wait()
+    assert group.errored() is None
+    assert tensor[0].item() == rank.ranks
+
+
 CHECKS = (
     Check(
         "streams",
@@ -162,10 +183,11 @@ CHECKS = (
     Check("baby", "A process group in a child process outlives the death of the child.", lose_the_child, seconds=120.0),
     Check(
         "staging",
-        "Rate at which a snapshot of CUDA tensors is copied to the host.",
+        "A snapshot of CUDA tensors follows their stream; rate of its copy to the host.",
         stage,
         ranks=1,
-        needs_gpu="a state in host memory is not staged through pinned memory",
+        needs_gpu="a state in host memory is not copied through pinned buffers",
     ),
+    Check("fork", "A forked child does not disturb the process group of its parent.", fork_a_worker),
     Check("heal", "Rate at which a state moves from one group to another.", heal, seconds=120.0),
 )

@@ -12,6 +12,9 @@ from typing import Any
 from tests.gpu.check import Outcome
 from tests.gpu.machine import Machine
 
+FIGURES = "## Figures"
+"""Heading in docs/gpu.md; a run replaces everything below it."""
+
 
 def lines_of(outcomes: Sequence[Outcome]) -> Iterable[str]:
     """Yield the lines of a table for the terminal; below a failed check, the reason."""
@@ -41,15 +44,15 @@ def write_json(path: Path, machine: Machine, device: str, outcomes: Sequence[Out
 
 
 def write_page(path: Path, machine: Machine, outcomes: Sequence[Outcome]) -> None:
-    """Write docs/gpu.md, with the machine on which its figures were measured."""
+    """Write the figures of docs/gpu.md, with the machine on which they were measured. Keep the text before them."""
+    before, _, _ = path.read_text(encoding="utf-8").partition(FIGURES) if path.exists() else ("", "", "")
     rows = [f"| {name} | {value} |" for name, value in machine.rows()]
     checks = [f"| `{one.name}` | {one.what} | {one.state} | {_figures(one.figures)} |" for one in outcomes]
     failed = [f"* `{one.name}`: {one.reason.splitlines()[0]}" for one in outcomes if one.state == "failed"]
     today = dt.datetime.now(dt.UTC).date().isoformat()
     parts = [
-        "# Checks on GPUs",
-        "",
-        f"`make gpu` wrote this page on {today}: {summary(outcomes)}. [GPUs](gpus.md) explains how to train on them.",
+        f"{before}{FIGURES}",
+        f"`make gpu` wrote this part on {today}: {summary(outcomes)}.",
         "",
         "| machine | |",
         "|---|---|",
@@ -61,7 +64,7 @@ def write_page(path: Path, machine: Machine, outcomes: Sequence[Outcome]) -> Non
         "",
     ]
     if failed:
-        parts += ["## Failed", *failed, ""]
+        parts += ["### Failed", *failed, ""]
     path.write_text("\n".join(parts), encoding="utf-8")
 
 

@@ -35,12 +35,17 @@ STACKS_SECONDS = 2.0
 """Limit for a late rank to print its stacks."""
 KILL_SECONDS = 20.0
 """Limit for killed ranks to end: the driver first stops their kernels."""
+NO_TIME = "no time left for it"
 LOG_LINES = 24
 """Last lines of a failed rank that the report has."""
 
 
 class CheckFailedError(Exception):
     """A rank of the check failed, or the deadline passed."""
+
+
+class NoTimeLeftError(Exception):
+    """The time of the whole run is over."""
 
 
 class _Ranks:
@@ -81,7 +86,8 @@ class _Ranks:
         """Return the result of the first rank. Raises CheckFailedError."""
         check = self._check
         awaited, has_begun = set(range(check.ranks)) - check.lost, False
-        deadline = time.monotonic() + START_SECONDS
+        began = time.monotonic()
+        deadline, end = began + START_SECONDS, began + check.whole_seconds
         while awaited:
             if not has_begun and self._store.check([f"{READY}/{index}" for index in range(check.ranks)]):
                 has_begun, deadline = True, time.monotonic() + check.seconds
@@ -96,6 +102,8 @@ class _Ranks:
                     awaited.remove(index)
                 else:
                     raise CheckFailedError(f"rank {index} ended with {_code(code)}:\n{self._end_of_log(index)}")
+            if time.monotonic() > end:
+                raise NoTimeLeftError
             if time.monotonic() > deadline:
                 limit = check.seconds if has_begun else START_SECONDS
                 ends = "\n".join(f"rank {one}: {self._stacks(one)}" for one in sorted(awaited))
@@ -164,12 +172,15 @@ def run_check(check: Check, gpus: int, nccl: tuple[int, ...] | None, folder: Pat
         nccl: version of NCCL; None: torch has none.
         folder: for logs and results of the ranks.
     """
-    if not gpus and check.needs_gpu:
-        return Outcome(check.name, check.what, "skipped", check.needs_gpu)
+    reason = check.cannot_run or ("" if gpus else check.needs_gpu)
+    if reason:
+        return Outcome(check.name, check.what, "skipped", reason)
     began = time.monotonic()
     try:
         with _started(check, gpus, nccl, folder) as ranks:
             figures = ranks.await_results()
+    except NoTimeLeftError:
+        return Outcome(check.name, check.what, "skipped", NO_TIME, round(time.monotonic() - began, 1))
     except (CheckFailedError, subprocess.TimeoutExpired) as error:
         return Outcome(check.name, check.what, "failed", str(error), round(time.monotonic() - began, 1))
     return Outcome(check.name, check.what, "passed", "", round(time.monotonic() - began, 1), figures)

@@ -13,6 +13,7 @@ import pytest
 
 from tests.gpu import __main__ as command
 from tests.gpu import running
+from tests.gpu.budget import END_SECONDS, Budget
 from tests.gpu.check import Check, Outcome
 from tests.gpu.checks import CHECKS
 from tests.gpu.environment import device_of, environment_of
@@ -68,13 +69,51 @@ def test_sigterm_ends_the_check_that_runs_and_no_other_begins(tmp_path: Path, mo
     assert "interrupted" in capsys.readouterr().err
 
 
+def test_the_time_of_a_run_is_divided_and_a_check_without_time_is_named(tmp_path: Path, monkeypatch, capsys) -> None:
+    check = CHECKS["collectives"]
+    budget = Budget(480.0)
+    limited = budget.limited(check, 400.0)
+    assert limited is not None
+    assert limited.whole_seconds == 480.0 - END_SECONDS - 400.0
+    assert budget.limited(check, 480.0 - END_SECONDS) is None
+    arguments = [
+        "gpu",
+        "--device",
+        "cpu",
+        "--seconds",
+        "1",
+        "--only",
+        "baby",
+        "--report",
+        str(tmp_path / "report.json"),
+    ]
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert command.main() == 0
+    assert "no time left for it" in capsys.readouterr().out
+
+
+def test_the_most_important_checks_come_first_and_the_slowest_last() -> None:
+    names = list(CHECKS)
+    assert names[:3] == ["collectives", "abort_killed", "kill_and_heal"]
+    assert names[-1] == "watchdog"
+
+
+def test_a_check_ends_with_the_time_of_the_run(tmp_path: Path, monkeypatch) -> None:
+    check = Check("x", "y", lambda _rank: None, whole_seconds=0.0)
+    outcome = outcome_of([None, None], tmp_path, monkeypatch, check)
+    assert (outcome.state, outcome.reason) == ("skipped", "no time left for it")
+
+
 def test_a_page_names_the_machine_each_check_and_the_reasons_of_failures(tmp_path: Path) -> None:
     outcomes = [
         Outcome("a", "It works.", "passed", "", 1.5, {"freed, s": 0.2}),
         Outcome("b", "It fails.", "failed", "rank 0 ended with SIGKILL:\nno output", 2.0),
     ]
+    (tmp_path / "gpu.md").write_text("# Checks\nText.\n\n## Figures\nOf an older run.\n")
     write_page(tmp_path / "gpu.md", MACHINE, outcomes)
     page = (tmp_path / "gpu.md").read_text()
+    assert page.startswith("# Checks\nText.\n\n## Figures\n`make gpu` wrote this part on")
+    assert "older run" not in page
     assert "| GPUs | 2 x H200 |" in page
     assert "| NCCL | 2.29.7 |" in page
     assert "| `a` | It works. | passed | freed, s: 0.2 |" in page
@@ -100,21 +139,26 @@ def test_a_check_that_needs_a_gpu_is_skipped_with_its_reason(tmp_path: Path) -> 
 
 
 class Ended:
-    """A rank that has ended with ``code``."""
+    """A rank that has ended with ``code``; None: it runs."""
 
     pid = 0
 
-    def __init__(self, code: int) -> None:
+    def __init__(self, code: int | None) -> None:
         self.code = code
 
-    def poll(self) -> int:
+    def poll(self) -> int | None:
         return self.code
 
-    def wait(self, _seconds: float) -> int:
+    def wait(self, _seconds: float) -> int | None:
         return self.code
 
 
-def outcome_of(codes: list[int], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Outcome:
+ANY = Check("x", "y", lambda _rank: None)
+
+
+def outcome_of(
+    codes: list[int] | list[None], folder: Path, monkeypatch: pytest.MonkeyPatch, check: Check = ANY
+) -> Outcome:
     def start(ranks: running._Ranks, index: int) -> None:
         ranks._processes[index] = Ended(codes[index])  # type: ignore[assignment]
         ranks._result_of(index).write_text(json.dumps({"digest": str(index)}))
@@ -122,7 +166,7 @@ def outcome_of(codes: list[int], folder: Path, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(running._Ranks, "start", start)
     monkeypatch.setattr(os, "killpg", lambda _group, number: number == signal.SIGKILL)
-    return run_check(Check("x", "y", lambda _rank: None), 0, None, folder)
+    return run_check(check, 0, None, folder)
 
 
 def test_different_weights_fail_a_check(tmp_path: Path, monkeypatch) -> None:
