@@ -250,10 +250,11 @@ class Died(Exception):
 
 
 def test_a_reduction_that_a_lost_group_interrupts_never_commits_and_its_fragment_is_tried_again(lighthouse) -> None:
-    meet = threading.Barrier(2)
+    ready, meet = threading.Barrier(2), threading.Barrier(2)
 
     def survivor() -> None:
         with trainer(lighthouse, "a", "diloco-streaming") as one, one.block:
+            ready.wait(DEADLINE)  # else this group may take its first step alone
             one.until(1)
             meet.wait(DEADLINE)
             before = one.shared()
@@ -273,6 +274,7 @@ def test_a_reduction_that_a_lost_group_interrupts_never_commits_and_its_fragment
 
     def victim() -> None:
         with trainer(lighthouse, "b", "diloco-streaming", min_replica_size=2) as one, pytest.raises(Died), one.block:
+            ready.wait(DEADLINE)
             one.until(1)
 
             def die(_fragment: int) -> None:
