@@ -26,7 +26,7 @@ from keepstep_history.reading import check_files
 from keepstep_history.report import summary_lines, violation_lines
 
 GROUPS = 3
-KILLS = 20
+KILLS = 40
 WORKER_KILLS = 10
 FREEZES = 5
 PAUSE = 0.01
@@ -165,8 +165,8 @@ def measure(
 def run(ours: Side, theirs: Side, *, quick: bool, log: Path) -> list[Figure]:
     figures = []
     scenes: tuple[tuple[str, signal.Signals, int, Limit, tuple[str, ...]], ...] = (
-        ("SIGKILL", signal.SIGKILL, 4 if quick else KILLS, Limit(value=0.5), ()),
-        ("SIGKILL, forked workers", signal.SIGKILL, 4 if quick else WORKER_KILLS, Limit(value=0.5), ("--workers", "2")),
+        ("SIGKILL", signal.SIGKILL, 4 if quick else KILLS, Limit(value=0.1), ()),
+        ("SIGKILL, forked workers", signal.SIGKILL, 4 if quick else WORKER_KILLS, Limit(value=0.1), ("--workers", "2")),
         ("SIGSTOP", signal.SIGSTOP, 1 if quick else FREEZES, Limit(value=HEARTBEAT_TIMEOUT_S + 0.5), ()),
     )
     for name, how, times, limit, flags in scenes:

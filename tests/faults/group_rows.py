@@ -51,6 +51,20 @@ async def group_killed(run: Run) -> None:
             await mesh.advance(*groups)
 
 
+async def sessions_closed(run: Run) -> None:
+    """The grace is long, so that on a busy machine only a port could end a living group."""
+    async with run.mesh("a", "b", "c", proxied=True, flags=("--reconnect-grace", "4")) as (mesh, groups):
+        for _ in run.turns:
+            since = time.time()
+            async with asyncio.timeout(TURN_SECONDS):
+                mesh.cut_sessions()
+                await mesh.advance(*groups, steps=2)
+            run.note(max(group.longest_gap(since) for group in groups))
+        closed, lost = len(mesh.events("suspect")), mesh.events("lost")
+        assert closed >= 0.9 * len(run.turns) * len(groups), f"only {closed} sessions were closed"
+        assert not lost, f"lost: {lost[0]}"
+
+
 async def group_frozen(run: Run) -> None:
     async with run.mesh("a", "b", "c") as (mesh, groups):
         for turn in run.turns:

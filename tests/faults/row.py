@@ -67,9 +67,24 @@ class Run:
 
     @asynccontextmanager
     async def mesh(
-        self, *names: str, min_replicas: int = 1, nodes: int = 1, **trainer: str
+        self,
+        *names: str,
+        min_replicas: int = 1,
+        nodes: int = 1,
+        proxied: bool = False,
+        flags: tuple[str, ...] = (),
+        **trainer: str,
     ) -> AsyncIterator[tuple[Mesh, list[Group]]]:
-        """Train with the groups ``names``, on ``nodes`` nodes of etcd. ``trainer``: environment of ``trainer.py``."""
+        """Train with the groups ``names``.
+
+        Args:
+            names: Of the groups.
+            min_replicas: ``--min-replicas`` of the lighthouses.
+            nodes: Number of etcd nodes.
+            proxied: The groups reach the lighthouses through proxies, whether or not the row cuts the network.
+            flags: More flags of the lighthouses.
+            trainer: Environment of ``trainer.py``.
+        """
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="keepstep-faults-")))
             network = stack.enter_context(Namespaces()) if self._row.cuts_network and not self._proxies else None
@@ -78,7 +93,8 @@ class Run:
             host = network.host("etcd") if network else namespaces.LOOPBACK
             etcd = stack.enter_context(EtcdCluster(folder / "etcd", nodes, host=host))
             self.etcd = etcd
-            mesh = Mesh(etcd, lease=LEASE, network=network, proxied=self._row.cuts_network, min_replicas=min_replicas)
+            proxied = proxied or self._row.cuts_network
+            mesh = Mesh(etcd, *flags, lease=LEASE, network=network, proxied=proxied, min_replicas=min_replicas)
             try:
                 async with mesh:
                     try:

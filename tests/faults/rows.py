@@ -83,8 +83,14 @@ ROWS = {
             holds="it goes on without the group",
         ),
         Row(
-            *("group_killed", "1 of 3 groups: SIGKILL", 20, groups.group_killed, Limit("p95", 0.5)),
+            *("group_killed", "1 of 3 groups: SIGKILL", 40, groups.group_killed, Limit("p95", 0.1)),
             holds="it comes back equal",
+        ),
+        Row(
+            "sessions_closed",
+            "the connections of 3 living groups to the lighthouse: closed",
+            *(334, groups.sessions_closed),
+            holds="no group is lost in a thousand closed sessions",
         ),
         Row(
             "groups_killed_at_the_end",

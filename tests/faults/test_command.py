@@ -33,17 +33,17 @@ def faults(repository: Path, *flags: str) -> AbstractAsyncContextManager[asyncio
 @pytest.mark.training
 @pytest.mark.timeout(300)
 async def test_a_row_runs_and_is_recorded(repository: Path, tmp_path: Path) -> None:
-    flags = ("--only", "group_killed", "--times", "1", "--results", str(tmp_path))
+    flags = ("--only", "sessions_closed", "--times", "2", "--results", str(tmp_path))
     async with faults(repository, *flags) as process, asyncio.timeout(DEADLINE):
         said, _ = await process.communicate()
     assert process.returncode == 0, said.decode()
     (row,) = json.loads((tmp_path / "results.json").read_text())["rows"]
-    assert row["name"] == "group_killed"
-    assert len(row["seconds"]) == 1
+    assert row["name"] == "sessions_closed"
+    assert len(row["seconds"]) == 2
     assert (row["exited"], row["violations"], row["broken"]) == ([], 0, [])
     assert row["compared"] > 0
-    assert f"| {ROWS['group_killed'].what} | 1 |" in said.decode()
-    assert list((tmp_path / "group_killed" / "logs").glob("*.jsonl"))
+    assert f"| {ROWS['sessions_closed'].what} | 2 |" in said.decode()
+    assert list((tmp_path / "sessions_closed" / "logs").glob("*.jsonl"))
 
 
 @pytest.mark.training

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
-from typing import Literal, Self
+from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -153,6 +154,17 @@ class Mesh(Job):
                 proxy.freeze()
         else:
             self._to_lighthouses[number].refuse(only=WORKER if others == "workers" else FOLLOWER)
+
+    def cut_sessions(self) -> None:
+        """Close the sessions of all groups, which reconnect. It needs ``proxied``, and no ``network``."""
+        for proxy in self._to_lighthouses:
+            proxy.cut(only=WORKER)
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        """Events of this kind in the event logs of all lighthouses, those of one lighthouse in order."""
+        logs = sorted(self.logs.glob("events-*.jsonl"))
+        found = [json.loads(line) for log in logs for line in log.read_text().splitlines()]
+        return [event for event in found if event["kind"] == kind]
 
     def isolate(self, group: Group) -> None:
         """Cut the network between the group and all others, until ``mend``. It needs a ``network``."""
