@@ -7,7 +7,7 @@ A manifest from the network is hostile until it is read: nothing here takes more
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from itertools import accumulate
 from typing import Any
@@ -119,6 +119,22 @@ def chunk_digests(pieces: Iterable[memoryview]) -> bytes:
     return bytes(digests if room == CHUNK_BYTES else digests + chunk.digest())
 
 
+def cut_pieces(pieces: Iterable[memoryview], size: int) -> Iterator[list[memoryview]]:
+    """Yield the pieces of each part of ``size`` bytes, the last one shorter, of bytes that come in other pieces."""
+    part: list[memoryview] = []
+    room = size
+    for piece in pieces:
+        start = 0
+        while piece.nbytes - start >= room:
+            yield [*part, piece[start : start + room]]
+            start, part, room = start + room, [], size
+        if start < piece.nbytes:
+            part.append(piece[start:])
+            room -= piece.nbytes - start
+    if part:
+        yield part
+
+
 class PackHasher:
     """Digests of the chunks of a pack and of their parts, in one pass over its bytes.
 
@@ -129,16 +145,28 @@ class PackHasher:
     def __init__(self, pack_bytes: int) -> None:
         self._size = part_size(pack_bytes)
         self._parts = bytearray()
+        self._chunk = xxhash.xxh3_128()
+        """Of the parts since the last end of a chunk."""
         self.chunk_digests: list[bytes] = []
 
     def add(self, chunk: memoryview) -> None:
         """Hash the next chunk, at about 20 GB/s."""
-        whole = xxhash.xxh3_128()
-        for start in range(0, chunk.nbytes, self._size):
-            part = chunk[start : start + self._size]
-            self._parts += chunk_digest(part)
-            whole.update(part)  # still in the cache
-        self.chunk_digests.append(whole.digest())
+        for part in cut_pieces((chunk,), self._size):
+            self.add_part(part)
+        self.end_chunk()
+
+    def add_part(self, pieces: Sequence[memoryview]) -> None:
+        """Hash the next part, which has these pieces. ``end_chunk`` follows the last part of a chunk."""
+        part = xxhash.xxh3_128()
+        for piece in pieces:
+            part.update(piece)
+            self._chunk.update(piece)  # still in the cache
+        self._parts += part.digest()
+
+    def end_chunk(self) -> None:
+        """End the chunk of the parts that were added."""
+        self.chunk_digests.append(self._chunk.digest())
+        self._chunk.reset()
 
     @property
     def parts(self) -> Parts:

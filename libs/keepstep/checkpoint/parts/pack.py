@@ -11,6 +11,7 @@ import torch
 from keepstep.checkpoint.errors import CheckpointError
 from keepstep.checkpointing.state.pack_layout import Layout
 from keepstep_mesh.protocol.manifest import (
+    ALIGNMENT,
     CHUNK_BYTES,
     MAX_MANIFEST_BYTES,
     Origin,
@@ -21,6 +22,8 @@ from keepstep_mesh.protocol.manifest import (
 )
 from keepstep_mesh.protocol.state_content import pack_content
 
+_GAP = memoryview(bytes(ALIGNMENT))
+"""Between two regions."""
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
@@ -46,18 +49,22 @@ class Pack:
 
     def chunk(self, number: int) -> memoryview:
         """Return the bytes of a chunk: the memory of its tensor, or a copy if it has several."""
-        start, length = number * CHUNK_BYTES, chunk_length(self.nbytes, number)
-        region = bisect_right(self._starts, start) - 1
-        only = self._part(region, start, start + length)
-        if len(only) == length:
-            return only.data
-        copy: Bytes = np.zeros(length, np.uint8)
-        while region < len(self._starts) and self._starts[region] < start + length:
-            part = self._part(region, start, start + length)
-            at = max(self._starts[region], start) - start
-            copy[at : at + len(part)] = part
-            region += 1
-        return copy.data
+        pieces = self.pieces(number)
+        return pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
+
+    def pieces(self, number: int) -> list[memoryview]:
+        """Return the bytes of a chunk, as the memory of its tensors and what lies between them."""
+        at = number * CHUNK_BYTES
+        end, region = at + chunk_length(self.nbytes, number), bisect_right(self._starts, at) - 1
+        pieces = []
+        while at < end:
+            if at < self._starts[region]:
+                pieces.append(_GAP[: min(self._starts[region], end) - at])
+            else:
+                pieces.append(self._part(region, at, end).data)
+                region += 1
+            at += pieces[-1].nbytes
+        return [piece for piece in pieces if piece.nbytes]
 
     def _part(self, region: int, start: int, end: int) -> Bytes:
         """Return the bytes of a region that are between two positions of the pack."""

@@ -22,13 +22,14 @@ from typing import Any
 from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
 from keepstep.checkpoint.parts.pack import Pack, manifest_of
 from keepstep.checkpoint.places.durable_files import create_whole, make_folder, remove_folders, sync_folder, write_file
+from keepstep.checkpoint.places.pack_file import write_pack
 from keepstep.checkpoint.places.rank_files import RankFiles, read_json
 from keepstep.checkpoint.places.target import Exchanged, SaveFacts
 from keepstep.checkpoint.reading import Fill, StoredManifest
 from keepstep.checkpointing.direct.connection import Deadline
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import ManifestError
-from keepstep_mesh.protocol.manifest import Origin, PackHasher, read_envelope
+from keepstep_mesh.protocol.manifest import Origin, read_envelope
 
 RECORD = "checkpoint.json"
 FORMAT = "keepstep-checkpoint"
@@ -89,10 +90,12 @@ class DirectoryTarget:
         """See ``CheckpointTarget``."""
         rank = self._facts.rank
         with self._explained():
-            hasher = self._write_pack(pack, self._path / partial_name(f"pack-{rank}", self._attempt))
+            path, sync = self._path / partial_name(f"pack-{rank}", self._attempt), self._facts.sync
+            hasher = write_pack(pack, path, self._deadline.remaining, sync=sync)
             manifest = manifest_of(pack, hasher, self._origin(), rank)
-            write_file(self._path / partial_name(f"manifest-{rank}", self._attempt), manifest)
-            sync_folder(self._path)
+            write_file(self._path / partial_name(f"manifest-{rank}", self._attempt), manifest, sync=sync)
+            if sync:
+                sync_folder(self._path)
             self._check_uncommitted()
             self._root = read_envelope(manifest).root.hex()
             if self._ranks:
@@ -109,19 +112,6 @@ class DirectoryTarget:
                 f"{self._path} was not saved: {error.strerror or error}; earlier checkpoints are intact: free space "
                 f"there, or save to another directory"
             ) from error
-
-    def _write_pack(self, pack: Pack, path: Path) -> PackHasher:
-        """Write the pack durably, and return its digests."""
-        hasher = PackHasher(pack.nbytes)
-        with path.open("wb") as file:
-            for number in range(pack.chunks):
-                self._deadline.remaining()
-                chunk = pack.chunk(number)
-                hasher.add(chunk)
-                file.write(chunk)
-            file.flush()
-            os.fsync(file.fileno())
-        return hasher
 
     def commit(self) -> None:
         """See ``CheckpointTarget``."""
@@ -152,13 +142,14 @@ class DirectoryTarget:
         }
         with self._explained():
             self._check_uncommitted()
-            if not create_whole(self._path / RECORD, json.dumps(record, indent=1).encode()):
+            if not create_whole(self._path / RECORD, json.dumps(record, indent=1).encode(), sync=self._facts.sync):
                 self._check_uncommitted()
                 raise CheckpointError(f"{self._path} was not saved: {RECORD} is in the way; save to another directory")
         try:
             for name in (f"{kind}-{rank}" for rank in range(len(roots)) for kind in ("manifest", "pack")):
                 (self._path / partial_name(name, self._attempt)).replace(self._path / name)
-            sync_folder(self._path)
+            if self._facts.sync:
+                sync_folder(self._path)
             self._tidy(len(roots))
         except OSError as error:  # it is committed, and readers find the files under both names
             log.warning("files of a committed checkpoint not renamed", path=str(self._path), reason=str(error))

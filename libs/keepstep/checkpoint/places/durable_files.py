@@ -13,22 +13,23 @@ NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
 """Errors of file systems that have no hard links."""
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all."""
+def write_whole(path: Path, data: bytes, *, sync: bool = True) -> None:
+    """Write a file whole or not at all. ``sync``: see ``write_file``."""
     partial = path.with_name(f"{path.name}.partial")
-    write_file(partial, data)
+    write_file(partial, data, sync=sync)
     partial.replace(path)
-    sync_folder(path.parent)
+    if sync:
+        sync_folder(path.parent)
 
 
-def create_whole(path: Path, data: bytes) -> bool:
+def create_whole(path: Path, data: bytes, *, sync: bool = True) -> bool:
     """Write a new file whole or not at all. Return False if it exists. Of several processes, one gets True.
 
     On a file system without hard links, each of several processes may get True at the same instant.
     """
     partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
     try:
-        write_file(partial, data)
+        write_file(partial, data, sync=sync)
         try:
             os.link(partial, path)
         except FileExistsError:
@@ -41,16 +42,18 @@ def create_whole(path: Path, data: bytes) -> bool:
             partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-    sync_folder(path.parent)
+    if sync:
+        sync_folder(path.parent)
     return True
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Write the content of a file. Its name is on disk after ``sync_folder``."""
+def write_file(path: Path, data: bytes, *, sync: bool = True) -> None:
+    """Write the content of a file. Its name is on disk after ``sync_folder``. ``sync``: False: the content is not."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
-        os.fsync(file.fileno())
+        if sync:
+            os.fsync(file.fileno())
 
 
 def make_folder(path: Path) -> list[Path]:

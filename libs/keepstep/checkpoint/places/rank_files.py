@@ -8,6 +8,8 @@
 * ``result-N``: JSON with the attempt, and the root of the manifest, or the error of rank N. Rank 0 reads all of them,
   and commits, or writes ``aborted`` with the reason.
 * ``conflict``: two processes save as the same rank. Rank 0 does not commit then.
+
+They are not synced to disk: the save ends with its processes.
 """
 
 from __future__ import annotations
@@ -94,7 +96,7 @@ class RankFiles:
         head = secrets.token_bytes(_NONCE_BYTES) + self._facts.step.to_bytes(_STEP_BYTES, "big")
         self._layout = head + layout
         with self._not_removed():
-            if not create_whole(self._file("layout"), self._layout):
+            if not create_whole(self._file("layout"), self._layout, sync=False):
                 self._conflict()
         seen, began = b"", time.monotonic()
 
@@ -110,7 +112,7 @@ class RankFiles:
             digest = chunk_digest(b"".join(chunk_digest(one) for one in found))
             if digest != seen:
                 seen = digest
-                write_whole(self._file("seen"), digest)
+                write_whole(self._file("seen"), digest, sync=False)
             return found if all(read(self._file("seen", rank)) == digest for rank in self._ranks) else None
 
         self._agreed = self._wait(agreed, lambda: f"layouts of ranks {self._absent('seen', seen)}")
@@ -125,7 +127,7 @@ class RankFiles:
         self._tells = False  # the files of this rank are those of the other process
         rank = self._facts.rank
         message = f"another process saves to {self._place} as rank {rank}: save to a directory of its own"
-        write_whole(self.folder / "conflict", message.encode())
+        write_whole(self.folder / "conflict", message.encode(), sync=False)
         raise CheckpointError(message)
 
     def _check_failed(self, waited: float) -> None:
@@ -215,7 +217,7 @@ class RankFiles:
                 name = "aborted" if self._facts.rank == 0 else self._file("result").name
                 write_json(self.folder / name, {"attempt": self.attempt, "error": error})
             elif self._tells:
-                write_whole(self._file("failed"), error.encode(errors="backslashreplace"))
+                write_whole(self._file("failed"), error.encode(errors="backslashreplace"), sync=False)
         except OSError as problem:
             log.warning("the failure did not reach the other ranks", reason=str(problem))
 
@@ -275,4 +277,4 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Write an object to a file, whole or not at all."""
-    write_whole(path, json.dumps(value, indent=1).encode())
+    write_whole(path, json.dumps(value, indent=1).encode(), sync=False)

@@ -17,6 +17,8 @@ class SaveFacts:
     step: int
     kind: str
     producer: str
+    sync: bool = True
+    """Whether the files of a directory are on disk when it is committed."""
 
 
 @dataclass(frozen=True)
