@@ -42,10 +42,15 @@ class Dcp:
 
 
 class Keepstep:
+    """``keepstep.checkpoint``. ``sync``: as there."""
+
+    def __init__(self, *, sync: bool = True) -> None:
+        self._sync = {} if sync else {"sync": False}
+
     def save(self, state: State, place: str) -> None:
         from keepstep import checkpoint
 
-        checkpoint.save(state, place)
+        checkpoint.save(state, place, **self._sync)
 
     def load(self, state: State, place: str) -> None:
         from keepstep import checkpoint
@@ -55,7 +60,7 @@ class Keepstep:
     def begin(self, state: State, place: str) -> Future[Any]:
         from keepstep import checkpoint
 
-        return checkpoint.async_save(state, place)
+        return checkpoint.async_save(state, place, **self._sync)
 
 
 class TorchCheckpointing:
@@ -95,7 +100,12 @@ class TorchCheckpointing:
             return written
 
 
-LIBRARIES: dict[str, Any] = {"dcp": Dcp, "keepstep": Keepstep, "torch_checkpointing": TorchCheckpointing}
+LIBRARIES: dict[str, Any] = {
+    "dcp": Dcp,
+    "keepstep": Keepstep,
+    "keepstep_unsynced": lambda: Keepstep(sync=False),
+    "torch_checkpointing": TorchCheckpointing,
+}
 
 
 def _config(kind: str) -> Any:

@@ -1,7 +1,8 @@
 """Measure durable checkpoints beside torch.distributed.checkpoint and torch_checkpointing, in one run.
 
-A state of 1 GiB on one rank, and on two that hold half of each tensor. All libraries write to the same file system and
-sync their files; keepstep also verifies every chunk that it loads. ``theirs`` is the better of the two peers.
+A state of 1 GiB on one rank, and on two that hold half of each tensor. All libraries write to the same file system.
+keepstep and dcp sync their files. torch_checkpointing does not: saves of keepstep without a sync are beside it.
+keepstep also verifies every chunk that it loads. Of loads and background saves, ``theirs`` is the better peer.
 
 python benchmarks/run.py checkpoint
 """
@@ -71,6 +72,7 @@ def run(ours: Side, theirs: Side, *, quick: bool, log: Path) -> list[Figure]:
             seconds: dict[str, dict[str, list[float]]] = {}
             for name, side, library, place in (
                 ("keepstep", ours, "keepstep", f"{folder}/keepstep"),
+                ("unsynced", ours, "keepstep_unsynced", f"{folder}/unsynced"),
                 ("relay", ours, "keepstep", f"{at_relay}of-{ranks}"),
                 ("dcp", theirs, "dcp", f"{folder}/dcp"),
                 ("torch_checkpointing", theirs, "torch_checkpointing", f"{folder}/meta"),
@@ -90,25 +92,28 @@ def _speed(seconds: dict[str, dict[str, list[float]]], size: int, ranks: int) ->
 
     where = f"{size >> 20} MiB on {ranks} rank{'s' if ranks > 1 else ''}"
     figures = []
-    for what in ("save", "load"):
-        best = max(PEERS, key=lambda name, what=what: p50(rates(name, what)))
-        peers = {name: p50(rates(name, what)) for name in PEERS}
-        figures.append(
-            Figure(
-                f"{what} of {where}, beside {best}",
-                "GB/s",
-                "p50",
-                rates("keepstep", what),
-                rates(best, what),
-                Limit(times_theirs=1.0),
-                more_is_better=True,
-                definition="to a directory, files synced; the slowest rank",
-                also={"gb_per_second_of_each": {**peers, "relay": p50(rates("relay", what))}},
-            )
+
+    def beside(what: str, mine: str, peer: str, title: str, definition: str) -> Figure:
+        return Figure(
+            f"{what} of {where}{title}, beside {peer}",
+            "GB/s",
+            "p50",
+            rates(mine, what),
+            rates(peer, what),
+            Limit(times_theirs=1.0),
+            more_is_better=True,
+            definition=f"{definition}; the slowest rank",
+            also={"gb_per_second_of_each": {name: p50(rates(name, what)) for name in seconds}},
         )
-        figures.append(
-            Figure(f"{what} of {where}, through a relay", "GB/s", "p50", rates("relay", what), more_is_better=True)
-        )
+
+    fastest = max(PEERS, key=lambda name: p50(rates(name, "load")))
+    figures.append(beside("save", "keepstep", "dcp", "", "to a directory, files synced"))
+    figures.append(beside("save", "unsynced", "torch_checkpointing", ", not synced", "to a directory"))
+    figures.append(beside("load", "keepstep", fastest, "", "from a directory, in the cache of the kernel"))
+    figures += [
+        Figure(f"{what} of {where}, through a relay", "GB/s", "p50", rates("relay", what), more_is_better=True)
+        for what in ("save", "load")
+    ]
     blocked = {name: [1e3 * one for one in seconds[name]["blocked"]] for name in seconds}
     best = min(PEERS, key=lambda name: p50(blocked[name]))
     figures.append(
