@@ -100,6 +100,24 @@ async def groups_parted(run: Run) -> None:
             run.note(first_event_after(mended, *groups) - mended)
 
 
+async def group_killed_while_it_catches_up(run: Run) -> None:
+    at = random.Random(2)
+    settings = {"TRAINER_CATCH_UP": "1", "TRAINER_BATCH_NORM": "1", **SEVERAL_CHUNKS}
+    async with run.mesh("a", "b", "c", **settings) as (mesh, groups):
+        a, b, c = groups
+        for _ in run.turns:
+            c.kill()
+            await mesh.advance(a, b)
+            async with run.gap(mesh, a, b):
+                await mesh.start("c", **settings, TRAINER_CHUNK_SECONDS="0.5")
+                await mesh.until(lambda: c.lines[-1]["event"] == "followed", "it follows the others")
+                await asyncio.sleep(at.uniform(0.0, 5.0))  # any moment of the catch-up
+                c.kill()
+                await mesh.advance(a, b)
+            await mesh.start("c", **settings)
+            await mesh.advance(*groups)
+
+
 async def groups_killed_at_the_end(run: Run) -> None:
     async with Job() as job:
         for turn in run.turns:

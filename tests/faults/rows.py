@@ -99,6 +99,12 @@ ROWS = {
             holds="all groups finish together, with equal weights",
         ),
         Row(
+            "group_killed_while_it_catches_up",
+            "1 of 3 groups: SIGKILL at any moment of its join, and again",
+            *(20, groups.group_killed_while_it_catches_up, Limit("p95", 0.5)),
+            holds="the others do not wait for its state; it comes back equal",
+        ),
+        Row(
             *("relay_killed", "the relay: SIGKILL while 1 of 3 groups heals", 20, groups.relay_killed),
             holds="the group heals anyway",
         ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutants.mutation import Mutation, Test, Trace
+from tests.mutants.mutation import Mutation, Seeds, Test, Trace
 
 BUFFERS = "tests/services/manager/models/test_synced_buffers.py"
 GROUPS = "tests/services/manager/agreement/test_verification.py"
@@ -10,7 +10,52 @@ SYNCHRONIZED = "tests/services/manager/agreement/test_synchronized.py"
 HISTORIES = "tests/unit/lighthouse/test_lineage_model.py::test_no_short_history_breaks_a_rule"
 ABANDONED = "tests/services/manager/steps/test_abandoned_steps.py"
 
+PLANS = "tests/unit/step/test_quorum_plan.py"
+JOINS = "tests/services/manager/test_catching_up.py"
+
 MUTATIONS = (
+    Mutation(
+        "a group without weights heals in every step, and its source copies the state each time",
+        "libs/keepstep/group/quorum_plan.py",
+        "            healing = tuple(rank for rank in healing if rank not in followers)\n",
+        "",
+        Test(f"{PLANS}::test_a_group_that_follows_neither_heals_nor_counts_nor_is_a_source"),
+    ),
+    Mutation(
+        "a group goes on following after a step that the others did not take",
+        "libs/keepstep/group/quorum_plan.py",
+        "(members[rank].step, members[rank].lineage) == here)",
+        "members[rank].lineage == here[1])",
+        Test(f"{PLANS}::test_a_group_that_followed_other_steps_than_the_others_took_heals"),
+    ),
+    Mutation(
+        "a state that a group does not have is worth as much as one that it has",
+        "libs/keepstep_mesh/protocol/lineage.py",
+        "        return Soundness.FOLLOWING\n",
+        "        return Soundness.SOUND\n",
+        Seeds(1, 5000, 40),
+    ),
+    Mutation(
+        "the job goes on from a worse state than the one of a group that follows others which are gone",
+        "libs/keepstep/step/catching_up/gradient_log.py",
+        "        return held is not None and (is_following(reference.lineage) or worth(held) > worth(reference))\n",
+        "        return False\n",
+        Seeds(1, 5000, 240),
+    ),
+    Mutation(
+        "a group that has caught up keeps the buffers of the state that it loaded",
+        "libs/keepstep/step/catching_up/catch_up.py",
+        "            self._last[2]()  # the state that was loaded has the buffers of the base\n",
+        "            pass\n",
+        Test(f"{JOINS}::test_a_catch_up_that_fails_begins_again_and_the_end_waits_for_it"),
+    ),
+    Mutation(
+        "the schedule of the learning rate is not replayed",
+        "libs/keepstep/step/catching_up/catch_up.py",
+        "        for act in self._after_commit:\n            act()\n",
+        "",
+        Test(f"{JOINS}::test_a_group_that_catches_up_is_equal_bit_for_bit"),
+    ),
     Mutation(
         "groups at an equal step count as equal in any lineage",
         "libs/keepstep/group/quorum_plan.py",

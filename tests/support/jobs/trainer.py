@@ -14,6 +14,7 @@ TRAINER_FLIP_AT          step after which one bit of a weight flips
 TRAINER_PAUSE_AT         steps, with commas between, at each of which to wait until TRAINER_PAUSE_FILE-<step> exists
 TRAINER_CHUNK_SECONDS    heal directly, and sleep so long after each chunk
 TRAINER_HOLD_HEAL_AT     bytes of a direct heal after which to wait until TRAINER_PAUSE_FILE exists
+TRAINER_CATCH_UP=1       join without a stall; an event "followed" for each step without weights
 TRAINER_WORKERS          forked DataLoader processes that draw the batches; they start after the first committed step,
                          and an event "workers" has their pids
 TRAINER_LOG=info         log level
@@ -140,7 +141,7 @@ def main() -> None:
         quorum_timeout=timedelta(seconds=60),
     )
     ddp = DistributedDataParallel(manager, model)
-    wrapped = Optimizer(manager, optimizer)
+    wrapped = Optimizer(manager, optimizer, catch_up="TRAINER_CATCH_UP" in os.environ)
     say("started", name=name, replica_id=manager.replica_id())
     data = load_digits()
     inputs = torch.tensor(data.data, dtype=torch.float32) / 16
@@ -174,7 +175,8 @@ def main() -> None:
                     child=getattr(process_group, "child_pid", None),
                 )
             else:
-                say("discarded", step=manager.current_step())
+                followed = manager.catching_up and manager.errored() is None
+                say("followed" if followed else "discarded", step=manager.current_step())
             if 0 <= flip_at <= manager.current_step():
                 with torch.no_grad():
                     layers[0].get_parameter("weight").view(torch.int32)[1, 2] ^= 1 << 20
