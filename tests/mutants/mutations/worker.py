@@ -33,14 +33,14 @@ MUTATIONS = (
         "libs/keepstep_mesh/protocol/lineage.py",
         "        return Soundness.FOLLOWING\n",
         "        return Soundness.SOUND\n",
-        Seeds(1, 5000, 40),
+        Test(f"{PLANS}::test_a_group_that_follows_heals_where_groups_finish_and_any_state_is_worth_more_than_none"),
     ),
     Mutation(
         "the job goes on from a worse state than the one of a group that follows others which are gone",
         "libs/keepstep/step/catching_up/gradient_log.py",
         "        return held is not None and (is_following(reference.lineage) or worth(held) > worth(reference))\n",
         "        return False\n",
-        Seeds(1, 5000, 240),
+        Seeds(1, 5070, 20),
     ),
     Mutation(
         "a group that has caught up keeps the buffers of the state that it loaded",
