@@ -90,7 +90,7 @@ ROWS = {
             "sessions_closed",
             "the connections of 3 living groups to the lighthouse: closed",
             *(334, groups.sessions_closed),
-            holds="no group is lost in a thousand closed sessions",
+            holds="no group is lost",
         ),
         Row(
             "groups_killed_at_the_end",
