@@ -135,46 +135,57 @@ def processor_seconds(process: psutil.Process) -> float:
     return times.user + times.system
 
 
-def measure(port: int, pack: memoryview, streams: int, name: str, relay: psutil.Process) -> dict[str, float]:
+def declare(port: int, pack: memoryview, name: str, step: int) -> tuple[list[memoryview], list[bytes], list[str]]:
+    """Begin the upload of ``pack``. Return its chunks, their digests, and their paths."""
     chunks = [pack[start : start + CHUNK_BYTES] for start in range(0, len(pack), CHUNK_BYTES)]
     digests = [chunk_digest(chunk) for chunk in chunks]
     content = msgpack.packb([["tensor", 0], [["uint8", [len(pack)], None, 0, 0, None]], [len(pack)]])
-    manifest = pack_envelope(Origin(name), content, b"".join(digests))
     control = Connection(port)
-    control.post(CHECKPOINTS, {"id": name, "step": 1})
-    control.put(f"{CHECKPOINTS}/{name}/manifest", memoryview(manifest))
-    paths = [f"/v1/chunks/{digest.hex()}" for digest in digests]
-    figures = {"bytes": float(len(pack))}
+    control.post(CHECKPOINTS, {"id": name, "step": step})
+    control.put(f"{CHECKPOINTS}/{name}/manifest", memoryview(pack_envelope(Origin(name), content, b"".join(digests))))
+    control.close()
+    return chunks, digests, [f"/v1/chunks/{digest.hex()}" for digest in digests]
+
+
+def delete(port: int, name: str) -> None:
+    control = Connection(port)
+    control.delete(f"{CHECKPOINTS}/{name}")
+    control.close()
+
+
+def upload(port: int, pack: memoryview, streams: int, name: str) -> tuple[float, Callable[[], float]]:
+    """Upload a state. Return the seconds, and a function that reads it and returns its own seconds."""
+    chunks, digests, paths = declare(port, pack, name, 1)
 
     def fetch(connection: Connection, number: int) -> None:
         assert chunk_digest(connection.get(paths[number] + "?wait=60")) == digests[number]
 
+    seconds = each(port, streams, len(chunks), lambda one, n: one.put(paths[n], chunks[n]))
+    return seconds, lambda: each(port, streams, len(chunks), fetch)
+
+
+def measure(port: int, pack: memoryview, streams: int, name: str, relay: psutil.Process) -> dict[str, float]:
+    figures = {"bytes": float(len(pack))}
     with stall_watch(port) as stalls:
         spent = processor_seconds(relay)
-        figures["put_seconds"] = each(port, streams, len(chunks), lambda one, n: one.put(paths[n], chunks[n]))
+        figures["put_seconds"], read = upload(port, pack, streams, name)
         figures["put_processor_seconds"] = processor_seconds(relay) - spent
         began = time.perf_counter()
+        control = Connection(port)
         control.post(f"{CHECKPOINTS}/{name}/commit", {})
+        control.close()
         figures["commit_seconds"] = time.perf_counter() - began
         spent = processor_seconds(relay)
-        figures["get_seconds"] = each(port, streams, len(chunks), fetch)
+        figures["get_seconds"] = read()
         figures["get_processor_seconds"] = processor_seconds(relay) - spent
     figures |= {"longest_answer_seconds": stalls[-1], "median_answer_seconds": statistics.median(stalls)}
-    control.delete(f"{CHECKPOINTS}/{name}")
-    control.close()
+    delete(port, name)
     return figures
 
 
 def cut_through(port: int, pack: memoryview, streams: int, name: str) -> float:
     """Return the seconds until a reader that began first has everything that a writer uploads."""
-    chunks = [pack[start : start + CHUNK_BYTES] for start in range(0, len(pack), CHUNK_BYTES)]
-    digests = [chunk_digest(chunk) for chunk in chunks]
-    content = msgpack.packb([["tensor", 0], [["uint8", [len(pack)], None, 0, 0, None]], [len(pack)]])
-    control = Connection(port)
-    control.post(CHECKPOINTS, {"id": name, "step": 2})
-    control.put(f"{CHECKPOINTS}/{name}/manifest", memoryview(pack_envelope(Origin(name), content, b"".join(digests))))
-    control.close()
-    paths = [f"/v1/chunks/{digest.hex()}" for digest in digests]
+    chunks, digests, paths = declare(port, pack, name, 2)
 
     def fetch(connection: Connection, number: int) -> None:
         assert chunk_digest(connection.get(paths[number] + "?wait=60")) == digests[number]
@@ -183,29 +194,32 @@ def cut_through(port: int, pack: memoryview, streams: int, name: str) -> float:
         reading = pool.submit(each, port, streams, len(chunks), fetch)
         each(port, streams, len(chunks), lambda one, n: one.put(paths[n], chunks[n]))
         seconds = reading.result()
-    control = Connection(port)
-    control.delete(f"{CHECKPOINTS}/{name}")
-    control.close()
+    delete(port, name)
     return seconds
 
 
-def rounds(flags: argparse.Namespace, folder: str | None) -> list[dict[str, float]]:
-    command = [sys.executable, "-m", "keepstep_cli", "relay", "--bind", "127.0.0.1:0", "--memory", "12GiB"]
-    command += ["--log-level", "error"] + (["--data-dir", folder] if folder else [])
-    found = []
+@contextmanager
+def running_relay(*flags: str) -> Iterator[tuple[psutil.Process, int]]:
+    """Yield the process of a relay, and its port."""
+    command = [sys.executable, "-m", "keepstep_cli", "relay", "--bind", "127.0.0.1:0", "--log-level", "error", *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as relay:
         try:
             assert relay.stdout is not None
-            port = int(relay.stdout.readline().rsplit(":", 1)[1])
-            for number in range(flags.rounds):
-                pack = memoryview(os.urandom(flags.mebibytes << 20))
-                figures = measure(port, pack, flags.streams, f"round-{number}", psutil.Process(relay.pid))
-                pack = memoryview(os.urandom(flags.mebibytes << 20))
-                figures["cut_through_seconds"] = cut_through(port, pack, flags.streams, f"through-{number}")
-                found.append(figures)
-                show(figures)
+            yield psutil.Process(relay.pid), int(relay.stdout.readline().rsplit(":", 1)[1])
         finally:
             relay.terminate()
+
+
+def rounds(flags: argparse.Namespace, folder: str | None) -> list[dict[str, float]]:
+    found = []
+    with running_relay("--memory", "12GiB", *(["--data-dir", folder] if folder else [])) as (relay, port):
+        for number in range(flags.rounds):
+            pack = memoryview(os.urandom(flags.mebibytes << 20))
+            figures = measure(port, pack, flags.streams, f"round-{number}", relay)
+            pack = memoryview(os.urandom(flags.mebibytes << 20))
+            figures["cut_through_seconds"] = cut_through(port, pack, flags.streams, f"through-{number}")
+            found.append(figures)
+            show(figures)
     return found
 
 

@@ -29,6 +29,7 @@ import quantized
 import quorum_round
 import rank_step
 import rebuild
+import relay_processes
 import sharded_speed
 import step_cost
 import swarm
@@ -53,6 +54,7 @@ BENCHMARKS = {
     "checkpoint": checkpoint_speed.run,
 }
 ALONE = {
+    "relay": relay_processes.run,
     "rank": rank_step.run,
     "rebuild": rebuild.run,
     "quantized": quantized.run,
