@@ -22,6 +22,7 @@ from keepstep.checkpoint.foreign.dcp_metadata import ByteRange, DcpContent, chun
 from keepstep.checkpoint.foreign.finished_output import finished_output
 from keepstep.checkpoint.foreign.foreign_errors import CannotHold, ForeignCheckpointError, RefusedClass
 from keepstep.checkpoint.foreign.pickled_items import load_pickled, write_pickled
+from keepstep.checkpoint.foreign.plain_tensor import read_plain_tensor
 from keepstep.checkpoint.foreign.safetensors_files import Header, Read, Report, read_header, read_tensor
 from keepstep.checkpoint.parts.flattening import Leaf, build
 from keepstep_mesh.protocol.boxes import Box, Sizes, whole
@@ -118,6 +119,25 @@ def read_shard(directory: Path, where: ByteRange, key: str, box: Box, dtype: tor
     with _opened(directory / where.file) as file:
         shard = _shard(file, _header_of(file, directory / where.file), key, box, where, what)
     return _check_shard(shard, dtype, box, what)
+
+
+def read_shard_into(directory: Path, where: ByteRange, key: str, box: Box, memory: torch.Tensor) -> None:
+    """Read one stored part of a tensor into memory. After an error, some of its elements may be set.
+
+    Args:
+        directory: see ``read_shard``.
+        where: see ``read_shard``.
+        key: see ``read_shard``.
+        box: see ``read_shard``.
+        memory: contiguous, on the CPU, of the dtype of the tensor and the shape of ``box``.
+
+    Raises:
+        ForeignCheckpointError: the file is missing or damaged, or does not fit ``.metadata``.
+    """
+    with _opened(directory / where.file) as file:
+        if read_plain_tensor(file, where.offset, where.length, memory):
+            return
+    memory.copy_(read_shard(directory, where, key, box, memory.dtype))
 
 
 def read_value(directory: Path, where: ByteRange, key: str, *, allow_pickle: bool = False) -> Any:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import io
+import lzma
+import math
 import pickle
 import re
+import struct
 import zipfile
+import zlib
 from argparse import Namespace
+from collections import OrderedDict
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta, timezone
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -17,6 +24,7 @@ import torch
 from keepstep.checkpoint.foreign.finished_output import finished_output
 from keepstep.checkpoint.foreign.foreign_errors import ForeignCheckpointError, RefusedClass
 from keepstep.checkpoint.foreign.pickled_arrays import ALLOWED, with_arrays
+from keepstep_mesh.protocol.boxes import Sizes
 from keepstep_mesh.text import listed
 
 if TYPE_CHECKING:
@@ -29,6 +37,28 @@ _UNREADABLE = (
     *(pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, TypeError),
     *(KeyError, IndexError, AttributeError, MemoryError),
 )
+BAD_ZIP = (
+    *(zipfile.BadZipFile, EOFError, OSError, RuntimeError, ValueError),
+    *(struct.error, zlib.error, lzma.LZMAError),
+)
+"""Errors of zipfile on a damaged file: it has no common one."""
+_PROTOCOL = 2
+"""Of the pickles of torch.save."""
+_STORAGES = {
+    torch.float64: torch.DoubleStorage,
+    torch.float32: torch.FloatStorage,
+    torch.float16: torch.HalfStorage,
+    torch.bfloat16: torch.BFloat16Storage,
+    torch.int64: torch.LongStorage,
+    torch.int32: torch.IntStorage,
+    torch.int16: torch.ShortStorage,
+    torch.int8: torch.CharStorage,
+    torch.uint8: torch.ByteStorage,
+    torch.bool: torch.BoolStorage,
+    torch.complex64: torch.ComplexFloatStorage,
+    torch.complex128: torch.ComplexDoubleStorage,
+}
+"""Classes that torch.save names for dtypes. Of others, such as float8, it names the dtype."""
 _UNSUPPORTED = re.compile(r"\bGLOBAL ([\w.]+)")
 """The class in torch's message about a file in its format before 1.6."""
 _COLOR = re.compile(r"\x1b\[\d*m")
@@ -113,13 +143,13 @@ def check_sums(file: IO[bytes], what: str) -> bool:
     Raises:
         ForeignCheckpointError: a byte differs.
     """
-    if not zipfile.is_zipfile(file):
-        return False
-    file.seek(0)
     try:
+        if not zipfile.is_zipfile(file):
+            return False
+        file.seek(0)
         with zipfile.ZipFile(file) as archive:
             bad = archive.testzip()
-    except (zipfile.BadZipFile, NotImplementedError, EOFError, OSError) as error:  # zipfile has no common error
+    except BAD_ZIP as error:
         raise ForeignCheckpointError(f"{what} is damaged: {error}") from error
     if bad is not None:
         raise ForeignCheckpointError(
@@ -127,3 +157,34 @@ def check_sums(file: IO[bytes], what: str) -> bool:
             f"torch.serialization.set_crc32_options(False))"
         )
     return True
+
+
+@dataclass(frozen=True)
+class _Storage:
+    identity: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    arguments: tuple[Any, ...]
+
+    def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
+        return torch._utils._rebuild_tensor_v2, self.arguments  # noqa: SLF001  the name in the pickle
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, value: Any) -> Any:
+        return value.identity if isinstance(value, _Storage) else None
+
+
+@lru_cache(maxsize=4096)
+def pickle_of_plain(dtype: torch.dtype, shape: Sizes) -> bytes:
+    """Return the pickle that torch.save writes for a plain tensor; empty: it writes another kind of pickle."""
+    kind = _STORAGES.get(dtype)
+    if kind is None:
+        return b""
+    storage = _Storage(("storage", kind, "0", "cpu", math.prod(shape)))
+    strides = torch.empty(shape, device="meta").stride()
+    found = io.BytesIO()
+    _Pickler(found, _PROTOCOL).dump(_Tensor((storage, 0, shape, strides, False, OrderedDict())))
+    return found.getvalue()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections import defaultdict
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-from keepstep.checkpoint.foreign.dcp_directory import read_shard, read_value
+from keepstep.checkpoint.foreign.dcp_directory import read_shard_into, read_value
 from keepstep.checkpoint.foreign.dcp_metadata import ByteRange, chunk_shape, read_dcp_metadata
 from keepstep.checkpoint.foreign.foreign_errors import ForeignCheckpointError
 from keepstep.sharded.pieces import boxes_of_range
@@ -42,6 +43,12 @@ class _Copy:
     box: Box
     overlap: Box
     memory: torch.Tensor
+
+    def is_whole(self, dtype: torch.dtype) -> bool:
+        """Whether the bytes of the part can be read into the memory."""
+        memory = self.memory
+        is_plain = memory.is_contiguous() and memory.device.type == "cpu" and memory.dtype == dtype
+        return is_plain and self.overlap == self.shard.box
 
 
 class TorchDistState:
@@ -104,9 +111,13 @@ class TorchDistState:
         return [_StoredShard(where, box, _unflattened(box, chunk)) for box, where in tensor.shards.items()]
 
     def _read_shard(self, key: str, copies: list[_Copy]) -> None:
-        shard = copies[0].shard
-        stored = read_shard(self._directory, shard.where, key, shard.box, self._content.tensors[key].dtype).reshape(-1)
+        shard, dtype = copies[0].shard, self._content.tensors[key].dtype
         with torch.no_grad():
+            if len(copies) == 1 and copies[0].is_whole(dtype):
+                read_shard_into(self._directory, shard.where, key, shard.box, copies[0].memory)
+                return
+            stored = _scratch(shard.box.volume, dtype)
+            read_shard_into(self._directory, shard.where, key, shard.box, stored.view(shard.box.shape))
             for one in copies:
                 part = stored[one.first : one.first + one.box.volume].view(one.box.shape)
                 one.memory.copy_(part[one.overlap.within(one.box)])
@@ -120,6 +131,18 @@ class TorchDistState:
                 f"{unique_key!r} in {self._directory} is not a ShardedObject: expected a list of one value"
             )
         return found[0]
+
+
+_local = threading.local()
+
+
+def _scratch(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return memory for elements, which the next call of this thread uses again."""
+    size = count * dtype.itemsize
+    if getattr(_local, "memory", None) is None or _local.memory.numel() < size:
+        _local.memory = torch.empty(size, dtype=torch.uint8)
+    memory: torch.Tensor = _local.memory[:size].view(dtype)
+    return memory
 
 
 def _unflattened(box: Box, chunk: Sizes) -> tuple[Box, ...]:
