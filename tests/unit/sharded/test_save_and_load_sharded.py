@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import pickle
 import warnings
 from itertools import pairwise
 from pathlib import Path
@@ -219,6 +220,26 @@ def test_a_state_without_a_file_of_its_own_is_an_object(tmp_path) -> None:
     (tmp_path / "common.pt").unlink()
     loaded = load({"w": whole("w", torch.zeros(2))}, tmp_path, strict="raise_all")
     assert (loaded["iteration"], loaded["args"].layers, loaded["w"].tolist()) == (5, 2, [1.0, 1.0])
+
+
+def test_padding_that_was_not_stored_is_an_error_only_if_it_is_wanted(tmp_path) -> None:
+    """Megatron Core 0.19 leaves padding of its distributed optimizer out."""
+
+    def part(start, stop, size):
+        data = torch.arange(float(start), stop)
+        return ShardedTensor("w", data, data.dtype, (stop - start,), (size,), (start,), None)
+
+    save({"parts": [part(0, 6, 9), part(6, 9, 9)]}, tmp_path, TORCH_DIST)
+    path = tmp_path / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    metadata.state_dict_metadata["w"].chunks.pop()
+    path.write_bytes(pickle.dumps(metadata))
+    request = part(0, 5, 9).without_data()
+    assert load({"w": request}, tmp_path, validate_access_integrity=False)["w"].tolist() == [0, 1, 2, 3, 4]
+    with pytest.raises(CheckpointingException, match=r"does not have all of \[5:8\] of 'w': its shards have 1 of 3"):
+        load({"w": part(5, 8, 9)}, tmp_path, validate_access_integrity=False)
+    with pytest.raises(CheckpointingException, match=r"does not have all of \[0:9\] of 'w'"):
+        load_plain_tensors(tmp_path)
 
 
 def test_code_in_a_checkpoint_is_not_run(tmp_path) -> None:

@@ -67,16 +67,22 @@ class DcpContent:
         paths: path of each key in the nested state that was saved.
         flattened: original shape of each tensor that Megatron Core stored as flattened chunks. Such a tensor has the
             shape ``[x, y, n]``: ``x * y`` chunks of ``n`` elements, which tile the original shape.
+        incomplete: for each tensor whose shards do not tile it, why.
     """
 
     tensors: dict[str, ForeignTensor]
     objects: dict[str, ByteRange]
     paths: dict[str, LeafPath]
     flattened: dict[str, Sizes] = field(default_factory=dict)
+    incomplete: dict[str, str] = field(default_factory=dict)
 
 
-def read_dcp_metadata(directory: Path) -> DcpContent:
+def read_dcp_metadata(directory: Path, *, allow_gaps: bool = False) -> DcpContent:
     """Read ``.metadata``. Runs no code from it.
+
+    Args:
+        directory: the checkpoint.
+        allow_gaps: accept tensors with elements that no shard has, as Megatron Core 0.19 leaves padding out.
 
     Raises:
         RefusedClass: the file names a class that DCP's metadata does not have.
@@ -91,7 +97,11 @@ def read_dcp_metadata(directory: Path) -> DcpContent:
             f"{path} not found: {directory} was not written by torch.distributed.checkpoint, or its save did not finish"
         ) from None
     try:
-        return _Reading(read_metadata_pickle(data), len(data)).content()
+        content = _Reading(read_metadata_pickle(data), len(data)).content()
+        for key, problem in content.incomplete.items():
+            if not allow_gaps:
+                raise ForeignCheckpointError(f"tensor {key!r} is incomplete: {problem}")
+        return content
     except ForeignCheckpointError as error:
         raise type(error)(f"{path}: {error}") from error
 
@@ -103,6 +113,7 @@ class _Reading:
         self._top = _fields(metadata, "Metadata", "MCoreMetadata")
         self._left = size
         """Shards that may follow. Each takes more than a byte of the file, unless they are hostile references."""
+        self._incomplete: dict[str, str] = {}
 
     def content(self) -> DcpContent:
         stored = self._storage()
@@ -115,7 +126,9 @@ class _Reading:
                 objects[key] = _stored(stored, key, ())
             else:
                 tensors[key] = self._tensor(key, item, stored)
-        return DcpContent(tensors, objects, self._paths([*tensors, *objects]), self._flattened(tensors))
+        return DcpContent(
+            tensors, objects, self._paths([*tensors, *objects]), self._flattened(tensors), self._incomplete
+        )
 
     def _storage(self) -> dict[tuple[str, Sizes], ByteRange]:
         found: dict[tuple[str, Sizes], ByteRange] = {}
@@ -150,7 +163,7 @@ class _Reading:
                 )
             shards[box] = where
         if problem := uncovered(shape, list(shards)):
-            raise ForeignCheckpointError(f"tensor {key!r} is incomplete: {problem}")
+            self._incomplete[key] = problem
         return ForeignTensor(dtype, shape, shards)
 
     def _paths(self, keys: list[str]) -> dict[str, LeafPath]:

@@ -41,9 +41,7 @@ def read_plain_tensor(file: IO[bytes], start: int, length: int, memory: torch.Te
         with zipfile.ZipFile(part) as archive:
             entries = {one.filename.partition("/")[2]: one for one in archive.infolist()}
             data = entries.pop("data/0", None)
-            if any(
-                one.compress_type != zipfile.ZIP_STORED or one.file_size > MAX_ENTRY_BYTES for one in entries.values()
-            ):
+            if not all(_is_small(one) for one in entries.values()):
                 return False
             small = {name: archive.read(one) for name, one in entries.items()}  # compares their check sums
     except BAD_ZIP:
@@ -63,6 +61,10 @@ def read_plain_tensor(file: IO[bytes], start: int, length: int, memory: torch.Te
     part.seek(name + extra, io.SEEK_CUR)
     content = memoryview(memory.reshape(-1).view(torch.uint8).numpy())
     return bool(signature == _SIGNATURE and part.readinto(content) == len(content) and zlib.crc32(content) == data.CRC)
+
+
+def _is_small(entry: zipfile.ZipInfo) -> bool:
+    return entry.compress_type == zipfile.ZIP_STORED and entry.file_size <= MAX_ENTRY_BYTES
 
 
 class _Part(io.RawIOBase):

@@ -19,7 +19,7 @@ from keepstep.checkpoint.foreign.dcp_metadata import ByteRange, chunk_shape, rea
 from keepstep.checkpoint.foreign.foreign_errors import ForeignCheckpointError
 from keepstep.sharded.pieces import boxes_of_range
 from keepstep.sharded.strategies.stored_state import Destination, StoredTensorFacts
-from keepstep_mesh.protocol.boxes import Box, Sizes
+from keepstep_mesh.protocol.boxes import Box, Sizes, uncovered
 
 STREAMS = 4
 
@@ -65,7 +65,7 @@ class TorchDistState:
     def __init__(self, directory: Path, *, allow_pickle: bool = False) -> None:
         self._directory = directory
         self._allow_pickle = allow_pickle
-        self._content = read_dcp_metadata(directory)
+        self._content = read_dcp_metadata(directory, allow_gaps=True)
 
     @cached_property
     def tensors(self) -> Mapping[str, StoredTensorFacts]:
@@ -86,6 +86,7 @@ class TorchDistState:
         copies: defaultdict[tuple[str, ByteRange], list[_Copy]] = defaultdict(list)
         shards = {key: self._shards(key) for key in {one.key for one in destinations}}
         for one in destinations:
+            overlaps = []
             for shard in shards[one.key]:
                 first = 0
                 for box in shard.boxes:
@@ -93,7 +94,10 @@ class TorchDistState:
                     if overlap is not None:
                         memory = one.memory[overlap.within(one.box)]
                         copies[one.key, shard.where].append(_Copy(shard, first, box, overlap, memory))
+                        overlaps.append(overlap)
                     first += box.volume
+            if one.key in self._content.incomplete:
+                self._check_covered(one, overlaps)
         ordered = sorted(copies.items(), key=lambda item: (item[0][1].file, item[0][1].offset))
         with ThreadPoolExecutor(STREAMS, "keepstep-load") as pool:
             running = [pool.submit(self._read_shard, key, found) for (key, _), found in ordered]
@@ -102,6 +106,15 @@ class TorchDistState:
                     one_read.result()
             finally:
                 pool.shutdown(cancel_futures=True)
+
+    def _check_covered(self, wanted: Destination, found: list[Box]) -> None:
+        """Raise if shards do not tile a box of a tensor that they do not tile."""
+        start, shape = wanted.box.offset, wanted.box.shape
+        inside = [Box(tuple(a - b for a, b in zip(one.offset, start, strict=True)), one.shape) for one in found]
+        if problem := uncovered(shape, inside):
+            raise ForeignCheckpointError(
+                f"{self._directory} does not have all of {wanted.box} of {wanted.key!r}: {problem}"
+            )
 
     def _shards(self, key: str) -> list[_StoredShard]:
         tensor, original = self._content.tensors[key], self._content.flattened.get(key)
