@@ -23,6 +23,7 @@ class AsyncRequest(NamedTuple):
         async_fn_kwargs: its keyword arguments.
         is_frozen: whether ``add_finalize_fn`` is an error.
         timeout: time limit of the wait for the ``async_fn`` of other ranks.
+        what: begins the error if one of them fails, such as ``"/checkpoints/8 was not saved"``.
     """
 
     async_fn: Callable[..., Any] | None
@@ -31,6 +32,7 @@ class AsyncRequest(NamedTuple):
     async_fn_kwargs: Mapping[str, Any] = {}
     is_frozen: bool = False
     timeout: timedelta = TIMEOUT
+    what: str = "the state was not saved"
 
     def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
         """Add a function that is called after the other ``finalize_fns``. Raises ``RuntimeError`` if frozen."""
@@ -58,7 +60,7 @@ class AsyncRequest(NamedTuple):
             written: writes the part of this rank, or raises the error of its writing.
             alone: this process is the only rank.
         """
-        Ranks("the state was not saved", self.timeout, alone=alone).stage(written)
+        Ranks(self.what, self.timeout, alone=alone).stage(written)
         for fn in self.finalize_fns:
             fn()
 

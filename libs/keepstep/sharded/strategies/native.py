@@ -94,8 +94,9 @@ class NativeSaveStrategy(AsyncSaveShardedStrategy):
     ) -> AsyncRequest:
         facts = save_facts(None, None, self._step, self._kind)
         target = open_target(checkpoint_dir, facts, timeout=self.timeout, token=self._token)
-        one = _OneSave(target, parts, facts.world_size, Ranks(f"{checkpoint_dir} was not saved", self.timeout), staged)
-        return AsyncRequest(one.write, (), [one.finalize], timeout=self.timeout)
+        what = f"{checkpoint_dir} was not saved"
+        one = _OneSave(target, parts, facts.world_size, Ranks(what, self.timeout), staged)
+        return AsyncRequest(one.write, (), [one.finalize], timeout=self.timeout, what=what)
 
 
 class _OneSave:

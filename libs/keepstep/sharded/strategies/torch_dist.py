@@ -100,7 +100,8 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
 
     def _request(self, items: list[Item], checkpoint_dir: CheckpointDir) -> AsyncRequest:
         one = _OneSave(directory_of(checkpoint_dir), items, self._thread_count, self.timeout)
-        return AsyncRequest(one.write, (), [one.finalize], timeout=self.timeout)
+        what = f"{checkpoint_dir} was not saved"
+        return AsyncRequest(one.write, (), [one.finalize], timeout=self.timeout, what=what)
 
 
 class _OneSave:
