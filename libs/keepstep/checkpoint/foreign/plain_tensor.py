@@ -59,7 +59,7 @@ def read_plain_tensor(file: IO[bytes], start: int, length: int, memory: torch.Te
         return False
     signature, name, extra = _LOCAL_HEADER.unpack(header)
     part.seek(name + extra, io.SEEK_CUR)
-    content = memoryview(memory.reshape(-1).view(torch.uint8).numpy())
+    content: memoryview = memory.reshape(-1).view(torch.uint8).numpy().data
     return bool(signature == _SIGNATURE and part.readinto(content) == len(content) and zlib.crc32(content) == data.CRC)
 
 
