@@ -123,17 +123,21 @@ def export_checkpoint(
                 tensors = {key: leaf.value for key, leaf in exported.leaves.items()}
                 write_safetensors(tensors, path, shard_bytes, read=exported.read)
             case Format.TORCH:
-                leaves = {
-                    key: Leaf(leaf.path, exported.read(leaf.value)) if isinstance(leaf.value, torch.Tensor) else leaf
-                    for key, leaf in exported.leaves.items()
-                }
-                progress("writing", 0, 0)
-                save_pickled(build(leaves), path)
+                _write_torch(exported, path)
             case Format.DCP:
                 exported.left_out += write_dcp_directory(build(exported.leaves), path, exported.read)
     finally:
         reader.close()
     return _converted(form, exported.leaves, exported.left_out)
+
+
+def _write_torch(exported: _Export, path: Path) -> None:
+    """Write a file of torch.save. Memory of the tensors is reserved, but none of it is used."""
+    described = [leaf for leaf in exported.leaves.values() if exported.is_described(leaf.value)]
+    places = [torch.empty_like(leaf.value, device="cpu") for leaf in described]
+    put = {id(leaf): Leaf(leaf.path, place) for leaf, place in zip(described, places, strict=True)}
+    leaves = {key: put.get(id(leaf), leaf) for key, leaf in exported.leaves.items()}
+    save_pickled(build(leaves), path, places, lambda number: exported.read(described[number].value))
 
 
 def import_checkpoint(
@@ -284,6 +288,10 @@ class _Export:
         described = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         self._keys[id(described)] = key
         return described
+
+    def is_described(self, value: Any) -> bool:
+        """Return whether ``read`` returns the values of ``value``."""
+        return id(value) in self._keys
 
     def read(self, described: torch.Tensor) -> torch.Tensor:
         """Return the values of a tensor of ``leaves``, in new memory."""

@@ -397,7 +397,7 @@ def test_an_index_names_only_files_beside_it(tmp_path: Path, index: Any, words: 
 # ---- complete or absent
 
 
-@pytest.mark.parametrize("name", ["out.safetensors", "sharded", "dcp"])
+@pytest.mark.parametrize("name", ["state.pt", "out.safetensors", "sharded", "dcp"])
 def test_an_export_holds_one_tensor_at_a_time(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {f"w{number}": torch.full((300,), float(number)) for number in range(20)}
     save(state, tmp_path / "ours")
@@ -419,6 +419,8 @@ def test_an_export_holds_one_tensor_at_a_time(tmp_path: Path, name: str, monkeyp
         patch.setattr(StoredCheckpoint, "tensor", tensor)
         export_checkpoint(tmp_path / "ours", tmp_path / name, shard_bytes=3000 if name == "sharded" else None)
     assert (alive, most in (1, 2)) == (0, True)
+    if name == "state.pt":
+        assert equal(torch.load(tmp_path / name, weights_only=True, mmap=True), state)
     import_checkpoint(tmp_path / name, tmp_path / "again")
     assert equal(stored(tmp_path / "again"), state)
 

@@ -12,6 +12,7 @@ import zipfile
 import zlib
 from argparse import Namespace
 from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta, timezone
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
 MAX_NAMED = 5
+PROTOCOL = 2
+"""Of pickle, as torch.save writes it."""
 VALUES_PER_BYTE = 64
 """More than a file has whose values are not shared many times."""
 _UNREADABLE = (
@@ -121,10 +124,33 @@ def _other_classes(opened: Any) -> list[str]:
             return []
 
 
-def save_pickled(value: Any, path: Path) -> None:
-    """Write a new file of torch.save. After an error it is absent."""
-    with finished_output(path) as temporary:
-        torch.save(value, temporary)
+def save_pickled(value: Any, path: Path, places: Sequence[torch.Tensor], fill: Callable[[int], torch.Tensor]) -> None:
+    """Write a new file of torch.save. After an error it is absent.
+
+    Args:
+        value: the value.
+        path: the new file.
+        places: tensors in ``value`` without data yet.
+        fill: returns the data of the tensor of that number, when it is written.
+    """
+    numbers = {place.untyped_storage()._cdata: number for number, place in enumerate(places)}  # noqa: SLF001
+    with finished_output(path) as temporary, torch.serialization._open_zipfile_writer(str(temporary)) as writer:  # noqa: SLF001
+        records = _Records(writer, numbers, fill)
+        torch.serialization._save(value, records, pickle, PROTOCOL, False)  # type: ignore[no-untyped-call]  # noqa: SLF001
+
+
+class _Records:
+    """Writes the records of a file of torch.save. The data of a tensor is there only while its record is written."""
+
+    def __init__(self, writer: Any, numbers: Mapping[int, int], fill: Callable[[int], torch.Tensor]) -> None:
+        self._writer = writer
+        self._numbers = numbers
+        self._fill = fill
+
+    def write_record(self, name: str, data: Any, size: int) -> None:
+        """Write one record, as ``torch.PyTorchFileWriter`` does."""
+        number = self._numbers.get(data._cdata) if isinstance(data, torch.UntypedStorage) else None  # noqa: SLF001
+        self._writer.write_record(name, data if number is None else self._fill(number).untyped_storage(), size)
 
 
 def write_pickled(value: Any, file: IO[bytes]) -> None:
