@@ -36,7 +36,8 @@ from keepstep.lifecycle.state_and_progress import StateAndProgress
 from keepstep.quantization.fused import check_quantizable
 from keepstep.script_checks.script_checker import ScriptChecker
 from keepstep.step.attempt import Attempt
-from keepstep.step.collectives import Reduction
+from keepstep.step.reduction import Reduction
+from keepstep.step.retrying.kept_reductions import KeptReductions
 from keepstep_mesh.net.fork_safety import OfParent, never_free, tell_children
 
 T = TypeVar("T")
@@ -50,8 +51,9 @@ SHUTDOWN_SECONDS = 5.0
 class Manager(Finishing, BackgroundQuorum, StateAndProgress):
     """Keeps one replica group in step with the others.
 
-    ``use_async_quorum``, ``world_size_mode``, ``init_sync`` and ``refuse_nonfinite``, and with ``FIXED_WITH_SPARES``
-    also ``min_replica_size``, must be equal in all groups of a job. A group with other values gets a MismatchExit.
+    ``use_async_quorum``, ``world_size_mode``, ``init_sync``, ``refuse_nonfinite`` and ``retry_allreduce``, and with
+    ``FIXED_WITH_SPARES`` also ``min_replica_size``, must be equal in all groups of a job. A group with other values
+    gets a MismatchExit.
 
     Args:
         pg: process group over the replica groups, one of ``keepstep.ProcessGroup*``. The Manager reconfigures it as
@@ -84,6 +86,9 @@ class Manager(Finishing, BackgroundQuorum, StateAndProgress):
         quorum_retries: number of times that a quorum that timed out is requested again (``KEEPSTEP_QUORUM_RETRIES``).
         refuse_nonfinite: True: a step whose average or sum has a NaN or an infinity does not commit in any group, and
             counts for ``max_retries``. Not with a ``GradScaler``, which must see infinities to lower its scale.
+        retry_allreduce: True: a step in which a member is lost is not discarded. The groups that are left reduce their
+            gradients again and commit it without the lost group; docs/training.md has what a script must not do
+            between the backward pass and the commit. Costs a copy of the gradients (``KEEPSTEP_RETRY_ALLREDUCE``).
         durable_every: number of steps between two durable checkpoints, equal in all groups; 0: none
             (``KEEPSTEP_DURABLE_EVERY``). docs/durable.md has what they hold and guarantee.
         resume: True: if no group has a live state, this one loads the newest durable checkpoint before its first step.
@@ -129,6 +134,7 @@ class Manager(Finishing, BackgroundQuorum, StateAndProgress):
         max_retries: int | None = None,
         quorum_retries: int = 0,
         refuse_nonfinite: bool = False,
+        retry_allreduce: bool = False,
         durable_every: int = 0,
         resume: bool | None = None,
         durable_relays: str | None = None,
@@ -159,6 +165,7 @@ class Manager(Finishing, BackgroundQuorum, StateAndProgress):
             max_retries=max_retries,
             quorum_retries=quorum_retries,
             refuse_nonfinite=refuse_nonfinite,
+            retry_allreduce=retry_allreduce,
             durable_every=durable_every,
             resume=resume,
             durable_relays=durable_relays,
@@ -174,6 +181,8 @@ class Manager(Finishing, BackgroundQuorum, StateAndProgress):
         self._durability = Durability(self._settings, context)
         self.script_checker = ScriptChecker(context.state, context.log, link.rank, link.world_size)
         """Warns of mistakes of the script. Each DDP and each Optimizer adds itself."""
+        if self._settings.retry_allreduce:
+            context.kept = KeptReductions(self.script_checker.gradients)
         if state_dict is not None and load_state_dict is not None:
             self.register_state_dict_fn("default", load_state_dict, state_dict)
         self._context.log_progress("started")
@@ -367,6 +376,7 @@ class Manager(Finishing, BackgroundQuorum, StateAndProgress):
         reduce_op: ReduceOp | ReduceOp.RedOpType = ReduceOp.AVG,
         *,
         write_back: Callable[[], None] | None = None,
+        refill: Callable[[], None] | None = None,
     ) -> Work:
         """Reduce ``tensor`` in place over the groups that take part.
 
@@ -381,6 +391,8 @@ class Manager(Finishing, BackgroundQuorum, StateAndProgress):
             reduce_op: AVG divides the sum by ``num_participants()``; float16 is divided before the sum, so that it does
                 not overflow. SUM of booleans is a logical or.
             write_back: called on this thread in ``should_commit``, after all passes, if the collective succeeded.
+            refill: with ``retry_allreduce``, called before the collective is repeated among fewer groups, to write this
+                group's contribution to ``tensor`` again. None: the value that ``tensor`` had is copied and restored.
 
         Returns:
             A Work. Its ``wait()`` returns False when this step cannot commit; its future completes with ``tensor``. An
@@ -400,7 +412,7 @@ class Manager(Finishing, BackgroundQuorum, StateAndProgress):
                 f"an average of {tensor.dtype} would lose its fraction; use ReduceOp.SUM or a float tensor"
             )
         after = self._attempt.after if self._attempt is not None else None
-        reduction = Reduction(tensor, reduce_op, average, write_back, should_quantize)
+        reduction = Reduction(tensor, reduce_op, average, write_back, should_quantize, refill)
         return (after or self._current()).allreduce(reduction)
 
     def run_collective(self, tensors: list[torch.Tensor], start: Callable[[Round], Work]) -> Work:

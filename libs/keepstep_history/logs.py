@@ -109,7 +109,7 @@ class ProcessCheck:
                 self._joined(place, record)
             case "committed":
                 self._committed(place, record)
-            case "discarded":
+            case "retried" | "discarded":
                 pass
             case "finished":
                 self.end = place, record

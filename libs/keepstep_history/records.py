@@ -110,7 +110,7 @@ FOLLOWING = {"follows", "caught_up", "gave_up"}
 """Step-log events of a group that takes part without weights: it begins, has them, or goes back to its own."""
 HELD = {"started", "loaded", "torn", "diverged", "healed", "committed", "finished"} | FOLLOWING
 """Step-log events with a lineage."""
-ANSWERED = {"quorum", "healed", "committed", "discarded"}
+ANSWERED = {"quorum", "healed", "committed", "retried", "discarded"}
 """Step-log events that follow an answer of a lighthouse."""
 
 

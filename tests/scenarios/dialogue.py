@@ -74,6 +74,7 @@ OPTIONS = (
     "min groups",
     "grace",
     "final",
+    "retry",
     "version",
     "own error",
     "cannot reach",
@@ -227,8 +228,8 @@ class Dialogue:
                 replica_id,
                 int(match["step"]),
                 _lineage(lineage),
-                failures=int(options.get("failed", "0")),
-                shrink="shrink only" in options,
+                failures=int(options.get("failed", "1" if "retry" in options else "0")),
+                shrink="shrink only" in options or "retry" in options,
                 request=int(options["request"]) if "request" in options else None,
                 timeout=float(options.get("for", "600 s").removesuffix(" s")),
                 info=MemberInfo(f"http://{name_of(replica_id)}{port}", layout=layout) if layout is not None else None,
@@ -237,6 +238,7 @@ class Dialogue:
                 grace=float(options.get("grace", "0 s").removesuffix(" s")),
                 final="final" in options,
                 failure=self._failure(options),
+                retry="retry" in options,
             ),
         )
 

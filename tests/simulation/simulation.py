@@ -62,6 +62,7 @@ class Simulation:
         finishes: The groups take a last step, drawn from the seed, and finish together.
         catches_up: Groups that are behind follow the others instead of healing.
         ports: Groups listen on ports, and lighthouses look at the ports of suspects.
+        retries: The groups take a step again that failed because of other groups (``retry_allreduce``).
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Simulation:
         finishes: bool = False,
         catches_up: bool | None = None,
         ports: bool = False,
+        retries: bool = False,
     ) -> None:
         random = self.random = Random(f"simulation {seed}")
         self.time = Timeline()
@@ -89,6 +91,7 @@ class Simulation:
         self._violation: Violation | None = None
         self._quiet = self._script_runs = self._done = False
         self._quiet_at = quiet_at
+        self.retries = retries
 
         count = random.choice(LIGHTHOUSES)
         count = lighthouses or count

@@ -12,7 +12,7 @@ compare, because every reduction must have the same size in all groups.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -115,47 +115,72 @@ class SyncedBuffers:
         if not self._copied and not self._averaged:
             return
         try:
-            rank, world = self._manager.participating_rank(), self._manager.num_participants()
+            self._place()
         except (Exception, SystemExit) as error:  # noqa: BLE001  no quorum: the all-reduce reports the reason
             self._manager.report_error(RuntimeError(f"no quorum: {error}"))
             return
         try:
             with torch.no_grad():
                 for buffers in self._averaged.values():
-                    self._average(buffers, world, first=rank == 0)
+                    self._average(buffers)
                 if self._copied:
-                    self._copy(first=rank == 0)
+                    self._copy()
         except RuntimeError as error:
             self._manager.report_error(error)
             raise
 
-    def _average(self, buffers: list[_Buffer], world: int, *, first: bool) -> None:
+    def _place(self) -> tuple[bool, int]:
+        """Return whether this group is the first of those that take part, and their number."""
+        return self._manager.participating_rank() == 0, self._manager.num_participants()
+
+    def _average(self, buffers: list[_Buffer]) -> None:
         """Average the buffers: divide, then sum.
 
         The statistics of a module that does not train are copied from the first group, because an average of equal
         values would change them by a rounding error in every step.
         """
         tensors = [buffer.current() for buffer in buffers]
-        parts = []
-        for buffer, tensor in zip(buffers, tensors, strict=True):
-            flat = tensor.reshape(-1).to(self._device)
-            parts.append(flat / world if buffer.owner.training else flat if first else torch.zeros_like(flat))
-        carrier = torch.cat(parts)
+
+        def shares() -> torch.Tensor:
+            first, world = self._place()
+            parts = []
+            for buffer, tensor in zip(buffers, tensors, strict=True):
+                flat = tensor.reshape(-1).to(self._device)
+                parts.append(flat / world if buffer.owner.training else flat if first else torch.zeros_like(flat))
+            return torch.cat(parts)
+
+        carrier = shares()
         pieces = torch.split(carrier, [tensor.numel() for tensor in tensors])
-        self._reduce(carrier, list(zip(tensors, pieces, strict=True)))
 
-    def _copy(self, *, first: bool) -> None:
+        @torch.no_grad()
+        def refill() -> None:
+            carrier.copy_(shares())
+
+        self._reduce(carrier, list(zip(tensors, pieces, strict=True)), refill)
+
+    def _copy(self) -> None:
         carrier = torch.zeros(self._carrier_bytes, dtype=torch.uint8, device=self._device)
-        targets = []
-        for buffer, begin, end in self._copied:
-            tensor, piece = buffer.current(), carrier[begin:end]
-            if first:
-                piece.copy_(_bytes_of(tensor))
-            targets.append((tensor, piece.view(buffer.dtype)))
-        self._reduce(carrier.view(torch.int64), targets)  # eight bytes at once; a sum with zeros has no carry
+        parts = [(buffer.current(), carrier[begin:end]) for buffer, begin, end in self._copied]
 
-    def _reduce(self, carrier: torch.Tensor, targets: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self._manager.allreduce(carrier, reduce_op=ReduceOp.SUM, write_back=partial(_write_back, targets))
+        @torch.no_grad()
+        def fill() -> None:
+            carrier.zero_()
+            if self._place()[0]:
+                for tensor, piece in parts:
+                    piece.copy_(_bytes_of(tensor))
+
+        fill()
+        targets = [(tensor, piece.view(tensor.dtype)) for tensor, piece in parts]
+        self._reduce(carrier.view(torch.int64), targets, fill)  # eight bytes at once; a sum with zeros has no carry
+
+    def _reduce(
+        self,
+        carrier: torch.Tensor,
+        targets: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        refill: Callable[[], None],
+    ) -> None:
+        write_back = partial(_write_back, targets)
+        self._manager.allreduce(carrier, reduce_op=ReduceOp.SUM, write_back=write_back, refill=refill)
 
 
 @torch.no_grad()

@@ -45,7 +45,7 @@ class ElasticSampler(data.Sampler[list[int]]):
             same samples, as with tensor parallelism, have the same ``rank``.
 
     Raises:
-        ValueError: a number is out of range, or the Manager has an ElasticSampler already.
+        ValueError: a number is out of range, the Manager has an ElasticSampler already, or it has ``retry_allreduce``.
     """
 
     def __init__(
@@ -68,6 +68,11 @@ class ElasticSampler(data.Sampler[list[int]]):
             raise ValueError(f"global_batch_size={global_batch_size} must be in [1, length={length}]")
         if not 0 <= rank < num_ranks:
             raise ValueError(f"rank={rank} must be in [0, num_ranks={num_ranks})")
+        if manager.retry_allreduce:
+            raise ValueError(
+                "an ElasticSampler cannot retry a step: the samples of the lost group would be in no step; make the "
+                "Manager without retry_allreduce, or use a DistributedSampler"
+            )
         self._manager = manager
         self._batches = Batches(length, global_batch_size, drop_last)
         self._shuffle, self._seed = shuffle, seed

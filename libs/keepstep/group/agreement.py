@@ -29,6 +29,7 @@ def group_settings(
     init_sync: bool,
     refuse_nonfinite: bool,
     durable_every: int = 0,
+    retry_allreduce: bool = False,
 ) -> str:
     """Return the settings that decide the arithmetic, as groups compare them. Add new settings here."""
     spares = f" of {min_replica_size}" if world_size_mode is WorldSizeMode.FIXED_WITH_SPARES else ""
@@ -40,6 +41,7 @@ def group_settings(
             "init_sync": init_sync,
             "refuse_nonfinite": refuse_nonfinite,
             **({"durable_every": durable_every} if durable_every else {}),
+            **({"retry_allreduce": True} if retry_allreduce else {}),
         }
     )
 

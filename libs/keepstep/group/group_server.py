@@ -344,6 +344,7 @@ class GroupServer:
             grace_ms=ask.grace_ms,
             final=ask.final,
             durable_relays=self._stored_at,
+            retry=ask.retry,
         )
         retries_left = self._settings.quorum_retries
         while True:

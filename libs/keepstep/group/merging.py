@@ -9,7 +9,8 @@
 * A group is torn, and all its ranks heal, if one rank is torn or if a heal reached only some of its ranks.
 * Heals: bytes and rates are added. The heal of the group has ended when those of all ranks have.
 * Votes: the key of a vote is (epoch, quorum_id, step, attempt, poll). Votes with different keys are never counted
-  together; a vote with an older key than the newest is dropped.
+  together; a vote with an older key than the newest is dropped. A no is decided before all ranks have voted, so the
+  others may poll before a slow rank votes: it gets the same no.
 * Polls of the ranks are votes between two steps. A poll ends with the first no, so a rank may be ahead of the others:
   an older poll than the newest has ended with no.
 """
@@ -85,6 +86,7 @@ def merge_asks(asks: Mapping[int, RankAsk], replica_id: str, *, healed: bool = F
         settings=_merge_settings(asks),
         last_step=_merge_reports([ask.last_step for ask in asks.values()]),
         final=all(ask.final for ask in asks.values()),
+        retry=all(ask.retry for ask in asks.values()),
     )
 
 
@@ -166,6 +168,8 @@ class CommitBarrier:
         self._world_size = world_size
         self._key: Key = (0, 0, 0, -1, 0)
         self._votes: dict[int, bool] = {}
+        self._refused: Key | None = None
+        """The last vote on a step that was decided with no."""
 
     def vote(self, rank: int, vote: RankVote) -> RankDecision | None:
         """Count a vote.
@@ -174,6 +178,8 @@ class CommitBarrier:
             The decision: yes after a yes of every rank with this key, no after the first no; None while it is open.
         """
         key = key_of(vote)
+        if key == self._refused:
+            return RankDecision(*key[:4], ok=False)
         if key[3:] < self._key[3:]:
             return RankDecision(*key[:4], ok=False, poll=vote.poll) if vote.poll else None
         if key != self._key:
@@ -181,7 +187,10 @@ class CommitBarrier:
         self._votes[rank] = vote.ok
         if all(self._votes.values()) and len(self._votes) < self._world_size:
             return None
-        return RankDecision(*key[:4], ok=all(self._votes.values()), poll=vote.poll)
+        ok = all(self._votes.values())
+        if not ok and not vote.poll:
+            self._refused = key
+        return RankDecision(*key[:4], ok=ok, poll=vote.poll)
 
     def waiting_for(self) -> list[int]:
         """Return the ranks that have not voted with the newest key."""

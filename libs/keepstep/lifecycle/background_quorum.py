@@ -95,6 +95,8 @@ class BackgroundQuorum(StateAndProgress):
                 f"min_groups={min_groups} is less than min_replica_size={self._settings.min_replica_size} of the "
                 f"Manager, so that a step of {min_groups} groups never commits; make min_groups at least as large"
             )
+        if self.retry_allreduce:
+            raise ValueError("retry_allreduce=True makes the groups wait for a quorum of the same step; use False")
         if grace < timedelta(0):
             raise ValueError(f"grace={grace.total_seconds():g} s must not be negative")
         if self._settings.world_size_mode is not WorldSizeMode.DYNAMIC:

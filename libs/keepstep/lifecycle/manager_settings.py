@@ -69,6 +69,7 @@ class ManagerSettings:
     init_sync: bool
     max_retries: int | None
     refuse_nonfinite: bool
+    retry_allreduce: bool
     durable: DurableSettings
     uplink: float | None
     """Limit of what this process uploads when other groups heal from it, in bytes per second; None: no limit."""
@@ -96,6 +97,7 @@ class ManagerSettings:
         max_retries: int | None,
         quorum_retries: int,
         refuse_nonfinite: bool,
+        retry_allreduce: bool,
         durable_every: int,
         resume: bool | None,
         durable_relays: str | None,
@@ -137,6 +139,7 @@ class ManagerSettings:
             init_sync=init_sync,
             max_retries=max_retries,
             refuse_nonfinite=refuse_nonfinite,
+            retry_allreduce=bool(environment.flag("RETRY_ALLREDUCE", retry_allreduce)),
             durable=DurableSettings.from_arguments(
                 durable_every,
                 resume,
@@ -158,4 +161,5 @@ class ManagerSettings:
             init_sync=self.init_sync,
             refuse_nonfinite=self.refuse_nonfinite,
             durable_every=self.durable.every,
+            retry_allreduce=self.retry_allreduce,
         )

@@ -25,6 +25,11 @@ class StateAndProgress:
     _durability: Durability
     """Of its durable checkpoints."""
 
+    @property
+    def retry_allreduce(self) -> bool:
+        """Whether the other groups repeat a step in which a member is lost, with the same gradients."""
+        return self._context.kept is not None
+
     def register_state_dict_fn(
         self,
         key: str,

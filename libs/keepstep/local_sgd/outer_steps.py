@@ -54,6 +54,11 @@ class OuterSteps(ABC):
                 "the inner optimizer is a keepstep.Optimizer, which averages and commits in every step: pass the "
                 "optimizer inside it"
             )
+        if manager.retry_allreduce:
+            raise ValueError(
+                f"{type(self).__name__} cannot retry a step: it averages more than the gradients of one batch; make "
+                f"the Manager without retry_allreduce"
+            )
         self._manager = manager
         self._optimizer = optimizer
         self._parameters = list(parameters)

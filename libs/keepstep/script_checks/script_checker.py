@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import weakref
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -32,6 +34,8 @@ class ScriptChecker:
         self._rank, self._ranks = rank, ranks
         self._modules: list[nn.Module] = []
         self._optimizers: list[Optimizer] = []
+        self._trained: weakref.WeakSet[nn.Module | Optimizer] = weakref.WeakSet()
+        """All of these, also after the check."""
         self._asked = False
         """Whether a quorum was requested."""
         self._last_step: int | None = None
@@ -48,13 +52,23 @@ class ScriptChecker:
         """Add a module whose gradients are averaged."""
         sharded = any(is_dtensor(parameter) for parameter in module.parameters())
         self._warn(mistakes.in_ranks(ranks=self._ranks, sharded=sharded))
+        self._trained.add(module)
         if not self._parameters_checked:
             self._modules.append(module)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Add an optimizer that steps when a step commits."""
+        self._trained.add(optimizer)
         if not self._parameters_checked:
             self._optimizers.append(optimizer)
+
+    def gradients(self) -> Iterator[torch.Tensor]:
+        """Yield the gradients of the added modules and optimizers; of a DTensor its local part."""
+        for one in self._trained:
+            groups = one.param_groups if isinstance(one, Optimizer) else [{"params": one.parameters()}]
+            for parameter in itertools.chain.from_iterable(group["params"] for group in groups):
+                if (gradient := parameter.grad) is not None and gradient.layout is torch.strided:
+                    yield gradient.to_local() if is_dtensor(gradient) else gradient
 
     def quorum_requested(self, now: float) -> None:
         """Check the registered state before the first quorum. ``now``: monotonic seconds."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import time
 
-from keepstep.step.collectives import Collectives, Reduction
+from keepstep.step.collectives import Collectives
 from keepstep.step.context import StepContext
 from keepstep.step.managed_work import ManagedWork
+from keepstep.step.reduction import Reduction
 from keepstep.step.reporting.step_telemetry import StepTimes
 
 

@@ -5,6 +5,7 @@
     wait_plan   wait for the quorum and its process group
     allreduce   start a collective
     conclude    wait for the collectives, exchange live state, vote, commit or discard
+    retry       request a quorum of the same step, and start the same collectives again (``retry_allreduce``)
     after       what the script reduces between this attempt and the next
 
 ``quorum_plan`` decides what the group does. ``quorum_request``, ``collectives`` and ``healing`` have the waits, each
@@ -25,14 +26,19 @@ from torch.distributed import Work
 
 from keepstep.collectives.codecs.codec import Round
 from keepstep.group.quorum_plan import QuorumPlan
+from keepstep.step import another_try
 from keepstep.step.after_step import AfterStep
 from keepstep.step.agreeing import decision_on, root_of
-from keepstep.step.collectives import Collectives, Reduction
+from keepstep.step.collectives import Collectives
 from keepstep.step.context import StepContext
 from keepstep.step.healing import StateExchange
 from keepstep.step.managed_work import ManagedWork
 from keepstep.step.quorum_request import QuorumRequest
+from keepstep.step.reduction import Reduction
 from keepstep.step.reporting.step_telemetry import StepTimes
+from keepstep.step.retrying.kept_reductions import KeptReduction
+from keepstep.step.retrying.retry_rules import FailedTry
+from keepstep.step.step_end import StepEnd
 from keepstep_mesh.errors import KeepstepError, SessionClosed
 from keepstep_mesh.protocol.group_messages import RankAsk, RankVote
 from keepstep_mesh.protocol.lineage import is_diverged
@@ -94,14 +100,20 @@ class Attempt:
         """Whether only ``should_commit`` ends this attempt, because the script has a batch for its groups."""
         self.synchronized = False
         """Whether the script says that this step makes the states of all groups that take part equal."""
+        self.retries = 0
+        """Number of retries of this step."""
         self._context = context
+        self._limit = timeout
+        self._may_heal = allow_heal
+        self._own_error = False
+        """Whether an error was reported that did not come from the other groups."""
         self._sync = sync
         self._first_step = first_step
         self._heals_first = sync
         """Whether every heal of this quorum ends before the forward pass; known with the answer."""
         self._times = StepTimes(time.monotonic())
         self._request: QuorumRequest | None = None
-        self._collectives = Collectives(context, self._times, self.report)
+        self._collectives = Collectives(context, self._times, self._report_of_peers)
         self._exchange: StateExchange | None = None
         """Set with ``answered``."""
         self._begins_to_follow = False
@@ -112,6 +124,8 @@ class Attempt:
         """Whether an infinity is no mistake: a GradScaler multiplied the gradients."""
         self._began_at: tuple[int, Lineage] | None = None
         """Step and lineage of this group when ``begin`` returned."""
+        if context.kept is not None:
+            context.kept.begin()
 
     # ---- the quorum
 
@@ -168,7 +182,7 @@ class Attempt:
             built = await context.reconfigurer.follow(plan)
             context.steps.quorum(context.progress.step, plan, built=built)
         except Exception as error:  # noqa: BLE001  any error of the process group fails the step
-            self.report(error)
+            self._report_of_peers(error)
         if context.follower is not None and (objection := context.follower.objection(plan)) is not None:
             self.report(objection)  # before any collective, so that no other group commits the step
         return plan
@@ -328,6 +342,11 @@ class Attempt:
 
     def report(self, error: Exception) -> None:
         """Keep this step from committing, and abort the process group. Does nothing after the end of the step."""
+        self._own_error = True
+        self._report_of_peers(error)
+
+    def _report_of_peers(self, error: Exception) -> None:
+        """Report an error that came from the other groups, or from the connections to them."""
         context = self._context
         if not self.done and self.error is None:
             self.error = error
@@ -342,13 +361,19 @@ class Attempt:
 
         See ``Collectives.allreduce``.
         """
-        return self._start_collective(
-            lambda contributes, world: self._collectives.allreduce(reduction, contributes=contributes, world=world),
-            reduction.tensor,
-        )
+        kept = self._context.kept
+        return self._allreduce(reduction, None if kept is None else kept.note(reduction))
+
+    def _allreduce(self, reduction: Reduction, kept: KeptReduction | None) -> ManagedWork:
+        def start(contributes: bool, world: int) -> ManagedWork:
+            return self._collectives.allreduce(reduction, contributes=contributes, world=world, kept=kept)
+
+        return self._start_collective(start, reduction.tensor)
 
     def run_collective(self, tensors: list[torch.Tensor], start: Callable[[Round], Work]) -> ManagedWork:
         """Average ``tensors`` in place with ``start``. Errors are reported, not raised. See ``Collectives.run``."""
+        if self._context.kept is not None:
+            self._context.kept.refuse("a codec averaged tensors, and keeps an error of its own")
         return self._start_collective(
             lambda contributes, world: self._collectives.run(tensors, start, contributes=contributes, world=world),
             tensors,
@@ -365,7 +390,7 @@ class Attempt:
         except SystemExit as error:  # should_commit raises it again: a backward pass must not be left by an exit
             self.report(KeepstepError(f"leaving: {error}"))
         except Exception as error:  # noqa: BLE001  reported: the step does not commit, training goes on
-            self.report(error)
+            self._report_of_peers(error)
         return ManagedWork(None, value, ok=False)
 
     def _exchange_state(self) -> Exception | None:
@@ -386,6 +411,21 @@ class Attempt:
     def conclude(self, limit: timedelta) -> bool:
         """Wait for the collectives, exchange live state, vote within ``limit``. Return whether the step commits."""
         context = self._context
+        committed, unhealed = self._take(limit)
+        with self._times.retrying():
+            while not (committed or self.done) and self._goes_again():
+                self._retry()
+                committed, unhealed = self._take(limit)
+        if self.done:  # groups finish in this quorum
+            return False
+        self._settle(self.plan, committed=committed)
+        if unhealed is not None:
+            context.check_heal(unhealed)
+        return committed
+
+    def _take(self, limit: timedelta) -> tuple[bool, Exception | None]:
+        """Take the step under its present quorum. Return whether it commits, and the error of this group's heal."""
+        context = self._context
         plan: QuorumPlan | None = None
         unhealed: Exception | None = None
         try:
@@ -399,7 +439,7 @@ class Attempt:
             context.follower.check(plan)
         if plan is not None and plan.finishing:
             self.end_finishing()
-            return False
+            return False, None
         committed = False
         if plan is not None:
             self._finish_collectives()
@@ -410,10 +450,47 @@ class Attempt:
             if self.error is None:  # else BatchNorm's buffers may be averaged in some groups and not in others
                 context.root = root
             committed = self._vote(plan, limit)
-        self._settle(plan, committed=committed)
-        if unhealed is not None:
-            context.check_heal(unhealed)
-        return committed
+        return committed, unhealed
+
+    # ---- the same step again
+
+    def _goes_again(self) -> bool:
+        """Return whether all ranks of this group take the step that failed again."""
+        plan = self.plan
+        if plan is None or self._context.kept is None:
+            return False
+        own = self._own_error or self._collectives.write_back_failed
+        ending = self._context.fatal is not None
+        failed = FailedTry(self.retries, own, plan.behind, ending, self._context.kept.obstacle())
+        return another_try.is_wanted(self._context, plan, failed)
+
+    def _retry(self) -> None:
+        """Request a quorum of the same step, and start its all-reduces again with the gradients of this group."""
+        context = self._context
+        if self.plan is not None:
+            self._report_to_lighthouse(self.plan, committed=False)
+            another_try.write(context, self.plan, str(self.error))
+        context.link.finished_step()
+        self.retries += 1
+        self.timeout, self.allow_heal, self._own_error = self._limit, self._may_heal, False
+        self._collectives = Collectives(context, StepTimes(self._times.began), self._report_of_peers)
+        ask = another_try.ask(context, self._limit, allow_heal=self._may_heal)
+        self.error = self.plan = self.answered = self._exchange = None
+        self._send(ask)
+        try:
+            self._heal_before_step(ask)
+            plan = self.wait_plan()
+        except SessionClosed:
+            raise
+        except Exception as error:  # noqa: BLE001  reported, unless it ends the process
+            context.raise_fatal()
+            self.report(error)
+            return
+        if plan.behind:
+            self.report(KeepstepError(another_try.TOO_LATE))
+        for kept in context.kept.again() if context.kept is not None and not plan.finishing else ():
+            kept.restore()
+            self._allreduce(kept.reduction, kept)
 
     def end_finishing(self) -> None:
         """End a quorum in which groups finish: heal, if this group is behind. No step is committed or discarded.
@@ -449,10 +526,12 @@ class Attempt:
         self._collectives.drain()
         if plan is not None:
             self._vote(plan, self._context.timeout)
+            if self._context.kept is not None:
+                self._goes_again()  # no; the other ranks poll this one
         self._settle(plan, committed=False)
 
     def _finish_collectives(self) -> None:
-        self._collectives.finish()
+        self._collectives.finish(all_or_none=self._context.kept is not None)
         if self.error is None:
             self._collectives.check_process_group()
         self._collectives.synchronize_device()
@@ -470,7 +549,7 @@ class Attempt:
 
     def _vote_no(self, error: Exception) -> None:
         """Keep this step from committing. The process group stays, because every group votes no for this reason."""
-        self.error = error
+        self.error, self._own_error = error, True
         self._context.log.warning("step will not commit", step=self._context.progress.step, reason=str(error))
 
     def _vote(self, plan: QuorumPlan, limit: timedelta) -> bool:
@@ -491,47 +570,28 @@ class Attempt:
             self.error = KeepstepError("another rank of this group voted no")
         return committed
 
+    def _report_to_lighthouse(self, plan: QuorumPlan, *, committed: bool) -> None:
+        """Report this try of the step with the next request."""
+        self._context.last_attempt = plan.attempt
+        self._context.last_step = StepReport(
+            *(plan.quorum_id, plan.max_step, committed, self._collectives.started, self._nonfinite),
+            quantized=self._collectives.quantized,
+        )
+
     def _settle(self, plan: QuorumPlan | None, *, committed: bool) -> None:
         """Count the step as committed or discarded, and log it."""
-        context, progress = self._context, self._context.progress
-        self.after = AfterStep(context, self.participation(plan) if plan is not None else (None, 0), self.error)
+        context, participation = self._context, self.participation(plan) if plan is not None else (None, 0)
+        self.after = AfterStep(context, participation, self.error)
         context.link.finished_step()
         if plan is not None:
-            context.last_attempt = plan.attempt
-            context.last_step = StepReport(
-                *(plan.quorum_id, plan.max_step, committed, self._collectives.started, self._nonfinite),
-                quantized=self._collectives.quantized,
-            )
+            self._report_to_lighthouse(plan, committed=committed)
+        end = StepEnd(context, self._times, plan, participation[1], nonfinite=self._nonfinite, retries=self.retries)
         if committed and plan is not None:
-            participants = self.participation(plan)[1]
             if self._begins_to_follow and self._exchange is not None and context.follower is not None:
                 context.follower.begin(plan, self._exchange.parties())
-            facts = {"epoch": plan.epoch, "participants": participants, "lineage": progress.lineage}
             behind = plan.behind and not (self._exchange is not None and self._exchange.healed)
-            if behind:
-                facts["behind"] = True
-            if self.synchronized:
-                facts["synchronized"] = True
-                batches = (plan.reference_batches if behind else 0) or progress.batches_committed
-                progress.commit_synchronized(plan.max_step, plan.lineage, batches, plan.quorum_id, participants)
-            else:
-                progress.commit(plan.quorum_id, participants, behind=behind)
-            if progress.lineage != plan.quorum_id:
-                facts["new_lineage"] = progress.lineage
-            context.steps.write("committed", progress.step, plan.quorum_id, **facts)
-            if progress.following and context.follower is not None:
-                context.follower.followed(plan, participants, self._collectives.finish)
-            context.telemetry.step(
-                *(self._times, progress.step, plan.quorum_id, participants), committed=True, nonfinite=self._nonfinite
-            )
-            return
-        progress.discard()
-        epoch, quorum_id = (plan.epoch, plan.quorum_id) if plan else (0, 0)
-        reason = str(self.error)
-        context.steps.write("discarded", progress.step, quorum_id, epoch=epoch, reason=reason)
-        context.telemetry.step(
-            *(self._times, progress.step, quorum_id, 0),
-            committed=False,
-            reason=reason[:500],
-            nonfinite=self._nonfinite,
-        )
+            end.commit(plan, behind=behind, synchronized=self.synchronized)
+            if context.progress.following and context.follower is not None:
+                context.follower.followed(plan, participation[1], self._collectives.finish)
+        else:
+            end.discard(str(self.error))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -22,22 +21,9 @@ from keepstep.process_group.works import writing
 from keepstep.step.context import StepContext
 from keepstep.step.managed_work import ManagedWork
 from keepstep.step.neutral_elements import neutral_element
+from keepstep.step.reduction import Reduction
 from keepstep.step.reporting.step_telemetry import StepTimes
-
-
-@dataclass(frozen=True, slots=True)
-class Reduction:
-    """A tensor to reduce in place, and how."""
-
-    tensor: torch.Tensor
-    """Dense, of any shape."""
-    op: ReduceOp | ReduceOp.RedOpType
-    average: bool
-    """Divide the sum by the number of groups that take part."""
-    write_back: Callable[[], None] | None = None
-    """Called by ``Collectives.finish``, if the collective succeeded."""
-    quantize: bool = False
-    """Send 8-bit values. The sum is computed in float32, so float16 does not overflow."""
+from keepstep.step.retrying.kept_reductions import KeptReduction
 
 
 class Collectives:
@@ -60,6 +46,8 @@ class Collectives:
         """Those of each result, with ``refuse_nonfinite``."""
         self.quantized = 0
         """Number of collectives that sent encoded values."""
+        self.write_back_failed = False
+        """Whether a result could not be written back."""
 
     @property
     def started(self) -> int:
@@ -76,7 +64,9 @@ class Collectives:
         """Whether a result has one, after ``finish``; False without ``refuse_nonfinite``."""
         return _any_nonfinite(self._results)
 
-    def allreduce(self, reduction: Reduction, *, contributes: bool, world: int) -> ManagedWork:
+    def allreduce(
+        self, reduction: Reduction, *, contributes: bool, world: int, kept: KeptReduction | None = None
+    ) -> ManagedWork:
         """Start to reduce a tensor in place.
 
         ``agreement.ARITHMETIC`` is the version of this arithmetic. float16 is divided before the sum, which would
@@ -86,12 +76,15 @@ class Collectives:
             reduction: the tensor, and how to reduce it.
             contributes: False: this group contributes the neutral element of the operation, such as 0 to a sum.
             world: number of groups that take part.
+            kept: copies the tensor, for a retry; None: the step is not retried.
 
         Raises:
             ValueError: the operation has no neutral element.
             Exception: the collective could not be started.
         """
         context, tensor, average = self._context, reduction.tensor, reduction.average
+        if kept is not None:
+            kept.save()
         if not contributes:
             tensor.fill_(neutral_element(reduction.op, tensor.dtype))
         whole = tensor.contiguous()  # a process group reads the memory behind the first element
@@ -103,7 +96,7 @@ class Collectives:
             self._times.launched = time.monotonic()
             reduced = all_reduce([whole], scale or 1.0, context.reconfigurer.pg, context.timeout)
             self.quantized += 1
-            return self._add(reduced, [whole], tensor, summed=summed, write_back=reduction.write_back)
+            return self._add(reduced, [whole], tensor, summed=summed, write_back=reduction.write_back, kept=kept)
         if scale is not None and whole.dtype is torch.float16:
             with writing([whole]):
                 whole.mul_(scale)
@@ -116,7 +109,7 @@ class Collectives:
         options.timeout = context.timeout
         self._times.launched = time.monotonic()
         work = context.reconfigurer.pg.allreduce([whole], options)
-        return self._add(work, [whole], tensor, summed=summed, scale=scale, write_back=reduction.write_back)
+        return self._add(work, [whole], tensor, summed=summed, scale=scale, write_back=reduction.write_back, kept=kept)
 
     def run(
         self, tensors: list[torch.Tensor], start: Callable[[Round], dist.Work], *, contributes: bool, world: int
@@ -150,6 +143,7 @@ class Collectives:
         summed: bool,
         scale: float | None = None,
         write_back: Callable[[], None] | None = None,
+        kept: KeptReduction | None = None,
     ) -> ManagedWork:
         """Note a collective that was started. ``value``: of its future; a tensor gets the result if it is another."""
 
@@ -163,17 +157,25 @@ class Collectives:
                 if isinstance(value, torch.Tensor) and results[0] is not value:
                     value.copy_(results[0])
 
-        managed = ManagedWork(work, value, finish, self._report, write_back)
+        managed = ManagedWork(work, value, finish, self._report, write_back, ended=kept.ended if kept else None)
         self._works.append(managed)
         return managed
 
-    def finish(self) -> None:
-        """Wait for all collectives, and write the results of those that succeeded back."""
-        for work in self._works:
-            if work.wait() and work.write_back is not None:
+    def finish(self, *, all_or_none: bool = False) -> None:
+        """Wait for all collectives, and write the results of those that succeeded back.
+
+        Args:
+            all_or_none: write nothing back if one of them failed, because all of them may be repeated.
+        """
+        succeeded = [work for work in self._works if work.wait()]
+        if all_or_none and len(succeeded) < len(self._works):
+            return
+        for work in succeeded:
+            if work.write_back is not None:
                 try:
                     work.write_back()
                 except Exception as error:  # noqa: BLE001  the tensors that it wrote are equal in no other group
+                    self.write_back_failed = True
                     self._report(error)
 
     def check_process_group(self) -> None:

@@ -24,6 +24,7 @@ from keepstep.step.progress import GroupProgress
 from keepstep.step.reconfigurer import Reconfigurer
 from keepstep.step.reporting.step_log import StepLog
 from keepstep.step.reporting.step_telemetry import StepTelemetry
+from keepstep.step.retrying.kept_reductions import KeptReductions
 from keepstep_mesh.config.logging import Logger
 from keepstep_mesh.errors import ExitWithReason, KeepstepError
 from keepstep_mesh.protocol.group_messages import RankAsk
@@ -61,6 +62,8 @@ class StepContext:
     """Digest of ``job_settings`` and ``layout``; empty without a layout."""
     refuse_nonfinite: bool = False
     """Vote no if a result of the step has a NaN or an infinity."""
+    kept: KeptReductions | None = None
+    """The all-reduces of the present step, with ``retry_allreduce``; None: no step is retried."""
     last_step: StepReport | None = None
     """Report of this rank on its last step, for the next request."""
     root: StateRoot | None = None

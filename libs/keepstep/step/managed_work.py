@@ -22,6 +22,7 @@ class ManagedWork(dist.Work):
         write_back: for the Manager to call on the training thread in ``should_commit``, after all passes, if the
             collective succeeded.
         ok: what ``wait`` returns when ``work`` is None.
+        ended: called before the future completes, also after an error.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class ManagedWork(dist.Work):
         report: Callable[[Exception], None] = lambda _: None,
         write_back: Callable[[], None] | None = None,
         ok: bool = True,
+        ended: Callable[[], None] | None = None,
     ) -> None:
         super().__init__()
         self._value = value
@@ -49,6 +51,8 @@ class ManagedWork(dist.Work):
             except Exception as error:  # noqa: BLE001  whatever the error is, the step does not commit
                 self._ok = False
                 report(error)
+            if ended is not None:
+                ended()
             return value
 
         self._future = work.get_future().then(settle)

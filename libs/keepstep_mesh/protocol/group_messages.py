@@ -68,6 +68,8 @@ class RankAsk:
     """As in ``QuorumRequest``."""
     failure: StepFailure | None = None
     """As in ``QuorumRequest``, of this rank."""
+    retry: bool = False
+    """As in ``QuorumRequest``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,6 +100,9 @@ class QuorumRequest:
     the previous request of this session."""
     failure: StepFailure | None = None
     """Why the group's last step failed. None: it did not, or the cause has nothing to do with this or another group."""
+    retry: bool = False
+    """The group takes its last step again, with the gradients that it has. Denied with code ``retry`` if another group
+    has committed that step. Always with ``shrink_only`` and ``commit_failures``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,8 +275,8 @@ class Denied:
     kind: ClassVar[str] = "denied"
     request: int
     code: str
-    """``deadline``, ``layout``, ``collectives`` or ``start``; a worker treats any other code as a failure of the
-    request."""
+    """``deadline``, ``layout``, ``collectives``, ``start`` or ``retry``; a worker treats any other code as a failure of
+    the request."""
     reason: str
     peer_address: str = ""
     """With code ``layout``: a group server with the parameters of the job; empty: ``reason`` names the difference."""

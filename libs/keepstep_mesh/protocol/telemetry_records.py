@@ -162,6 +162,10 @@ class StepRecord:
     """Recorded by the training script, such as ``loss``."""
     nonfinite: bool = False
     """The group contributed a NaN or an infinity to an average of this step."""
+    retries: int = 0
+    """How often the group took the step again with the same gradients, after the loss of a member."""
+    retry_seconds: Seconds = 0.0
+    """From the first failure of a step that was retried to its end, without its waits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -211,6 +211,7 @@ class SessionCore:
             grace_ms=request.grace_ms,
             final=request.final,
             durable_relays=relays,
+            retry=request.retry,
         )
 
     def withdraw(self, number: int) -> bool:

@@ -97,6 +97,9 @@ def _of_jobs(jobs: Iterable[Job], now: float) -> Iterator[Metric]:
     nonfinite = CounterMetricFamily(
         "keepstep_nonfinite_steps", "steps of groups that contributed a NaN or an infinity", labels=["job"]
     )
+    retried = CounterMetricFamily(
+        "keepstep_retried_steps", "steps that groups took again after the loss of a member", labels=["job"]
+    )
     healed = CounterMetricFamily("keepstep_healed_bytes", "bytes received by groups that healed", labels=["job"])
     heal_seconds = HistogramMetricFamily("keepstep_heal_seconds", "duration of a heal that succeeded", labels=["job"])
     gaps = HistogramMetricFamily(
@@ -116,6 +119,7 @@ def _of_jobs(jobs: Iterable[Job], now: float) -> Iterator[Metric]:
         of_groups.add_metric([name, "committed"], tally.committed)
         of_groups.add_metric([name, "discarded"], tally.discarded)
         nonfinite.add_metric([name], tally.nonfinite)
+        retried.add_metric([name], tally.retried)
         healed.add_metric([name], job.healed_bytes)
         heal_seconds.add_metric([name], job.heals.buckets, job.heals.seconds)
         gaps.add_metric([name], job.commit_gaps.buckets, job.commit_gaps.seconds)
@@ -125,7 +129,7 @@ def _of_jobs(jobs: Iterable[Job], now: float) -> Iterator[Metric]:
         for replica in {one.name: one for one in replicas if one.state not in UNCOUNTED}.values():  # a name once
             group_step.add_metric([name, replica.name], replica.step)
     yield from (quorum_id, members, step, rounds, waits, steps, step_seconds, of_groups, nonfinite, healed)
-    yield from (heal_seconds, gaps, groups, group_step)
+    yield from (retried, heal_seconds, gaps, groups, group_step)
 
 
 def registry(lighthouse: LighthouseNode) -> CollectorRegistry:

@@ -47,6 +47,8 @@ class Tally:
     committed: int = 0
     """Steps of groups, each from an answer to the next request."""
     discarded: int = 0
+    retried: int = 0
+    """Retries of steps by groups; the same step may be retried more than once."""
     steps: DurationCounts = field(default_factory=DurationCounts)
     """These steps."""
     nonfinite: int = 0
@@ -208,7 +210,7 @@ class Groups:
         # a group that asks for the same step again, without a failure, waited for heals before that step
         answer, report = group.answer.announce if group.answer is not None else None, request.last_step
         same_step = answer is not None and request.step == answer.step
-        failed = request.commit_failures > 0
+        failed = request.commit_failures > 0 and not request.retry  # a retried step is neither committed nor discarded
         if failed and answer is not None and report is not None and report.committed:
             # what failed is a collective after the step, if the report is of this step
             failed = (report.quorum_id, report.step) != (answer.quorum_id, answer.step)
@@ -218,6 +220,7 @@ class Groups:
             group.committed_at = group.asked_at
         self.tally.committed += committed
         self.tally.discarded += failed
+        self.tally.retried += request.retry
         if committed or failed:
             self.tally.steps.add(seconds)
 

@@ -39,6 +39,7 @@ from keepstep_lighthouse.quorum.changes import (
     probation,
     reports,
     requests,
+    retries,
     starts,
     stragglers,
 )
@@ -235,6 +236,10 @@ class JobCore:
             self._verdict = judge(self._groups, len(record.members), record.policy, until, now, first=first)
         if self._verdict.code in ANNOUNCING and starts.settle(state):
             self._verdict = judge(self._groups, len(record.members), record.policy, until, now, first=first)
+        if self._groups.shrinking and until is None:
+            self._verdict = retries.settle(
+                state, self._verdict, lambda: judge(self._groups, len(record.members), record.policy, None, now)
+            )
         while self._verdict.code in ANNOUNCING and self._groups.final:
             if (instead := finishing.settle(state, now, now_unix)) is None:
                 break
@@ -265,6 +270,7 @@ class JobCore:
         forbid_heal: list[str] = []
         if not announce.allow_heal:
             forbid_heal = [g.replica_id for g in chosen if g.request is not None and not g.request.allow_heal]
+        retried = retries.note(state, chosen)
         groups.close_round(announce, chosen, now)
         state.decisions.append(announce)
         starts.note(state, announce, ended)
@@ -278,7 +284,7 @@ class JobCore:
         names = sorted(g.replica_id for g in groups if g.excluded is None and not g.member) if left_out else []
         out = [one.reason for one in state.probation.groups.values() if one.out]
         refused = state.probation.refused
-        self._formed = Formed(code, announce.quorum_id, len(chosen), names, forbid_heal, out, refused)
+        self._formed = Formed(code, announce.quorum_id, len(chosen), names, forbid_heal, out, refused, retried)
         if announce.quorum_id != before:
             members = list(state.record.members)
             state.log("quorum", "", quorum_id=announce.quorum_id, members=members, reason=self._formed.reason.sentence)

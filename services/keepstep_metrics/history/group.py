@@ -96,7 +96,7 @@ class Group:
         self.committed_at = now
         self.steps.add(step.t, (1, 0, step.seconds))
         self.step = step.step
-        if not step.heal_seconds and step.quorum_seconds < SHORT_WAIT_SECONDS:
+        if not step.heal_seconds and step.quorum_seconds < SHORT_WAIT_SECONDS and not step.retries:
             self.recent.append(step.seconds)
         if step.busy_seconds is not None:
             self.busy.append(step.busy_seconds)
@@ -111,7 +111,9 @@ class Group:
         fill = self.timeline.fill
         fill(begin, min(begin + waited, end), State.WAITING_QUORUM)
         fill(begin + waited, min(healed, end), State.HEALING)
-        fill(healed, end, State.TRAINING if step.committed else State.RETRYING)
+        again = healed + step.retry_seconds if step.committed else end
+        fill(healed, min(again, end), State.RETRYING)
+        fill(again, end, State.TRAINING)
 
     def set_state(self, replica_id: str, record: StateRecord) -> None:
         if replica_id not in self.ends and record.state in REPORTED_STATES:

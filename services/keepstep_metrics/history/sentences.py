@@ -60,6 +60,9 @@ def sentence(event: str, name: str, detail: Mapping[str, Any]) -> str:
             return f"{name} diverged: its weights differ from the others at step {detail.get('step')}"
         case "waited_for":
             return f"the others waited {_number(detail.get('seconds')):.0f} s for {name} at step {detail.get('step')}"
+        case "step_retried":
+            names = (name_of(str(one)) for one in _list(detail.get("groups")))
+            return f"{listed(names, MAX_NAMED)} took step {detail.get('step')} again after a loss"
         case "nonfinite":
             where = "in" if detail.get("committed") else "after"  # a step that was not committed has no number
             return f"{name} contributed a NaN or an infinity {where} step {detail.get('step')}"

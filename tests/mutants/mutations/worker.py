@@ -127,14 +127,14 @@ MUTATIONS = (
     ),
     Mutation(
         "a group that trains behind gets the lineage of the others",
-        "libs/keepstep/step/attempt.py",
-        "progress.commit(plan.quorum_id, participants, behind=behind)",
-        "progress.commit(plan.quorum_id, participants, behind=False)",
+        "libs/keepstep/step/step_end.py",
+        "progress.commit(plan.quorum_id, self.participants, behind=behind)",
+        "progress.commit(plan.quorum_id, self.participants, behind=False)",
         Test(f"{SYNCHRONIZED}::test_groups_that_do_not_say_so_are_not_equal_and_heal_next_time"),
     ),
     Mutation(
         "a synchronized group keeps its count of batches",
-        "libs/keepstep/step/attempt.py",
+        "libs/keepstep/step/step_end.py",
         "batches = (plan.reference_batches if behind else 0) or progress",
         "batches = progress",
         Test(f"{SYNCHRONIZED}::test_groups_that_say_that_they_are_equal_are_and_nobody_heals"),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from keepstep.group.quorum_plan import QuorumPlan, make_plan
 from keepstep.step.progress import GroupProgress
+from keepstep.step.retrying.retry_rules import FailedTry, obstacle
 from keepstep_mesh.protocol.lineage import is_diverged, is_following
 from keepstep_mesh.protocol.membership import FinalState, Lineage, MemberInfo, Quorum, StateRoot
 from keepstep_mesh.protocol.messages import (
@@ -73,7 +74,11 @@ class Worker:
         self.snapshot: tuple[int, int, Lineage, int] | None = None
         """(quorum_id, step, lineage, state) that others may heal from."""
         self._attempt = 0
-        self._errored = False
+        self._errored = self._own_error = False
+        self._retries = 0
+        """Of the present step."""
+        self._gradient: tuple[int, int] | None = None
+        """Of the last backward pass, and the state that it is of."""
         self._backward_done = False
         self._behind = self._follows = False
         self._fetched: int | None = None
@@ -177,9 +182,12 @@ class Worker:
     def on_message(self, message: Any) -> None:
         match message:
             case Denied(request):
+                retry = self.session.core.open is not None and self.session.core.open.retry
                 if not self.session.core.withdraw(request):
                     return
-                if message.code == "deadline":
+                if retry:
+                    self._discard()
+                elif message.code == "deadline":
                     self.soon(0.05, self.ask)
                 else:  # the job is closed, or the group cannot finish: its launcher does not start it again
                     self.die()
@@ -203,11 +211,11 @@ class Worker:
 
     # ---- the training loop
 
-    def ask(self) -> None:
+    def ask(self, *, retry: bool = False) -> None:
         session = self.session
         if session.core.open is not None or self.plan is not None or self.finished:
             return
-        if self.leaving:
+        if self.leaving and not retry:
             session.send(Leave("told to"))
             return
         if self.takes_no_step and self.following.active:
@@ -217,13 +225,14 @@ class Worker:
                 request=0,
                 step=self.step,
                 lineage=self.lineage,
-                shrink_only=self.shrink_next,
-                commit_failures=self.progress.commit_failures,
+                shrink_only=self.shrink_next or retry,
+                commit_failures=max(self.progress.commit_failures, retry),
                 timeout_ms=REQUEST_TIMEOUT_MS,
                 info=self.info,
                 root=self.root,
                 allow_heal=self.takes_no_step or self.sim.allows_heal(),
                 final=self.takes_no_step,
+                retry=retry,
             )
         )
         self.shrink_next = False
@@ -232,8 +241,12 @@ class Worker:
         self.soon(REQUEST_TIMEOUT, self.cancel, number)
 
     def cancel(self, number: int) -> None:
+        retry = self.session.core.open is not None and self.session.core.open.retry
         if self.session.core.withdraw(number):
             self.session.send(CancelRequest(number))
+            if retry:
+                self._discard()
+                return
             self.soon(0.05 + self.random.random(), self.ask)
 
     def on_quorum(self, quorum: Quorum, asked: QuorumRequest) -> None:
@@ -247,7 +260,8 @@ class Worker:
             self.progress.diverge()
             self.sim.logs.step(self, "diverged", lineage=self.lineage)
         self._attempt += 1
-        self._errored, self.fail_next = self.fail_next, False
+        self._errored = self._own_error = self.fail_next
+        self.fail_next = False
         self._backward_done, self._collective, self._result = False, None, None
         self._errored = not self.following.check(plan) or self._errored
         self._behind = plan.heal and not plan.allow_heal
@@ -257,6 +271,8 @@ class Worker:
         self._healed, self._fetched = None if waits else True, None
         if self._configured[0] != plan.quorum_id:
             self._configured = (plan.quorum_id, 0)
+        if not asked.retry:
+            self._retries, self._gradient = 0, None
         if self._healed is None:
             self.session.send(Healing(0, 100, 10.0))
             self.soon(0.02 + 0.05 * self.random.random(), self._fetch, self._attempt)
@@ -267,6 +283,10 @@ class Worker:
         if plan.finishing:
             if self._healed is not None:
                 self._end_finishing()
+        elif asked.retry:
+            if plan.behind or self._gradient is None or self._gradient[1] != self.state:
+                self.sim.violated(f"{self.replica_id} retries the step after {plan.max_step} with other gradients")
+            self._reduce(self._attempt)
         elif not self._heals_first(plan):
             self.soon(0.1 + 0.4 * self.random.random(), self._reduce, self._attempt)
 
@@ -327,9 +347,10 @@ class Worker:
         quorum_id, done = self._configured
         self._configured = (quorum_id, done + 1)
         heals_later = plan.heal and plan.allow_heal and plan.max_step > 0
-        gradient = None if heals_later or plan.follows else hash((self.state, self.replica_id))
+        heals_later = heals_later or plan.follows
+        self._gradient = self._gradient or (hash((self.state, self.replica_id)), self.state)
         self._collective = self.sim.collectives.begin((quorum_id, done), plan, self)
-        self.sim.collectives.contribute(self._collective, self, gradient)
+        self.sim.collectives.contribute(self._collective, self, None if heals_later else self._gradient[0])
 
     def on_reduced(self, collective: Collective, result: int | None) -> None:
         """The all-reduce ended for this group. ``result`` None: it failed here."""
@@ -357,12 +378,23 @@ class Worker:
         reduced = self._backward_done and (self._errored or self._result is not None)
         if plan is None or not reduced or self._healed is None:
             return
-        if self._errored or not self._healed or self._result is None:
-            self.progress.discard()
-            self.sim.logs.step(self, "discarded")
-        else:
-            self._commit(plan, self._result)
         self.session.core.finished_step()
+        if self._errored or not self._healed or self._result is None:
+            failed = FailedTry(self._retries, self._own_error, plan.behind, ending=False, unrepeatable="")
+            if self.sim.retries and self._gradient is not None and not obstacle(failed):
+                self.sim.logs.step(self, "retried")
+                self.plan, self._retries = None, self._retries + 1
+                self.ask(retry=True)
+                return
+            self._discard()
+            return
+        self._commit(plan, self._result)
+        self.plan = None
+        self.soon(0.01 + 0.03 * self.random.random(), self.ask)
+
+    def _discard(self) -> None:
+        self.progress.discard()
+        self.sim.logs.step(self, "discarded")
         self.plan = None
         self.soon(0.01 + 0.03 * self.random.random(), self.ask)
 
@@ -394,7 +426,7 @@ class Worker:
     def fail_commit(self) -> None:
         """Fail the step in this group only: the all-reduce completes for the others."""
         if self.contributed and not self._errored:
-            self._errored = True
+            self._errored = self._own_error = True
             self._vote()
 
     def flip_a_bit(self) -> None:

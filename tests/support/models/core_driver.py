@@ -136,6 +136,7 @@ class Driver:
         final: bool = False,
         durable_relays: tuple[str, ...] = (),
         failure: StepFailure | None = None,
+        retry: bool = False,
     ) -> list[Decision]:
         if settings is not None and info is None:
             info = MemberInfo(f"http://{replica_id}")
@@ -152,6 +153,7 @@ class Driver:
             final=final,
             durable_relays=durable_relays,
             failure=failure,
+            retry=retry,
         )
         return self.feed(Asked(self.session_of[replica_id], wanted))
 

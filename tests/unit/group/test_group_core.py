@@ -136,6 +136,14 @@ def test_a_late_vote_for_an_older_attempt_is_dropped():
     assert barrier.vote(1, vote(True, attempt=2)) == RankDecision(1, 5, 3, 2, ok=True)
 
 
+def test_a_slow_rank_learns_the_no_after_the_others_have_polled():
+    barrier = CommitBarrier(2)
+    barrier.vote(0, vote(False))
+    assert barrier.vote(0, RankVote(0, 0, 3, 1, True, 1)) is None
+    assert barrier.vote(1, vote(True)) == RankDecision(1, 5, 3, 1, ok=False)
+    assert barrier.vote(1, RankVote(0, 0, 3, 1, True, 1)) == RankDecision(0, 0, 3, 1, ok=True, poll=1)
+
+
 def test_a_poll_that_the_ranks_passed_has_ended_with_no_and_a_later_one_needs_all_ranks():
     barrier = CommitBarrier(2)
 

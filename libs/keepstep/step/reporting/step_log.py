@@ -12,6 +12,8 @@ missing line shows), ``event``, ``step`` (committed steps after the event), ``qu
 * ``committed``: ``epoch``, ``participants``, ``lineage`` of the state before the step; only if true: ``behind`` (the
   group took part without healing, or without weights), ``synchronized`` (the script declared all groups equal after the
   step); and ``new_lineage``, if it is not the quorum_id
+* ``retried`` (the group repeats the step under another quorum, with the same gradients): ``epoch`` and ``quorum_id``
+  of the quorum that failed, ``reason``
 * ``discarded``: ``epoch``, ``reason``
 
 ``keepstep check-history`` reads it.

@@ -9,6 +9,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from keepstep.group.group_link import LinkSettings
@@ -35,6 +36,21 @@ class StepTimes:
     heal_seconds: float = 0.0
     launched: float | None = None
     """``time.monotonic()`` when the last collective began."""
+    retry_seconds: float = 0.0
+    """From the first failure of the step to its end, without the waits above."""
+
+    @property
+    def waited(self) -> float:
+        return self.quorum_seconds + self.heal_seconds
+
+    @contextlib.contextmanager
+    def retrying(self) -> Iterator[None]:
+        """Measure ``retry_seconds``."""
+        since, waited = time.monotonic(), self.waited
+        try:
+            yield
+        finally:
+            self.retry_seconds += time.monotonic() - since - (self.waited - waited)
 
 
 class StepTelemetry:
@@ -88,6 +104,7 @@ class StepTelemetry:
         committed: bool,
         reason: str = "",
         nonfinite: bool = False,
+        retries: int = 0,
     ) -> None:
         """Record the end of a step. ``step``: number of committed steps after it."""
         now, before = time.monotonic(), times.began if self._ended is None else self._ended
@@ -111,6 +128,8 @@ class StepTelemetry:
                 busy_seconds=busy,
                 values=values,
                 nonfinite=nonfinite,
+                retries=retries,
+                retry_seconds=times.retry_seconds if retries else 0.0,
             )
         )
 

@@ -136,6 +136,8 @@ class Formed(NamedTuple):
     """Why groups are parted, one sentence each."""
     refused: str
     """Why groups are not parted although the evidence accuses them; empty: no such group."""
+    retried: list[str]
+    """Members that retry their last step."""
 
     @property
     def reason(self) -> Reason:
@@ -155,6 +157,8 @@ class Formed(NamedTuple):
             how += f"; parted: {listed(self.parted, MAX_NAMED)}"
         if self.refused:
             how += f"; {self.refused}"
+        if self.retried:
+            how += f"; {named(self.retried)} retry the step with the gradients that they have"
         return Reason(self.code, numbers, f"quorum {self.quorum_id}, {members}: {how}")
 
 

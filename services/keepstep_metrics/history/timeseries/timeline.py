@@ -19,7 +19,7 @@ class State(Enum):
     WAITING_QUORUM = "waiting_quorum"
     HEALING = "healing"
     RETRYING = "retrying"
-    """In a discarded step."""
+    """In a discarded step, or between the failure of a step and the end of its retry."""
     LOST = "lost"
     """Dead or evicted."""
     DRAINING = "draining"

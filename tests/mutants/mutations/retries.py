@@ -1,0 +1,74 @@
+"""Bugs in steps that are repeated after a loss: ``retry_allreduce``."""
+
+from __future__ import annotations
+
+from tests.mutants.mutation import Mutation, Test
+
+LIGHTHOUSE = "services/keepstep_lighthouse/quorum/changes/retries.py"
+RETRYING = "libs/keepstep/step/retrying"
+STEPS = "tests/services/manager/steps/test_retried_steps.py"
+A_FEW_TIMES = f"{STEPS}::test_a_step_is_retried_a_few_times_and_then_discarded[3]"
+SCENARIO = "tests/scenarios/test_scenarios.py::test_the_lighthouse_decides_as_the_scenario_says[42_retried_steps]"
+SIMULATION = (
+    "tests/simulation/test_simulation.py::"
+    "test_steps_are_retried_with_the_gradients_of_the_state_that_the_job_goes_on_from[1]"
+)
+
+MUTATIONS = (
+    Mutation(
+        "a retry of a step that another group has committed is answered",
+        LIGHTHOUSE,
+        "    if verdict.code in ANNOUNCING and _deny_late(state):\n",
+        "    if verdict.code == 'grace' and _deny_late(state):\n",
+        Test(SIMULATION),
+    ),
+    Mutation(
+        "a group that was behind retries with gradients of other weights",
+        f"{RETRYING}/retry_rules.py",
+        "    if failed.behind:\n",
+        "    if failed.behind and failed.retries:\n",
+        Test(SIMULATION),
+    ),
+    Mutation(
+        "a retry waits for joiners when too few members are left",
+        LIGHTHOUSE,
+        '        if verdict.code == "min_replicas":\n',
+        '        if verdict.code == "grace":\n',
+        Test(SCENARIO),
+    ),
+    Mutation(
+        "a retried step reduces what the failed one left in the tensors",
+        f"{RETRYING}/kept_reductions.py",
+        "                tensor.copy_(copy)\n",
+        "                pass\n",
+        Test(A_FEW_TIMES),
+    ),
+    Mutation(
+        "a retried step averages the buffers for the groups of the failed one",
+        f"{RETRYING}/kept_reductions.py",
+        "            self.reduction.refill()\n",
+        "            pass\n",
+        Test(f"{STEPS}::test_buffers_are_those_of_the_groups_that_are_left"),
+    ),
+    Mutation(
+        "gradients that were clipped before the commit are reduced again, not clipped",
+        f"{RETRYING}/kept_reductions.py",
+        '        return "" if _version(tensor) == self._version else CLIP_LATER\n',
+        '        return ""\n',
+        Test(f"{STEPS}::test_gradients_that_were_clipped_before_the_commit_are_not_reduced_again"),
+    ),
+    Mutation(
+        "a rank retries although another rank of its group cannot",
+        "libs/keepstep/step/another_try.py",
+        "    ready = all_ready(context, not why_not)\n",
+        "    ready = not why_not\n",
+        Test(f"{STEPS}::test_all_ranks_of_a_group_retry_or_none_does"),
+    ),
+    Mutation(
+        "a slow rank does not learn the no of the others, who poll already",
+        "libs/keepstep/group/merging.py",
+        "        if key == self._refused:\n",
+        "        if key == self._refused and vote.poll:\n",
+        Test("tests/unit/group/test_group_core.py::test_a_slow_rank_learns_the_no_after_the_others_have_polled"),
+    ),
+)
