@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 from keepstep import DistributedDataParallel, HTTPTransport, Manager, Optimizer
 from keepstep.checkpointing.errors import TransferError
 from keepstep_mesh.errors import KeepstepError
-from tests.services.manager.groups import SECOND, events, manager, together
+from tests.services.manager.groups import SECOND, events, manager, place_to_meet, together
 
 LAST_STEP = 30
 FOLLOWED = 5
@@ -114,8 +115,10 @@ class Group:
         return self.m.current_step(), self.m.batches_committed(), bits
 
 
-def veteran(lighthouse: str, ahead: threading.Event, joined: threading.Event, **group: Any) -> Any:
-    with manager(lighthouse, "a") as m:
+def veteran(
+    lighthouse: str, ahead: threading.Event, joined: threading.Event, ranks: dict[str, Any] | None = None, **group: Any
+) -> Any:
+    with manager(lighthouse, "a", **(ranks or {})) as m:
         own = Group(m, 1, **group)
         for _ in range(3):
             assert own.step()
@@ -185,6 +188,31 @@ def test_without_memory_for_gradients_the_others_wait_for_the_state(lighthouse, 
     assert b == a
     assert (followed, took_part) == (0, 2), "it waited in its first step, and replayed that"
     assert "caught_up" in events(steps)
+
+
+def test_the_ranks_of_a_group_catch_up_in_the_same_step(lighthouse, steps):
+    """The state of rank 1 arrives later, so both ranks follow until then."""
+    homes = {name: place_to_meet() for name in "ab"}
+    gates, ahead, joined = [Gate(), Gate()], threading.Event(), threading.Event()
+
+    def join(rank: int) -> tuple[Any, int]:
+        assert ahead.wait(60)
+        with manager(lighthouse, "b", checkpoint_transport=gates[rank], rank=rank, **homes["b"]) as m:
+            own, followed = Group(m, 2), 0
+            joined.set()
+            while m.current_step() < LAST_STEP:
+                own.step()
+                followed += m.catching_up
+                if followed >= FOLLOWED * (rank + 1):
+                    gates[rank].open.set()
+            m.finish()
+            return own.result(), followed
+
+    stay = [partial(veteran, lighthouse, ahead, joined, {"rank": rank, **homes["a"]}) for rank in range(2)]
+    a0, a1, (b0, followed0), (b1, followed1) = together(*stay, *(partial(join, rank) for rank in range(2)))
+    assert (b0, b1) == (a0, a1)
+    assert followed0 == followed1 >= 2 * FOLLOWED
+    assert "torn" not in events(steps)
 
 
 @pytest.mark.parametrize(

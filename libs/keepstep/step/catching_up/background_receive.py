@@ -56,13 +56,12 @@ class BackgroundReceive:
         """Wait at most ``seconds`` for the end. Return whether the transfer has ended."""
         return self._ended.wait(seconds)
 
-    def cancel(self, reason: str) -> bool:
-        """End the transfer. Return whether its thread has ended within ``END_SECONDS``."""
+    def cancel(self, reason: str) -> None:
+        """End the transfer, and wait ``END_SECONDS`` at most for its thread."""
         self._cancelled = self._cancelled or reason
         if not self.ended:
             self._context.transport.abort_receive(reason)
         self._thread.join(END_SECONDS)
-        return not self._thread.is_alive()
 
     def _run(self) -> None:
         try:

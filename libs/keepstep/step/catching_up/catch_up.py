@@ -69,8 +69,8 @@ class CatchUp:
         self._receive: BackgroundReceive | None = None
         self._meter: HealMeter | None = None
         self._failures = 0
-        self._stuck = False
-        """Whether a transfer did not end when it was aborted."""
+        self._aborted: BackgroundReceive | None = None
+        """The last transfer that was aborted. Its thread may still wait for an answer."""
         self._last: tuple[QuorumPlan, int, Callable[[], None]] | None = None
         """Of the last step that was followed: its plan, the groups that took part, and what restores its buffers."""
         self._unkept = False
@@ -92,7 +92,8 @@ class CatchUp:
 
     def can_begin(self, plan: QuorumPlan) -> bool:
         """See ``Follower``."""
-        return plan.max_step > 0 and self._failures < MAX_FAILURES and not self._stuck and not self._context.min_groups
+        ended = self._aborted is None or self._aborted.ended
+        return plan.max_step > 0 and self._failures < MAX_FAILURES and ended and not self._context.min_groups
 
     def objection(self, plan: QuorumPlan) -> Exception | None:
         """See ``Follower``."""
@@ -149,7 +150,8 @@ class CatchUp:
             self._log.memory = max(self._log.memory, self._receive.moved[1])
         if self._log.full and self._log.phase is Phase.RECEIVING:
             self._wait_for_state()
-        return self._go_on(REPLAY_SHARE * seconds)
+        alone = self._context.settings.world_size == 1  # the ranks of a group must replay equally many steps
+        return self._go_on(REPLAY_SHARE * seconds if alone else 0.0)
 
     def finish(self) -> None:
         """See ``Follower``."""
@@ -286,12 +288,15 @@ class CatchUp:
     def _give_up(self, reason: str) -> None:
         """Go back to the weights that the group has; it heals in the next quorum."""
         context, progress = self._context, self._context.progress
-        progress.hold(*self._log.give_up())
+        held = self._log.give_up()
+        if not progress.torn:  # the script may have torn it
+            progress.hold(*held)
         self._failures += 1
         context.log.warning("catch-up ended early", step=progress.step, reason=reason, failures=self._failures)
         context.steps.write("gave_up", progress.step, 0, lineage=progress.lineage)
         if self._receive is not None:
-            self._stuck = not self._receive.cancel(reason)
+            self._aborted = self._receive
+            self._receive.cancel(reason)
         self._forget()
 
     def _tear(self, reason: str) -> None:
