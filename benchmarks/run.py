@@ -22,6 +22,7 @@ import groups
 import heal
 import heal_step
 import hsdp_step
+import join
 import kill_to_commit
 import loss
 import outer_step
@@ -50,6 +51,7 @@ BENCHMARKS = {
     "heal": heal.run,
     "swarm": swarm.run,
     "heal_step": heal_step.run,
+    "join": join.run,
     "groups": groups.run,
     "checkpoint": checkpoint_speed.run,
 }

@@ -104,6 +104,8 @@ def lighthouse(
     log: Path,
     heartbeat_timeout_s: int = HEARTBEAT_TIMEOUT_S,
     event_log: Path | None = None,
+    address: str = "127.0.0.1",
+    prefix: tuple[str, ...] = (),
 ) -> Iterator[Lighthouse]:
     """Run the service as its own command starts it, with its default limits.
 
@@ -113,20 +115,22 @@ def lighthouse(
     port = free_port()
     folder = tempfile.mkdtemp()
     if side.name == "torchft":
-        command = [side.python.parent / "torchft_lighthouse", "--bind", f"127.0.0.1:{port}"]
+        command = [side.python.parent / "torchft_lighthouse", "--bind", f"{address}:{port}"]
         command += ["--min_replicas", str(min_replicas)]
         command += ["--heartbeat_timeout_ms", str(heartbeat_timeout_s * 1000)]
         log = Path(os.devnull)  # it has no quiet mode and logs each quorum in full
     else:
-        command = [side.python, "-m", "keepstep_cli", "lighthouse", "--bind", f"127.0.0.1:{port}"]
+        command = [side.python, "-m", "keepstep_cli", "lighthouse", "--bind", f"{address}:{port}", "--insecure"]
         command += ["--store", f"sqlite:///{folder}/store.sqlite", "--min-replicas", str(min_replicas)]
         command += ["--heartbeat-timeout", str(heartbeat_timeout_s)]
         command += ["--event-log", event_log] if event_log else []
     with log.open("ab") as out:
-        process = subprocess.Popen(command, env=side.environment(), stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+        process = subprocess.Popen(
+            [*prefix, *command], env=side.environment(), stdin=subprocess.DEVNULL, stdout=out, stderr=out
+        )
     try:
-        _await_port(process, port, log)
-        yield Lighthouse(f"http://127.0.0.1:{port}", process.pid)
+        _await_port(process, address, port, log)
+        yield Lighthouse(f"http://{address}:{port}", process.pid)
     finally:
         stop(process)
         shutil.rmtree(folder)
@@ -176,12 +180,12 @@ def relay(
         stop(process)
 
 
-def _await_port(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+def _await_port(process: subprocess.Popen[bytes], address: str, port: int, log: Path) -> None:
     deadline = time.monotonic() + START_TIMEOUT
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise RuntimeError(f"the lighthouse ended with {process.returncode}; see {log}")
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=1):
             return
         time.sleep(0.05)  # neither lighthouse prints when it listens
     raise TimeoutError(f"the lighthouse does not listen on port {port} after {START_TIMEOUT} s; see {log}")

@@ -25,14 +25,19 @@ from torch.utils.data import DataLoader, IterableDataset
 
 FEATURES = 1024
 BATCH = 32
+DIGEST_EVERY = 2
+"""Steps between two lines of ``--digests``."""
+CATCH_UP_BYTES = 3 << 30
+"""Memory for gradients of ``--catch-up``."""
 
 
 def network(size: str) -> nn.Module:
-    """``tiny``: 110 parameters. ``medium``: 2.1 million."""
+    """``tiny``: 110 parameters. ``medium``: 2.1 million. ``large``: 8.4 million, 32 MiB."""
     torch.manual_seed(0)
     if size == "tiny":
         return nn.Linear(10, 10)
-    return nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.ReLU(), nn.Linear(FEATURES, FEATURES))
+    wide = 4 * FEATURES if size == "large" else FEATURES
+    return nn.Sequential(nn.Linear(FEATURES, wide), nn.ReLU(), nn.Linear(wide, FEATURES))
 
 
 def batch(size: str) -> torch.Tensor:
@@ -85,9 +90,18 @@ def train_fault_tolerant(options: argparse.Namespace, ballast: list[torch.Tensor
         min_replica_size=options.min_replicas,
         timeout=timeout,
         replica_id=f"group_{options.group}",
+        hostname=options.address,
     )
     replicated = library.DistributedDataParallel(manager, model)
-    optimizer = library.Optimizer(manager, inner)
+
+    def change_more() -> None:
+        if ballast:
+            torch._foreach_add_([tensor[:1] for tensor in ballast], 1.0)
+
+    ways: dict[str, object] = {}
+    if options.catch_up:
+        ways = {"catch_up": True, "after_commit": [change_more], "catch_up_memory": CATCH_UP_BYTES}
+    optimizer = library.Optimizer(manager, inner, **ways)
     data = batches(options)
     while manager.current_step() < options.steps:
         inputs = next(data)
@@ -95,13 +109,22 @@ def train_fault_tolerant(options: argparse.Namespace, ballast: list[torch.Tensor
         optimizer.zero_grad()
         replicated(inputs).square().mean().backward()
         optimizer.step()
-        if manager.current_step() > step:
+        if manager.current_step() > step and not (options.catch_up and manager.catching_up):
             note(out, manager.current_step(), manager.num_participants(), time.perf_counter() - began)
-            if ballast:
-                torch._foreach_add_([tensor[:1] for tensor in ballast], 1.0)
+            if not options.catch_up:
+                change_more()
+            if options.digests and manager.current_step() % DIGEST_EVERY == 0:
+                with open(options.digests, "a", encoding="ascii") as digests:  # noqa: PTH123
+                    digests.write(f"{manager.current_step()} {digest([*model.parameters(), *ballast])}\n")
         if options.pause:
             time.sleep(options.pause)  # in place of loading data
     manager.shutdown()
+
+
+@torch.no_grad()
+def digest(tensors: list[torch.Tensor]) -> int:
+    """Sum the bits of all elements, as integers."""
+    return sum(int(one.view(torch.int32).sum(dtype=torch.int64)) for one in tensors)
 
 
 def train_plain(options: argparse.Namespace, out: TextIO) -> None:
@@ -135,7 +158,10 @@ def main() -> None:
     parser.add_argument("--group", type=int, required=True)
     parser.add_argument("--groups", type=int, required=True)
     parser.add_argument("--min-replicas", type=int, default=1)
-    parser.add_argument("--model", choices=("tiny", "medium"), default="tiny")
+    parser.add_argument("--model", choices=("tiny", "medium", "large"), default="tiny")
+    parser.add_argument("--catch-up", action="store_true", help="join without a stall; keepstep only")
+    parser.add_argument("--digests", default="", help="file for the sum of the weights' bits, now and then")
+    parser.add_argument("--address", default="127.0.0.1", help="of this host")
     parser.add_argument("--ballast-mib", type=int, default=0, help="state beside the network")
     parser.add_argument("--steps", type=int, default=sys.maxsize)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds of loading data, between steps")
@@ -161,8 +187,8 @@ def main() -> None:
             train_plain(options, out)
             return
         # torchrun's environment of every rank.
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port))
+        store = TCPStore(options.address, 0, is_master=True, wait_for_workers=False)
+        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR=options.address, MASTER_PORT=str(store.port))
         os.environ["TORCHFT_LIGHTHOUSE"] = options.lighthouse
         train_fault_tolerant(options, ballast, out)
 
