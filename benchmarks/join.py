@@ -57,7 +57,7 @@ class Joins:
         self.lasted: list[float] = []
         """From the start of the group to its first commit as an equal."""
         self.steps: list[int] = []
-        """Steps of the others meanwhile."""
+        """Steps of the others in that time."""
 
 
 def commits_of(group: Group) -> list[float]:
