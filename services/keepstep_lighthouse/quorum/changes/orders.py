@@ -64,7 +64,7 @@ def drain(state: JobState, order: DrainOrdered) -> None:
 def readmit(state: JobState, order: ReadmitOrdered, now_unix: float) -> None:
     """Lift bans and evictions of the target, and end its probation. No effect without any."""
     record = bans.readmit(state.record, order.target, now_unix)
-    parted = [name for name in (order.target, name_of(order.target)) if state.probation.is_out(name)]
+    parted = [name for name in (order.target, name_of(order.target)) if name in state.probation.groups]
     if record != state.record or parted:
         # logged first: if the lighthouse is killed in between, the log still explains why the group returns
         state.log("readmitted", order.target, by=order.by, quorum_id=record.quorum_id)

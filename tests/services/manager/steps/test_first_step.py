@@ -116,7 +116,8 @@ def test_a_heal_that_fails_before_the_first_step_is_tried_again_from_the_same_st
 
 
 def test_a_group_that_cannot_heal_fails_the_step_of_all_with_its_reason_and_not_for_ever(lighthouse: str) -> None:
-    ready, end = threading.Barrier(2), threading.Barrier(2)
+    """A quorum needs both groups, so the one that cannot heal is not parted."""
+    ready, end = threading.Barrier(2, lambda: change_policy(lighthouse, min_replicas=2)), threading.Barrier(2)
 
     class Unreachable(HTTPTransport[dict[str, Any]]):
         def recv_checkpoint(self, *_where: Any, **_options: Any) -> dict[str, Any]:
@@ -169,7 +170,11 @@ def test_a_joiner_that_is_too_slow_is_left_behind_and_has_more_time_in_its_next_
 
 def wait_shorter(lighthouse: str) -> None:
     """For heals."""
-    body, headers = json.dumps({"heal_timeout": 1.0}).encode(), {"Content-Type": "application/json"}
+    change_policy(lighthouse, heal_timeout=1.0)
+
+
+def change_policy(lighthouse: str, **changes: float) -> None:
+    body, headers = json.dumps(changes).encode(), {"Content-Type": "application/json"}
     request = urllib.request.Request(f"{lighthouse}/v1/jobs/default", body, headers, method="PATCH")
     urllib.request.urlopen(request, timeout=30).close()
 
