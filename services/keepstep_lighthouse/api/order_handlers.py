@@ -122,6 +122,8 @@ class OrderHandlers:
         job, target = find_target(self._node, request)
         lifted = bans.lifted(job.core.record, target)
         if made := await self._execute(job, ReadmitOrdered(target, _who(request)), "readmitted"):
+            if not lifted:
+                return _done(made, f"{target} is no longer on probation")
             return _done(made, f"{', '.join(dict.fromkeys(lifted))} may connect again")
         before = self._latest(job, "readmitted", target)
         if before is None:
