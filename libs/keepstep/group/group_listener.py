@@ -50,10 +50,14 @@ class GroupListener:
         self._on_loopback = is_loopback(bound)
         return f"http://{in_url(self._host)}:{port}"
 
-    async def close(self) -> None:
-        """Stop listening and end all connections. May be called more than once."""
+    def stop_listening(self) -> None:
+        """Refuse new connections. Those that are open stay."""
         if self._server is not None:
             self._server.close()
+
+    async def close(self) -> None:
+        """Stop listening and end all connections. May be called more than once."""
+        self.stop_listening()
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None

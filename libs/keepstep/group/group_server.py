@@ -134,6 +134,7 @@ class GroupServer:
         The lighthouse session ends without a goodbye, unless ``leave`` came before.
         """
         self.leaving = True
+        self._listener.stop_listening()  # before the session ends: a lighthouse then looks whether the port is closed
         await self._tasks.close()
         await self._connections.close(goodbye=not self._failed)
         self._deny_asks("closed", "the group server was shut down")
