@@ -13,7 +13,7 @@ import torch
 from keepstep import HTTPTransport
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.exit_codes import EXIT_STATE_MISMATCH
-from tests.services.manager.groups import SECOND, manager, together
+from tests.services.manager.groups import SECOND, change_policy, manager, together
 
 
 def test_at_the_first_step_all_groups_take_over_one_state_and_all_contribute(lighthouse):
@@ -152,12 +152,13 @@ def test_a_joiner_contributes_zeros_at_once_and_its_heal_holds_up_no_all_reduce(
 
 
 def test_while_the_state_may_not_be_read_no_healing_group_gets_it(lighthouse):
-    ready = threading.Barrier(2)
+    """A quorum needs both groups, so the one that cannot heal is not parted."""
+    needed, ready = threading.Barrier(2, lambda: change_policy(lighthouse, min_replicas=2)), threading.Barrier(2)
 
     def group(name: str) -> bool:
         with manager(lighthouse, name, {"w": torch.ones(1)}, min_replica_size=2, timeout=2 * SECOND) as m:
             m.disallow_state_dict_read()
-            ready.wait(30)
+            needed.wait(30)
             m.start_quorum()
             ready.wait(30)
             return m.should_commit()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import threading
-import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +12,7 @@ import torch
 from keepstep.checkpointing import HTTPTransport, TransferError
 from keepstep.coordination import LighthouseServer
 from keepstep_mesh.errors import Drained
-from tests.services.manager.groups import SECOND, Flaky, manager, together
+from tests.services.manager.groups import SECOND, Flaky, change_policy, manager, together
 from tests.services.manager.limited_uplink import LimitedUplink
 
 GROUPS = 6
@@ -171,12 +169,6 @@ def test_a_joiner_that_is_too_slow_is_left_behind_and_has_more_time_in_its_next_
 def wait_shorter(lighthouse: str) -> None:
     """For heals."""
     change_policy(lighthouse, heal_timeout=1.0)
-
-
-def change_policy(lighthouse: str, **changes: float) -> None:
-    body, headers = json.dumps(changes).encode(), {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"{lighthouse}/v1/jobs/default", body, headers, method="PATCH")
-    urllib.request.urlopen(request, timeout=30).close()
 
 
 def test_a_group_that_is_told_to_leave_while_it_heals_does_not_ask_for_the_step_again(lighthouse: str) -> None:
