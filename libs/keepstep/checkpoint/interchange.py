@@ -265,6 +265,9 @@ class _Export:
                 if part
                 else "nothing to export: the checkpoint is empty"
             )
+        if () in chosen.values():
+            what = f"the part {part!r}" if part else "the checkpoint"
+            raise CheckpointError(f"{what} is one value without a key, but an export has keys: name a part above it")
         self.left_out = [key for key in chosen if key in stored.objects] if form is Format.SAFETENSORS else []
         if self.left_out and not skip_objects:
             raise CannotHold(

@@ -17,12 +17,12 @@ from keepstep_mesh.serving.open_port import adopt
 from keepstep_relay.processes.control import Control, Message
 from keepstep_relay.processes.further_process import FurtherSettings
 
-PING_SECONDS = 5.0
+PROCESS_PING_SECONDS = 5.0
 MAX_LOST_PINGS = 6
 """A process that answers none of so many pings is killed and replaced: it is frozen or stuck."""
 STOP_PROCESS_SECONDS = 3.0
 """For a process to end after ``Message.STOP``; then it is killed."""
-RESTART_BACKOFF = Backoff(0.1, 30.0)
+RESTART_BACKOFF = Backoff(first=0.1, most=30.0)
 STABLE_SECONDS = 60.0
 """A process that lived so long begins with the first delay again."""
 
@@ -143,7 +143,7 @@ class Processes:
                 one.control.send(Message.STOP)
             while not one.gone.is_set():
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(PING_SECONDS):
+                    async with asyncio.timeout(PROCESS_PING_SECONDS):
                         await one.gone.wait()
                 one.lost_pings += 1
                 if one.lost_pings > MAX_LOST_PINGS:
@@ -159,7 +159,7 @@ class Processes:
             one.control.close()
             await one.process.wait()
         if one.lost_pings > MAX_LOST_PINGS:
-            return f"no answer for {MAX_LOST_PINGS * PING_SECONDS:g} s"
+            return f"no answer for {MAX_LOST_PINGS * PROCESS_PING_SECONDS:g} s"
         return f"exit status {status}" if status >= 0 else f"killed by {signal.Signals(-status).name}"
 
     def _on_message(self, one: Further, message: Message, passed: socket.socket | None) -> None:

@@ -140,7 +140,7 @@ RULES = {
         transfer.STALL_SECONDS < POLICY.heal_timeout and transfer.STALL_SECONDS < RELAY.body_timeout
     ),
     "a frozen process of a relay is replaced before the relay aborts the uploads that it served": (
-        (main_process.MAX_LOST_PINGS + 1) * main_process.PING_SECONDS < UPLOADS.upload_seconds
+        (main_process.MAX_LOST_PINGS + 1) * main_process.PROCESS_PING_SECONDS < UPLOADS.upload_seconds
     ),
     "the processes of a relay finish open requests before they are killed": (
         further_process.FINISH_SECONDS < main_process.STOP_PROCESS_SECONDS < service.STOP_SECONDS
