@@ -266,8 +266,7 @@ class _Export:
                 else "nothing to export: the checkpoint is empty"
             )
         if () in chosen.values():
-            what = f"the part {part!r}" if part else "the checkpoint"
-            raise CheckpointError(f"{what} is one value without a key, but an export has keys: name a part above it")
+            raise CheckpointError("cannot export the checkpoint: a value of it has no key")
         self.left_out = [key for key in chosen if key in stored.objects] if form is Format.SAFETENSORS else []
         if self.left_out and not skip_objects:
             raise CannotHold(

@@ -473,14 +473,6 @@ def test_a_part_that_is_not_there_is_an_error(tmp_path: Path) -> None:
         export_checkpoint(tmp_path / "ours", tmp_path / "a.pt", shard_bytes=5)
 
 
-@pytest.mark.parametrize("name", ["a.pt", "a"])
-def test_a_part_that_is_one_value_is_an_error(tmp_path: Path, name: str) -> None:
-    save({"model": {"w": torch.ones(1)}}, tmp_path / "ours")
-    with pytest.raises(CheckpointError, match=r"the part 'model\.w' is one value without a key"):
-        export_checkpoint(tmp_path / "ours", tmp_path / name, part="model.w")
-    assert [one.name for one in tmp_path.iterdir()] == ["ours"]
-
-
 @pytest.mark.parametrize("twice", [lambda one: [one, one], lambda one: (one, one), lambda one: {"a": one, "b": one}])
 def test_a_small_file_with_a_huge_number_of_values_is_refused(tmp_path, twice):
     value = [1]

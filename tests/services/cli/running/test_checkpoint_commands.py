@@ -104,4 +104,5 @@ async def test_every_failure_has_an_exit_code_and_leaves_nothing(tmp_path: Path)
         assert (await keepstep("checkpoint", "verify", "damaged", *at)).code == 1
         said = await keepstep("checkpoint", "export", "damaged", target, *at)
         assert (said.code, said.out) == (1, "")
+        assert "a value of it has no key" in said.err
     assert names(tmp_path) == before | {"disk"}
