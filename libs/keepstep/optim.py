@@ -33,7 +33,7 @@ class OptimizerWrapper(Optimizer):
     optimizer on them (docs/catching-up.md). Requirements: all groups of the job set it; ``optim`` is the only optimizer
     that changes the weights; what the script does to gradients before ``step``, such as clipping, depends on nothing
     but them; everything else that changes after a commit is in ``after_commit``, and its state is registered. Not with
-    a ``GradScaler``.
+    a ``GradScaler``, nor with ``retry_allreduce``.
 
     Args:
         manager: of this replica group.

@@ -101,7 +101,7 @@ class Simulation:
         """How often a group allows no heal in a round, until the faults end."""
         self._healing = Random("healing")
         if catches_up is None:
-            catches_up = Random(f"catching up {seed}").random() < 0.5
+            catches_up = not retries and Random(f"catching up {seed}").random() < 0.5  # the Manager refuses both
         self.catches_up = catches_up
         """Whether groups that are behind follow the others, instead of healing while these wait."""
         self.policy = policy or _draw_policy(random, groups)

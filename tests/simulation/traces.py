@@ -42,11 +42,15 @@ TRACES: dict[str, Trace] = {}
 
 
 def trace(**settings: Any) -> Callable[[Callable[..., Script]], Callable[..., Script]]:
-    """Register a trace with two groups and two lighthouses. ``settings`` of ``Simulation`` take precedence."""
+    """Register a trace with two groups and two lighthouses. ``settings`` of ``Simulation`` take precedence.
+
+    The groups heal: while one catches up, a script that waits for its state would see another course.
+    """
 
     def keep(script: Callable[..., Script]) -> Callable[..., Script]:
         common = {"groups": 2, "policy": ONE_IS_ENOUGH, "lighthouses": 2, "lease": LEASE, "careful": True}
-        TRACES[script.__name__] = Trace(script, {**common, "rate": 1.0, "quiet_at": 20.0, **settings})
+        common |= {"rate": 1.0, "quiet_at": 20.0, "catches_up": False}
+        TRACES[script.__name__] = Trace(script, {**common, **settings})
         return script
 
     return keep

@@ -181,6 +181,11 @@ class StateAndProgress:
                 f"catch_up=True does not work with {type(context.transport).__name__}, which receives within a step; "
                 f"use RelayTransport (the default) or HTTPTransport"
             )
+        if self.retry_allreduce:
+            raise ValueError(
+                "catch_up=True does not work with retry_allreduce=True (KEEPSTEP_RETRY_ALLREDUCE=1): a step that is "
+                "repeated may not be the one that a group follows; use one of them"
+            )
         if context.min_groups:
             raise ValueError("catch_up=True does not work with groups that train while a quorum forms; remove one")
         follower = CatchUp(context, optimizer, after_commit, memory)
