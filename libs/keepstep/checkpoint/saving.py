@@ -66,8 +66,8 @@ def save(
         world_size: number of ranks that save. Default: likewise, ``WORLD_SIZE``, else 1.
         kind: ``"live"``: the relay may drop it when newer ones exist, and may have it in memory only.
         check_replicas: compare the values that are saved once. Ranks with different values are an error.
-        sync: for a directory: return when the files are on disk. False: return when they are written, which takes about
-            half as long. A checkpoint that a loss of power damages cannot be loaded then: the error names the file.
+        sync: for a directory: return when the files are on disk. False: return when they are written, which takes less
+            time. A checkpoint that a loss of power damages cannot be loaded then: the error names the file.
         timeout: time limit.
         token: token for the relay. Default: that of the environment.
 
