@@ -151,7 +151,7 @@ def measure(
             others = [group for group in groups if group is not victim]
             victim.prepare()
             last_commit(groups, time.time(), GROUPS.__eq__)
-            time.sleep(0.5 + dice.random() * 2 * PAUSE)  # anywhere within a step
+            time.sleep(0.5 + dice.random() * 2 * PAUSE)  # the kill comes anywhere within a step
             signalled = time.time()
             victim.process.send_signal(how)
             seconds.append(last_commit(others, signalled, GROUPS.__ne__) - signalled)

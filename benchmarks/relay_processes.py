@@ -39,7 +39,7 @@ class Relay:
         while self._serving() < processes:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"the relay did not start {processes} processes within {START_SECONDS:g} s")
-            time.sleep(0.1)
+            time.sleep(0.1)  # processes of another process: only its metrics show them
         self._processes = [main, *main.children()]
         for thread in [thread for one in self._processes for thread in one.threads()]:
             if cores:

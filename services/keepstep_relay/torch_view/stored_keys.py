@@ -188,7 +188,7 @@ def _steps(node: Any, key: str) -> Iterator[str | int]:
             case ["tuple", of_dict]:
                 yield _text(plain_key(of_dict))
             case _:
-                raise ManifestError(f"invalid path of {key} in the tree: {glimpse(step)} is no step of a path")
+                raise ManifestError(f"invalid path of {key} in the tree: expected a key or index, got {glimpse(step)}")
 
 
 def _is_part(node: Any) -> bool:

@@ -24,7 +24,7 @@ def config(address: str) -> RelayStorageConfig:
 
 @contextmanager
 def storage(address: str):
-    one = pickle.loads(pickle.dumps(config(address))).create_storage()
+    one = pickle.loads(pickle.dumps(config(address))).create_storage()  # an object of this test
     try:
         yield one
     finally:

@@ -231,7 +231,7 @@ def test_padding_that_was_not_stored_is_an_error_only_if_it_is_wanted(tmp_path) 
 
     save({"parts": [part(0, 6, 9), part(6, 9, 9)]}, tmp_path, TORCH_DIST)
     path = tmp_path / ".metadata"
-    metadata = pickle.loads(path.read_bytes())
+    metadata = pickle.loads(path.read_bytes())  # a file that this test has made
     metadata.state_dict_metadata["w"].chunks.pop()
     path.write_bytes(pickle.dumps(metadata))
     request = part(0, 5, 9).without_data()

@@ -86,7 +86,7 @@ def test_a_damaged_zarr_checkpoint_names_file_and_key(directory) -> None:
         ),
         ({"dtype": ">f4"}, r"'norm' is stored as '>f4': expected \|b1, "),
         ({"chunks": [0]}, r"norm/\.zarray has shape \(5,\), chunks \(0,\)"),
-        ({"shape": "x"}, r"norm/\.zarray does not describe an array: ValueError: x is no list of sizes"),
+        ({"shape": "x"}, r"norm/\.zarray does not describe an array: ValueError: x: expected a list of sizes"),
     ],
 )
 def test_an_array_that_megatron_did_not_write_is_refused_by_name(directory, change, text) -> None:

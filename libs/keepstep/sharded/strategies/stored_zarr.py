@@ -197,7 +197,7 @@ def _read_array(path: Path, key: str) -> _Array:
 
 def _sizes(value: Any) -> Sizes:
     if type(value) is not list or len(value) > MAX_DIMENSIONS or any(type(one) is not int or one < 0 for one in value):
-        raise ValueError(f"{str(value)[:100]} is no list of sizes")
+        raise ValueError(f"{str(value)[:100]}: expected a list of sizes")
     return tuple(value)
 
 
