@@ -36,6 +36,7 @@ from keepstep.lifecycle.state_and_progress import StateAndProgress
 from keepstep.quantization.fused import check_quantizable
 from keepstep.script_checks.script_checker import ScriptChecker
 from keepstep.step.attempt import Attempt
+from keepstep.step.quorums.quorum_round import HealRules
 from keepstep.step.reduction import Reduction
 from keepstep.step.retrying.kept_reductions import KeptReductions
 from keepstep_mesh.net.fork_safety import OfParent, never_free, tell_children
@@ -345,9 +346,11 @@ class Manager(Finishing, BackgroundQuorum, StateAndProgress):
         self._durability.before_step()
         self._attempt = Attempt(
             context,
-            allow_heal=allow_heal,
-            sync=final or not allow_heal or not self._settings.use_async_quorum,
-            first_step=self._settings.init_sync and context.progress.step == 0,
+            HealRules(
+                allow_heal=allow_heal,
+                sync=final or not allow_heal or not self._settings.use_async_quorum,
+                first_step=self._settings.init_sync and context.progress.step == 0,
+            ),
             timeout=limit,
             arguments=arguments,
         )

@@ -6,12 +6,40 @@ from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.runtime.exits import GroupFailedExit
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS
 from keepstep.step.context import StepContext
+from keepstep.step.first_error import FirstError
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.protocol.group_messages import RankVote
 from keepstep_mesh.protocol.membership import StateRoot
 
 POLL_TIMEOUTS = 4
 """A poll waits so many times ``timeout``, because the other ranks may still be in their forward pass."""
+
+
+def vote(context: StepContext, plan: QuorumPlan, errors: FirstError, participants: int, seconds: float) -> bool:
+    """Vote on the step of ``plan``, and return the group's decision. Without an error the vote is yes.
+
+    Args:
+        context: of this process.
+        plan: of the quorum.
+        errors: of the step.
+        participants: number of groups that took part.
+        seconds: limit, beside the time in which the other ranks wait for collectives.
+
+    Raises:
+        GroupFailedExit: this rank cannot learn the decision.
+    """
+    if errors.error is None and participants < context.min_replica_size:
+        few = f"{participants} groups take part, min_replica_size is {context.min_replica_size}"
+        errors.vote_no(KeepstepError(few))
+    ok = errors.error is None
+    if context.settings.world_size == 1:
+        return ok
+    ballot = RankVote(plan.epoch, plan.quorum_id, plan.max_step, plan.attempt, ok)
+    # the other ranks may still wait for a collective and a heal; rank 0 notices at once when one of them dies
+    committed = decision_on(context, ballot, seconds + 3 * context.timeout.total_seconds())
+    if ok and not committed:
+        errors.error = KeepstepError("another rank of this group voted no")
+    return committed
 
 
 def decision_on(context: StepContext, vote: RankVote, seconds: float) -> bool:

@@ -75,8 +75,8 @@ MUTATIONS = (
     ),
     Mutation(
         "the divisor follows the group's policy of healing, not the round's",
-        "libs/keepstep/step/attempt.py",
-        "        self.allow_heal = self.allow_heal and plan.allow_heal\n",
+        "libs/keepstep/step/quorums/quorum_round.py",
+        "        self.allow_heal = rules.allow_heal and plan.allow_heal\n",
         "",
         Test(
             "tests/services/manager/agreement/test_agreement.py::"
@@ -141,14 +141,14 @@ MUTATIONS = (
     ),
     Mutation(
         "groups count a peer that cannot heal before the forward pass",
-        "libs/keepstep/step/attempt.py",
-        "(self._first_step and plan.first_step)\n",
-        "(self._first_step and plan.max_step == 0)\n",
+        "libs/keepstep/step/quorums/quorum_round.py",
+        "(rules.first_step and plan.first_step)\n",
+        "(rules.first_step and plan.max_step == 0)\n",
         Test(f"{SYNCHRONIZED}::test_beside_groups_that_begin_a_diverged_one_counts_in_no_average"),
     ),
     Mutation(
         "a group whose heal failed forgets its divergence",
-        "libs/keepstep/step/attempt.py",
+        "libs/keepstep/step/quorums/quorum_round.py",
         "                context.diverge()\n",
         "                pass\n",
         Test(f"{GROUPS}::test_a_heal_that_fails_leaves_a_group_that_nobody_takes_for_healthy"),
