@@ -326,12 +326,17 @@ class Manager(Finishing, BackgroundQuorum, StateAndProgress):
             ask = context.next_ask(limit, allow_heal=allow_heal, shrink_only=shrink_only)
             try:
                 attempt.begin(ask)
+                if context.stands_by:  # else the forward pass would begin before the group has a place
+                    attempt.wait_plan()
+                    context.stands_by = False
                 break
             except TimeoutError as error:
-                if timeout is not None or ask.leaving or not attempt.quorum_failed:
+                limited = timeout is not None and not context.stands_by
+                if limited or ask.leaving or not attempt.quorum_failed:
                     raise
                 context.raise_fatal()
-                context.log.warning("no quorum yet; asking again", step=context.progress.step, reason=str(error))
+                log = context.log.info if context.stands_by else context.log.warning
+                log("no quorum yet; asking again", step=context.progress.step, reason=str(error))
 
     def _new_attempt(
         self, arguments: tuple[object, ...], limit: float, *, allow_heal: bool = True, final: bool = False

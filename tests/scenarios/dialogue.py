@@ -81,6 +81,8 @@ OPTIONS = (
     "names none",
     "from",
     "port",
+    "a spare of",
+    "has to leave",
 )
 BRACKETS = r"(?: \[(?P<options>[^\]]*)\])?"
 
@@ -159,6 +161,8 @@ class Dialogue:
             case LogEntry("not_parted", _, detail):
                 left, needed = detail["left"], detail["needed"]
                 return [f"parts no group, because {left} would be left and {needed} are needed: {detail['reason']}"]
+            case LogEntry("spare_in", replica_id, detail):
+                return [f"lets the spare {replica_id} in: {detail['reason']}"]
             case LogEntry("let_in", name, detail):
                 return [f"lets {name} in: {detail['reason']}"]
             case LogEntry():
@@ -214,7 +218,8 @@ class Dialogue:
             held = HeldAnswer(1, int(quorum_id), int(step))
         seen = int(options.get("has seen quorum", "0"))
         version = int(options.get("version", str(PROTOCOL_VERSION)))
-        facts = {"seen": seen, "version": version, "host": options.get("from", "")}
+        spares = {"groups": int(options["a spare of"]), "standby": True} if "a spare of" in options else {}
+        facts = {"seen": seen, "version": version, "host": options.get("from", ""), **spares}
         return self._each(match, lambda one: self.driver.opens(one, held=held, **facts))
 
     def asks(self, match: re.Match[str]) -> list[Decision]:
@@ -239,6 +244,7 @@ class Dialogue:
                 final="final" in options,
                 failure=self._failure(options),
                 retry="retry" in options,
+                replace="SIGTERM" if "has to leave" in options else "",
             ),
         )
 
@@ -316,6 +322,7 @@ EVENTS: tuple[tuple[str, Action], ...] = (
     (r"ann evicts (?P<ids>[\w:]+)", _simple("evicts")),
     (r"ann bans (?P<ids>[\w:]+) for (?P<s>\d+) s", lambda d, m: d.driver.evicts(m["ids"], float(m["s"]))),
     (r"ann drains (?P<ids>[\w:]+)", _simple("drains")),
+    (r"ann replaces (?P<ids>[\w:]+)", _simple("replaces")),
     (r"ann wants the groups compared", lambda d, _: d.driver.wants_comparison()),
     (r"ann readmits (?P<ids>[\w:]+)", _simple("readmits")),
     (r"ann reopens the job", lambda d, _: d.driver.reopens()),
@@ -376,6 +383,8 @@ def _differences(before: JobRecord, after: JobRecord) -> list[str]:
         said.append(f"the end: {after.ended.code} at step {after.ended.step}" if after.ended else "no end")
     if before.closed != after.closed:
         said.append(f"that the job is closed at step {after.closed.step}" if after.closed else "that the job is open")
+    if before.replacing != after.replacing:
+        said.append(f"to replace: {', '.join(one.replica_id for one in after.replacing) or 'none'}")
     if before.policy != after.policy:
         said.append("policy")
     return said

@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import cast
 
@@ -49,6 +50,13 @@ class LinkSettings:
     store_port: int | None
     restart: int
     quorum_retries: int
+    notice: float = 0.0
+    """Seconds from SIGTERM in which a spare may replace the group; 0: it leaves at once."""
+
+    @property
+    def stands_by(self) -> bool:
+        """Whether the group waits as a spare while the job has enough groups without it."""
+        return self.session.about.standby
 
     @property
     def job(self) -> str:
@@ -98,13 +106,16 @@ class LinkSettings:
                 f"a group of {world_size} ranks needs a store where they find each other: set MASTER_ADDR and "
                 f"MASTER_PORT (torchrun and `keepstep run` do), or pass store_addr and store_port"
             )
-        return cls(
+        spares = environment.integer("SPARES", 0)
+        notice = environment.variable("NOTICE_SEC")
+        settings = cls(
             session=SessionSettings.from_environment(
                 lighthouses,
                 "",
                 connect_timeout=connect_timeout,
                 heartbeat_interval=heartbeat_interval,
                 runtime=f"python {platform.python_version()}, torch {torch.__version__}",
+                spares=spares,
             ),
             name=name,
             rank=rank,
@@ -115,7 +126,14 @@ class LinkSettings:
             store_port=store_port,
             restart=environment.restart_count(),
             quorum_retries=quorum_retries,
+            notice=environment.seconds("NOTICE_SEC", timedelta(0)).total_seconds() if notice else 0.0,
         )
+        if spares and not settings.session.about.groups:
+            raise ValueError(
+                f"KEEPSTEP_SPARES={spares} must be less than NUM_REPLICA_GROUPS, the number of groups with the spares, "
+                f"which is {os.environ.get('NUM_REPLICA_GROUPS', '')!r}"
+            )
+        return settings
 
 
 def _name_of_group() -> str:

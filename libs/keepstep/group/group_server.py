@@ -346,6 +346,7 @@ class GroupServer:
             final=ask.final,
             durable_relays=self._stored_at,
             retry=ask.retry,
+            replace=ask.replace,
         )
         retries_left = self._settings.quorum_retries
         while True:

@@ -87,6 +87,7 @@ def merge_asks(asks: Mapping[int, RankAsk], replica_id: str, *, healed: bool = F
         last_step=_merge_reports([ask.last_step for ask in asks.values()]),
         final=all(ask.final for ask in asks.values()),
         retry=all(ask.retry for ask in asks.values()),
+        replace=next((ask.replace for ask in asks.values() if ask.replace), ""),
     )
 
 

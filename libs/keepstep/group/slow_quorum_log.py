@@ -42,6 +42,8 @@ class SlowQuorumLog:
         self._run = run
         self._reasons_logged = LogLimiter(REASON_LOG_SECONDS)
         self._waits = 0
+        self._stands_by = False
+        """It was logged that this group is a spare."""
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -63,7 +65,11 @@ class SlowQuorumLog:
             reason = await _reason(self._session, self._replica_id)
         except (aiohttp.ClientError, OSError, KeepstepError, ValueError, LookupError) as error:
             reason = f"unknown; the lighthouse did not answer: {str(error) or type(error).__name__}"
-        if self._waits == wait:
+        if self._waits == wait and self._session.stands_by:
+            if not self._stands_by:
+                log.info("standing by", replica_id=self._replica_id, reason=reason)
+            self._stands_by = True
+        elif self._waits == wait:
             log.warning("waiting for a quorum", replica_id=self._replica_id, reason=reason)
 
 

@@ -97,6 +97,8 @@ class BackgroundQuorum(StateAndProgress):
             )
         if self.retry_allreduce:
             raise ValueError("retry_allreduce=True makes the groups wait for a quorum of the same step; use False")
+        if self._context.stands_by:
+            raise ValueError("groups that train while a quorum forms have no spares; unset KEEPSTEP_SPARES")
         if grace < timedelta(0):
             raise ValueError(f"grace={grace.total_seconds():g} s must not be negative")
         if self._settings.world_size_mode is not WorldSizeMode.DYNAMIC:

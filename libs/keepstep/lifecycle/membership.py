@@ -1,4 +1,4 @@
-"""How a group ends its part in the job: it is drained or evicted, it loses a rank, or its script ends."""
+"""How a group ends its part in the job: it is drained, replaced or evicted, it loses a rank, or its script ends."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class GroupMembership:
     def start(self, context: StepContext) -> None:
         """Act on pushes and on SIGTERM from now on."""
         self._context = context
-        self._termination = TerminationFlag(self.request_leave)
+        self._termination = TerminationFlag(self._on_sigterm)
         context.mesh.loop.call_soon_threadsafe(self._replay_early)
 
     def _replay_early(self) -> None:
@@ -87,6 +87,16 @@ class GroupMembership:
                 pass
 
     # ---- leaving
+
+    def _on_sigterm(self, reason: str) -> None:
+        """Leave, or let a spare replace this group within the time of the notice. In a signal handler."""
+        context, notice = self._context, self._settings.notice
+        if context is None or not notice or context.stands_by:
+            self.request_leave(reason)
+            return
+        context.leaves_soon = f"{reason} with {notice:g} s of notice"
+        loop = context.mesh.loop
+        loop.call_soon_threadsafe(loop.call_later, notice, self.request_leave, reason)
 
     def request_leave(self, reason: str) -> None:
         """Leave the job at the next step boundary. From any thread, and from a signal handler."""

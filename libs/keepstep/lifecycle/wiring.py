@@ -90,6 +90,7 @@ def connect(
             job_settings=settings.of_job,
             refuse_nonfinite=settings.refuse_nonfinite,
             store=store,
+            stands_by=own.stands_by,
         )
         closing.pop_all()
     return context

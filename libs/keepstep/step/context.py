@@ -68,6 +68,10 @@ class StepContext:
     """Report of this rank on its last step, for the next request."""
     root: StateRoot | None = None
     """The root digest to send with the next request, because the lighthouse asked for it."""
+    stands_by: bool = False
+    """This group has been in no quorum, and may wait as a spare."""
+    leaves_soon: str = ""
+    """Why this group has to leave soon, and asks for a spare; empty: it stays, or leaves at once."""
     leaving: str = ""
     """Why this group is about to leave the job; empty while it is not."""
     source: str = ""
@@ -119,6 +123,7 @@ class StepContext:
             min_groups=self.min_groups,
             grace_ms=round(self.grace.total_seconds() * 1000),
             final=final,
+            replace=self.leaves_soon,
         )
 
     def add_layout(self, lines: list[str]) -> None:

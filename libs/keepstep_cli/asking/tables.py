@@ -33,6 +33,7 @@ STYLES = {
     "absent": "red",
     "kept_out": "yellow",
     "parted": "yellow",
+    "spare": "cyan",
     "gone": "dim",
 }
 INCARNATION = re.compile(r"\b([0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b")
@@ -278,6 +279,10 @@ def show_quorum(quorum: dict[str, Any], *, explain: bool) -> None:
         _print(escape(f"{reason['code']}: {short(reason['sentence'])}"))
         for name, number in reason["numbers"].items():
             _print(escape(f"  {name.replace('_', ' ')}: {number:g}"))
+        for one in quorum.get("spares", ()):
+            _print(escape(short(f"spare: {one}")))
+        for one in quorum.get("replacing", ()):
+            _print(escape(short(f"leaves when a spare has its place: {one}")))
         for one in quorum.get("gone", ()):
             _print(escape(short(f"gone: {one}")))
 

@@ -250,6 +250,18 @@ def drain(link: JobLink, replicas: tuple[str, ...], *, reason: str) -> None:
     _order_each(link, replicas, "drain", reason=reason)
 
 
+@click.command("replace", short_help="Let spares take the places of groups, which then leave.")
+@with_lighthouse
+@_replica_argument()
+@_reason_option("replace")
+def replace_groups(link: JobLink, replicas: tuple[str, ...], *, reason: str) -> None:
+    """Let spares take the places of replica groups, which then finish their step, leave, and exit with 0.
+
+    A group leaves when a spare has healed and committed a step. No step is lost.
+    """
+    _order_each(link, replicas, "replace", reason=reason)
+
+
 @click.command()
 @with_lighthouse
 @_replica_argument(refused_names)
@@ -368,6 +380,7 @@ COMMANDS = (
     verify_replicas,
     evict,
     drain,
+    replace_groups,
     readmit,
     job,
 )

@@ -39,6 +39,20 @@ ASK_FIRST_SECONDS = 5.0
 @click.option(
     "--grace", type=options.Seconds(), default=10.0, show_default=True, help="Seconds from SIGTERM to SIGKILL."
 )
+@click.option(
+    "--spares",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="More groups to run, which stand by until a group is missing.",
+)
+@click.option(
+    "--notice",
+    type=options.Seconds(),
+    default=0.0,
+    show_default=True,
+    help="Seconds from SIGTERM in which spares may take the places of the groups; --grace follows.",
+)
 @options.lighthouse_option
 @options.job_option
 @options.token_option
@@ -71,8 +85,11 @@ ASK_FIRST_SECONDS = 5.0
     help="Number of the first group on this machine, for a job on several machines.",
 )
 @click.option(
-    "--replicas-in-job", type=click.IntRange(1), help="Number of groups on all machines.  [default: --replicas]"
+    "--replicas-in-job",
+    type=click.IntRange(1),
+    help="Number of groups on all machines, without spares.  [default: --replicas]",
 )
+@click.option("--spares-in-job", type=click.IntRange(0), help="Number of spares on all machines.  [default: --spares]")
 @click.option(
     "--log-dir",
     type=click.Path(file_okay=False, path_type=Path),
@@ -90,6 +107,8 @@ def run(
     gpus_per_replica: int | None,
     max_restarts: int,
     grace: float,
+    spares: int,
+    notice: float,
     addresses: str | None,
     job: str,
     token_file: Path | None,
@@ -100,6 +119,7 @@ def run(
     state_dir: Path | None,
     first_replica: int,
     replicas_in_job: int | None,
+    spares_in_job: int | None,
     log_dir: Path | None,
     timestamps: bool,
 ) -> None:
@@ -110,7 +130,7 @@ def run(
     Each rank gets torchrun's environment. Its output is printed as "[r0/1] line" (group, rank). A rank that dies ends
     its group, which restarts after a short pause; an evicted group restarts when its ban is over. A group whose ranks
     all exit with 0 is finished. Ctrl-C ends all groups cleanly, a second one at once. Without --lighthouse the command
-    starts a lighthouse for the job.
+    starts a lighthouse for the job. With --spares, groups that are lost are replaced without a start of Python.
 
     Exit code: 0 all groups finished, 1 a group was given up, also one that died after others had finished, 128 + n
     ended by signal n.
@@ -141,14 +161,15 @@ def run(
             f"{addresses} is used: "
             f"give them to that one, or unset KEEPSTEP_LIGHTHOUSE"
         )
-    _check_numbers(replicas, first_replica, replicas_in_job, min_replicas)
+    in_job = spares if spares_in_job is None else spares_in_job
+    _check_numbers(replicas, spares, first_replica, replicas_in_job, in_job, min_replicas)
     token = read_token(token_file)
     try:
         tls.client_context()
     except TlsError as error:
         raise click.UsageError(str(error)) from error
     audience = ConsoleAudience(timestamps=timestamps, log_dir=log_dir)
-    gpus = _gpus_of_groups(replicas, nproc_per_replica, gpus_per_replica, audience)
+    gpus = _gpus_of_groups(replicas + spares, nproc_per_replica, gpus_per_replica, audience)
     if addresses:
         _ask_first(Lighthouse(addresses, token, tls, timeout=ASK_FIRST_SECONDS), job, audience)
     programs: list[Program] = []
@@ -180,6 +201,9 @@ def run(
             first_group=first_replica,
             replicas_in_job=replicas_in_job,
             names=told,
+            spares=spares,
+            spares_in_job=in_job,
+            notice=notice,
             gpus=gpus,
         )
         groups = replica_programs(spec, os.environ)
@@ -188,7 +212,7 @@ def run(
         bans = partial(ask_ban, lighthouse, job, told)
 
         async def launch() -> int:
-            limits = Restarts(max_restarts=max_restarts, grace=grace)
+            limits = Restarts(max_restarts=max_restarts, grace=notice + grace)
             launcher = Launcher([*programs, *groups], limits, audience, bans, partial(ask_finished, lighthouse, job))
             telling = asyncio.create_task(follow_heals(lighthouse, job, local, told, launcher.note))
             try:
@@ -203,13 +227,20 @@ def run(
         sys.exit(asyncio.run(launch()))
 
 
-def _check_numbers(replicas: int, first: int, in_job: int | None, min_replicas: int | None) -> None:
+def _check_numbers(
+    replicas: int, spares: int, first: int, in_job: int | None, spares_in_job: int, min_replicas: int | None
+) -> None:
     """Check the numbers of groups. Raises ``click.UsageError``."""
+    if spares > spares_in_job:
+        raise click.UsageError(f"--spares {spares} exceeds --spares-in-job {spares_in_job}, which counts them too")
     groups = in_job or first + replicas
-    if first + replicas > groups:
+    last, end = first + replicas + spares - 1, groups + spares_in_job - 1
+    if last > end:
+        here = f"--replicas {replicas}" + (f" and --spares {spares}" if spares else "")
+        whole = f"--replicas-in-job {groups}" + (f" and --spares-in-job {spares_in_job}" if spares_in_job else "")
         raise click.UsageError(
-            f"--first-replica {first} and --replicas {replicas} start groups up to r{first + replicas - 1}, but "
-            f"--replicas-in-job {groups} ends at r{groups - 1}"
+            f"--first-replica {first} and {here} start groups up to r{last}, but {whole} "
+            f"{'end' if spares_in_job else 'ends'} at r{end}"
         )
     if min_replicas is not None and min_replicas > groups:
         raise click.UsageError(

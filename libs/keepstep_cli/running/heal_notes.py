@@ -82,8 +82,12 @@ class GroupStory:
                 if times & (times - 1):
                     return None
                 return f"heal failed{f' {times} times' if times > 1 else ''}: {detail['reason']}"
-            case "left" if detail.get("cause") == "drained":
+            case "left" if detail.get("cause") == "drained" and detail["step"]:
                 return f"drained at step {detail['step']}, not finished; `keepstep restart {name}` brings it back"
+            case "spare_in":
+                return f"takes part from now on: {detail['reason']}"
+            case "replace":
+                return f"a spare is to take its place: {detail['reason']}"
             case "went_back":
                 lost = f"{detail['lost_steps']} steps are lost"
                 return f"the job went back from step {detail['from']} to {detail['to']} ({lost}): {detail['reason']}"

@@ -240,4 +240,4 @@ def replica_programs(job: ranks.JobSpec, base: Mapping[str, str]) -> list[Progra
         name = ranks.group_name(job, group)
         return Program(GroupSpec(name, job.nproc_per_replica), job.command, environments)
 
-    return [program(group) for group in range(job.replicas)]
+    return [program(group) for group in range(job.replicas + job.spares)]

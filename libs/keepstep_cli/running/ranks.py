@@ -42,6 +42,11 @@ class JobSpec:
     """Number of groups of the whole job; None: all run on this machine."""
     names: Path | None = None
     """Folder in which each group writes its name at the lighthouse, to a file with its local name."""
+    spares: int = 0
+    """Groups that are started here in addition to ``replicas``."""
+    spares_in_job: int = 0
+    notice: float = 0.0
+    """Seconds from SIGTERM in which a spare may take the place of a group."""
     gpus: tuple[str, ...] = ()
     """``CUDA_VISIBLE_DEVICES`` of each group; empty: not set."""
 
@@ -108,13 +113,16 @@ def rank_environment(
         "TORCHELASTIC_RUN_ID": job.run_id,
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "REPLICA_GROUP_ID": str(number),
-        "NUM_REPLICA_GROUPS": str(job.replicas_in_job or job.replicas),
+        "NUM_REPLICA_GROUPS": str((job.replicas_in_job or job.replicas) + job.spares_in_job),
         "KEEPSTEP_LIGHTHOUSE": job.lighthouse,
         "KEEPSTEP_JOB": job.job,
     }
     # for Python programs with another name: show their output at once
     environment.setdefault("PYTHONUNBUFFERED", "1")
     environment.pop("KEEPSTEP_NAME_FILE", None)
+    environment["KEEPSTEP_SPARES"] = str(job.spares_in_job)
+    if job.notice:
+        environment["KEEPSTEP_NOTICE_SEC"] = str(job.notice)
     if job.names is not None:
         environment["KEEPSTEP_NAME_FILE"] = str(job.names / group_name(job, group))
     if job.token_file is not None:

@@ -32,13 +32,16 @@ OF_TRAINERS: Mapping[str, str] = {
     "KEEPSTEP_RESUME_WAIT_SEC": "how long a resume waits for relays that may have a newer durable checkpoint",
     "KEEPSTEP_STEP_LOG": "file that gets a JSON line for each step committed, discarded or healed; "
     "`keepstep check-history` reads it",
+    "KEEPSTEP_SPARES": "how many groups of the job stand by; they are part of NUM_REPLICA_GROUPS",
+    "KEEPSTEP_NOTICE_SEC": "seconds from SIGTERM in which a spare may take the place of the group; it leaves at once "
+    "unless said",
     "KEEPSTEP_NAME_FILE": "file where the group leaves its name, for its launcher (`keepstep run` sets it): what a ban "
     "is asked by",
     "KEEPSTEP_WATCHDOG_TIMEOUT_SEC": "a deadline's callback that is stuck for so many seconds (30) ends the process",
 }
 OF_LAUNCHERS: Mapping[str, str] = {
     "REPLICA_GROUP_ID": "number of the group: 1 is called `r1`",
-    "NUM_REPLICA_GROUPS": "how many groups the job has; its first quorum waits for them",
+    "NUM_REPLICA_GROUPS": "how many groups the job has, spares included; its first quorum waits for the others",
     "RANK": "rank in the group",
     "WORLD_SIZE": "ranks of the group",
     "MASTER_ADDR": "host of the group's store",

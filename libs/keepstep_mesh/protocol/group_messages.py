@@ -70,6 +70,8 @@ class RankAsk:
     """As in ``QuorumRequest``, of this rank."""
     retry: bool = False
     """As in ``QuorumRequest``."""
+    replace: str = ""
+    """As in ``QuorumRequest``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,8 @@ class Hello:
     """Versions that decide its arithmetic, such as ``python 3.11.7, torch 2.9.1``; empty: unknown."""
     groups: int = 0
     """Number of groups of the job, which its first quorum waits for; 0: unknown."""
+    standby: bool = False
+    """The group has been in no quorum yet, and waits as a spare while the job has ``groups`` without it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,8 @@ class QuorumRequest:
     retry: bool = False
     """The group takes its last step again, with the gradients that it has. Denied with code ``retry`` if another group
     has committed that step. Always with ``shrink_only`` and ``commit_failures``."""
+    replace: str = ""
+    """Why the group must leave soon: a spare replaces it, or it is drained. Empty: it stays."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,6 +120,11 @@ class LighthouseSession:
         return self._core.epoch
 
     @property
+    def stands_by(self) -> bool:
+        """Whether the group has been in no quorum, and may wait as a spare."""
+        return self._core.stands_by
+
+    @property
     def quorum_id(self) -> int:
         """Highest quorum_id seen."""
         return self._core.quorum_id

@@ -117,6 +117,7 @@ class About:
     host: str = ""
     runtime: str = ""
     groups: int = 0
+    standby: bool = False
 
 
 class SessionCore:
@@ -136,6 +137,8 @@ class SessionCore:
         self._replica_id = replica_id
         self._library = library
         self._about = about or About()
+        self.stands_by = self._about.standby
+        """Whether the group has been in no quorum, and may wait as a spare."""
         self._heartbeat_interval_ms = heartbeat_interval_ms
         self._checked_info: MemberInfo | None = None
         self._known_info: MemberInfo | None = None
@@ -160,6 +163,7 @@ class SessionCore:
             host=self._about.host,
             runtime=self._about.runtime,
             groups=self._about.groups,
+            standby=self.stands_by,
         )
 
     def welcomed(self, welcome: Welcome) -> None:
@@ -212,6 +216,7 @@ class SessionCore:
             final=request.final,
             durable_relays=relays,
             retry=request.retry,
+            replace=request.replace,
         )
 
     def withdraw(self, number: int) -> bool:
@@ -235,6 +240,7 @@ class SessionCore:
         self.epoch, self.quorum_id = answer.epoch, answer.quorum_id
         if not self.withdraw(answer.request):
             return None
+        self.stands_by = False
         self.held = HeldAnswer(answer.epoch, answer.quorum_id, answer.step)
         return Quorum(
             epoch=answer.epoch,

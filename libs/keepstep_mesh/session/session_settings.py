@@ -43,8 +43,12 @@ class SessionSettings:
         connect_timeout: float,
         heartbeat_interval: float = 0.1,
         runtime: str = "",
+        spares: int = 0,
     ) -> SessionSettings:
-        """Read job, number of groups, token, and certificates from the environment. ``runtime``: see ``Hello``."""
+        """Read job, number of groups, token, and certificates from the environment.
+
+        ``runtime``: see ``Hello``. ``spares``: how many of the groups stand by; they are no part of the number.
+        """
         _, job = from_environment("JOB") or ("", "default")
         return cls(
             addresses=addresses,
@@ -54,7 +58,7 @@ class SessionSettings:
             connect_timeout=connect_timeout,
             heartbeat_interval=heartbeat_interval,
             tls=tls_of_client(),
-            about=About(socket.gethostname(), runtime, _groups()),
+            about=About(socket.gethostname(), runtime, max(0, _groups() - spares), standby=spares > 0),
         )
 
 

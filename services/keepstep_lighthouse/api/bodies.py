@@ -19,6 +19,11 @@ class DrainBody:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplaceBody:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class StragglerBody:
     steps: int
     """Consecutive committed steps in which the group was a straggler."""

@@ -1,4 +1,4 @@
-"""Handlers that change a job: evict, drain, readmit, verify, policy, deletion.
+"""Handlers that change a job: evict, drain, replace, readmit, verify, policy, deletion.
 
 An order is handled like any other event: it is written, then answered with 202, the entry that it made in the event
 log, and a sentence that describes the effect. An order that changes nothing because an earlier one did the same is
@@ -12,13 +12,22 @@ from http import HTTPStatus
 
 from aiohttp import web
 
-from keepstep_lighthouse.api.bodies import DrainBody, EvictBody, ReadmitBody, ReopenBody, StragglerBody, VerifyBody
+from keepstep_lighthouse.api.bodies import (
+    DrainBody,
+    EvictBody,
+    ReadmitBody,
+    ReopenBody,
+    ReplaceBody,
+    StragglerBody,
+    VerifyBody,
+)
 from keepstep_lighthouse.api.lookup import find_job, find_replicas, find_target, no_replica
 from keepstep_lighthouse.jobs.event_log import Happened
 from keepstep_lighthouse.jobs.job import Job
 from keepstep_lighthouse.jobs.lighthouse_node import LighthouseNode
 from keepstep_lighthouse.leadership.term import TermOverError
 from keepstep_lighthouse.quorum import bans
+from keepstep_lighthouse.quorum.changes.spares import NO_SPARE
 from keepstep_lighthouse.quorum.events import (
     DrainOrdered,
     Event,
@@ -27,6 +36,7 @@ from keepstep_lighthouse.quorum.events import (
     PolicyOrdered,
     ReadmitOrdered,
     ReopenOrdered,
+    ReplaceOrdered,
     StragglerFound,
     VerifyOrdered,
 )
@@ -104,6 +114,24 @@ class OrderHandlers:
         return _nothing(
             before, f"{before.replica_id} " + ("is draining already" if here else "was drained and has left")
         )
+
+    async def replace(self, request: web.Request) -> web.Response:
+        body = await read_body(request, ReplaceBody)
+        job, target = find_target(self._node, request)
+        if not find_replicas(job, target):
+            raise no_replica(job, target)
+        if (why := job.core.irreplaceable(target)) is not None:
+            advice = "; start spares (keepstep run --spares), or let it leave without one (keepstep drain)"
+            raise Problem(HTTPStatus.CONFLICT, f"{target} cannot be replaced: {why}{advice if why == NO_SPARE else ''}")
+        order = ReplaceOrdered(target, _reason(body.reason), _who(request))
+        if made := await self._execute(job, order, "replace"):
+            return _done(made, f"a spare takes the place of {made.replica_id}, which then leaves")
+        known = (one.replica_id for one in job.core.record.replacing)
+        ordered = [one for one in known if target in (one, name_of(one))]
+        before = self._latest(job, "replace", *ordered)
+        if before is None:
+            raise Problem(HTTPStatus.CONFLICT, f"{target} cannot be replaced now; try again")
+        return _nothing(before, f"a spare replaces {before.replica_id} already")
 
     async def straggler(self, request: web.Request) -> web.Response:
         body = await read_body(request, StragglerBody)

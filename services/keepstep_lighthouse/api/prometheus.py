@@ -28,7 +28,13 @@ FROM_ZERO = (
 """Events whose counters start at 0: PromQL's `increase` ignores the first value of a series."""
 MAX_IDLE_SHOWN = 20
 """Number of jobs without sessions that get series of their own; the most recently used ones."""
-UNCOUNTED = (ReplicaState.KEPT_OUT, ReplicaState.PARTED, ReplicaState.ABSENT, ReplicaState.GONE)
+UNCOUNTED = (
+    ReplicaState.KEPT_OUT,
+    ReplicaState.PARTED,
+    ReplicaState.SPARE,
+    ReplicaState.ABSENT,
+    ReplicaState.GONE,
+)
 """States in which a group does not train."""
 
 

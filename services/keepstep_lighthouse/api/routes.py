@@ -11,6 +11,7 @@ from keepstep_lighthouse.api.bodies import (
     EvictBody,
     ReadmitBody,
     ReopenBody,
+    ReplaceBody,
     ServiceBody,
     StragglerBody,
     VerifyBody,
@@ -59,6 +60,7 @@ SHAPES = {
     "GET /v1/jobs/{job}/transfers": Shape(TransfersView),
     "POST /v1/jobs/{job}/replicas/{replica_id}/evict": Shape(OrderAnswer, status=202, body=EvictBody),
     "POST /v1/jobs/{job}/replicas/{replica_id}/drain": Shape(OrderAnswer, status=202, body=DrainBody),
+    "POST /v1/jobs/{job}/replicas/{replica_id}/replace": Shape(OrderAnswer, status=202, body=ReplaceBody),
     "POST /v1/jobs/{job}/replicas/{replica_id}/readmit": Shape(OrderAnswer, status=202, body=ReadmitBody),
     "POST /v1/jobs/{job}/replicas/{replica_id}/straggler": Shape(OrderAnswer, status=202, body=StragglerBody),
     "GET /v1/jobs/{job}/events": Shape(EventsView, query=QUERY_OF_EVENTS),
@@ -100,6 +102,7 @@ def routes(node: LighthouseNode, all_routes: Callable[[], list[Route]]) -> list[
         Route("GET", f"{job}/transfers", reads.transfers, Access.READ, "heals in progress: bytes, rate, time left"),
         Route("POST", f"{one}/evict", orders.evict, Access.ADMIN, "evict a group; ban_seconds also bans its name"),
         Route("POST", f"{one}/drain", orders.drain, Access.ADMIN, "ask a group to finish its step and leave"),
+        Route("POST", f"{one}/replace", orders.replace, Access.ADMIN, "let a spare take the place of a group"),
         Route("POST", f"{one}/readmit", orders.readmit, Access.ADMIN, "lift bans and evictions"),
         Route(
             "POST",

@@ -29,6 +29,8 @@ class Opened:
     """Version of the protocol that the group speaks."""
     host: str = ""
     """Address from which the group connected; empty: unknown."""
+    standby: bool = False
+    """As in ``Hello``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,15 @@ class DrainOrdered:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplaceOrdered:
+    """Let a spare in; drain the target when the spare has committed a step."""
+
+    target: str
+    reason: str
+    by: str
+
+
+@dataclass(frozen=True, slots=True)
 class ReadmitOrdered:
     """Lift a ban or an eviction."""
 
@@ -177,6 +188,7 @@ Event = (
     | GroupFailed
     | EvictOrdered
     | DrainOrdered
+    | ReplaceOrdered
     | ReadmitOrdered
     | PolicyOrdered
     | VerifyOrdered
@@ -231,6 +243,15 @@ class Ban:
 
 
 @dataclass(frozen=True, slots=True)
+class Replacement:
+    """An order to replace a group, until the group has left."""
+
+    replica_id: str
+    reason: str
+    by: str
+
+
+@dataclass(frozen=True, slots=True)
 class JobEnd:
     """How the last group of a job went."""
 
@@ -267,6 +288,8 @@ class JobRecord:
     """State at which all groups finished. No group trains on until an administrator reopens the job. None: open."""
     durable_relays: tuple[str, ...] = ()
     """Names of the relays that committed the newest durable checkpoint, as a group last reported; empty: none did."""
+    replacing: tuple[Replacement, ...] = ()
+    """Groups that a spare replaces, in the order of the orders."""
 
 
 # ---- decisions
@@ -372,6 +395,6 @@ class Reason:
     """announced: ``fast`` ``all_asking`` ``stragglers_dropped``; waiting: ``nobody`` ``takeover_grace``
     ``min_replicas`` ``initial_replicas`` ``majority`` ``stragglers`` ``grace`` ``healing`` ``finish_grace``
     ``closed``; for one group: ``duplicate_name`` ``max_replicas`` ``not_in_shrink`` ``layout`` ``parted``
-    ``gone``."""
+    ``spare`` ``replacing`` ``gone``."""
     numbers: dict[str, float]
     sentence: str

@@ -80,6 +80,8 @@ class Exclusion(Enum):
     """Its layout or its settings differ from those of the job."""
     PARTED = "parted"
     """It is on probation (``rules.parted``)."""
+    SPARE = "spare"
+    """It stands by (``rules.spares``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +148,8 @@ class Group:
     heal_given_up: bool = False
     """A quorum was formed without waiting for its heal. Reset by its next request."""
     excluded: Excluded | None = None
+    stands_by: bool = False
+    """It has not been let in since it came as a spare."""
     draining: str | None = None
     """Reason of the drain."""
     drained_by: str = ""

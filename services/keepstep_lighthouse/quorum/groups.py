@@ -1,7 +1,7 @@
 """All groups that the lighthouse knows, indexed and counted so that no rule has to look at all of them.
 
 A group *counts* (is healthy in the sense of the rules) from its hello until it leaves or is lost, unless it is
-excluded: an older incarnation of its name is healthy, or its layout or settings do not fit the job.
+excluded: an older incarnation of its name is healthy, its layout or settings do not fit the job, or it stands by.
 
 Every change of a group that is counted or indexed here goes through a method here; ``validate`` counts again.
 """
@@ -71,6 +71,7 @@ class Groups:
         """Asking since before the last quorum, which was announced without them, or since before they counted. They do
         not start the join timeout."""
         self.healing: dict[str, Group] = {}
+        self.standing_by: dict[str, Group] = {}
         self.counted = 0
         self.expected = 0
         """Number of groups of the job, as the groups tell; 0: unknown."""
@@ -139,6 +140,7 @@ class Groups:
         self.withdraw(group)
         self._drop_heal(group)
         del self.by_id[group.replica_id]
+        self.standing_by.pop(group.replica_id, None)
         self.suspects.pop(group.replica_id, None)
         if group.session is not None:
             del self.by_session[group.session]
@@ -162,11 +164,31 @@ class Groups:
         group.excluded = excluded
 
     def readmit(self, group: Group) -> None:
-        """The group counts again, and so does its open request."""
-        if group.excluded is not None:
+        """The group counts again, and so does its open request; one that stands by does not."""
+        if group.stands_by:
+            self.exclude(group, Excluded(Exclusion.SPARE))
+        elif group.excluded is not None:
             group.excluded = None
             self.counted += 1
             self._count_request(group, self.passed_over)
+
+    def stand_by(self, group: Group) -> None:
+        """Make a new group a spare. It does not count until it is let in."""
+        group.stands_by = True
+        self.standing_by[group.replica_id] = group
+        if group.excluded is None:
+            self.exclude(group, Excluded(Exclusion.SPARE))
+
+    def let_in(self, group: Group, now: float) -> None:
+        """The spare, which asks, counts from now on, as if it had just asked."""
+        group.stands_by, group.excluded, group.asked_at = False, None, now
+        del self.standing_by[group.replica_id]
+        self.counted += 1
+        self._count_request(group, self.asking)
+
+    def spares(self) -> list[str]:
+        """Return the replica_ids of the groups that are kept out because they stand by."""
+        return [one for one, group in self.standing_by.items() if group.is_excluded(Exclusion.SPARE)]
 
     def _settle_name(self, namesakes: list[Group]) -> None:
         oldest = min(namesakes, key=lambda group: (not group.member, group.arrived))
@@ -391,6 +413,8 @@ class Groups:
             group.validate()
         asking = [g for g in groups if g.request is not None and g.excluded is None]
         assert self.counted == sum(g.excluded is None for g in groups), "counted groups are miscounted"
+        assert {g.replica_id for g in groups if g.stands_by} == set(self.standing_by), "spares are misfiled"
+        assert not any(g.stands_by and g.excluded is None for g in groups), "a spare counts"
         assert set(self.asking) | set(self.passed_over) == {g.replica_id for g in asking}, "asking groups are misfiled"
         assert not set(self.asking) & set(self.passed_over), "a group asks twice"
         assert self.members_asking == sum(g.member for g in asking), "asking members are miscounted"

@@ -40,6 +40,7 @@ from keepstep_lighthouse.quorum.changes import (
     reports,
     requests,
     retries,
+    spares,
     starts,
     stragglers,
 )
@@ -65,6 +66,7 @@ from keepstep_lighthouse.quorum.events import (
     ReadmitOrdered,
     Reason,
     ReopenOrdered,
+    ReplaceOrdered,
     StragglerFound,
     Tick,
     VerifyOrdered,
@@ -165,6 +167,8 @@ class JobCore:
                 orders.evict(state, event, now, now_unix)
             case DrainOrdered():
                 orders.drain(state, event)
+            case ReplaceOrdered():
+                spares.replace(state, event)
             case ReadmitOrdered():
                 orders.readmit(state, event, now_unix)
             case PolicyOrdered():
@@ -211,7 +215,8 @@ class JobCore:
             if group.session is not None and group.request is not None:
                 reason = own or why
                 self._state.tell(group.session, Denied(group.request.request, "deadline", reason.sentence))
-                self._state.log("denied", group.replica_id, code="deadline", reason=reason.sentence)
+                if not group.stands_by:  # a spare asks again and again
+                    self._state.log("denied", group.replica_id, code="deadline", reason=reason.sentence)
             self._groups.withdraw(group)
 
     # ---- forming a quorum
@@ -220,6 +225,7 @@ class JobCore:
         state = self._state
         departures.lose_reported(state, now)
         probation.let_in_due(state, now)
+        spares.settle(state, now)
         if state.last_gone is not None:
             job_end.conclude(state, now_unix)
         starts.drain_left_behind(state)
@@ -284,10 +290,11 @@ class JobCore:
         names = sorted(g.replica_id for g in groups if g.excluded is None and not g.member) if left_out else []
         out = [one.reason for one in state.probation.groups.values() if one.out]
         refused = state.probation.refused
-        self._formed = Formed(code, announce.quorum_id, len(chosen), names, forbid_heal, out, refused, retried)
+        members = announce.quorum_id, len(chosen), names
+        self._formed = Formed(code, *members, forbid_heal, groups.spares(), out, refused, retried)
         if announce.quorum_id != before:
-            members = list(state.record.members)
-            state.log("quorum", "", quorum_id=announce.quorum_id, members=members, reason=self._formed.reason.sentence)
+            listed = list(state.record.members)
+            state.log("quorum", "", quorum_id=announce.quorum_id, members=listed, reason=self._formed.reason.sentence)
         for group, failed in given_up:
             state.log("heal_given_up", group.replica_id, failed_heals=failed)
         if comparison is not None:
@@ -347,6 +354,11 @@ class JobCore:
     def stays(self, straggler: StragglerFound) -> str | None:
         """Return why this straggler would not be drained, as a sentence; None: it would be."""
         return stragglers.refusal(self._state, straggler)
+
+    def irreplaceable(self, target: str) -> str | None:
+        """Return why no spare can replace the target now, as a sentence; None: one can."""
+        found = orders.matching(self._state, target)
+        return spares.refusal(self._state, found[0]) if found else f"{target} is not connected"
 
     @property
     def tally(self) -> Tally:

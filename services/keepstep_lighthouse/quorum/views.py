@@ -36,6 +36,8 @@ class ReplicaState(Enum):
     """Excluded: an older incarnation of its name is healthy, or its layout or settings differ."""
     PARTED = "parted"
     """On probation: it keeps failing, or it and others cannot reach each other."""
+    SPARE = "spare"
+    """Stands by: it takes part as soon as a group is missing."""
     SUSPECT = "suspect"
     """Its connection ended; it may reconnect within reconnect_grace."""
     ABSENT = "absent"
@@ -118,6 +120,10 @@ class QuorumView:
     """How the last quorum was formed; None: not by this lighthouse."""
     gone: tuple[str, ...] = ()
     """Groups that left or were lost lately and have not returned, the latest first: ``replica_id: why``."""
+    spares: tuple[str, ...] = ()
+    """Groups that stand by, sorted."""
+    replacing: tuple[str, ...] = ()
+    """Groups that train until a spare has taken their place, in the order of the orders."""
 
 
 def _replica_view(group: Group, groups: Groups, record: JobRecord, now: float) -> ReplicaView:
@@ -213,6 +219,8 @@ def quorum_view(
         reason=reason,
         formed=formed,
         gone=gone,
+        spares=tuple(sorted(groups.spares())),
+        replacing=tuple(one.replica_id for one in record.replacing),
     )
 
 
@@ -234,11 +242,14 @@ def heal_views(groups: Groups, now: float) -> tuple[HealView, ...]:
     return tuple(_heal_view(group, group.heal, now) for group in healing if group.heal is not None)
 
 
+_EXCLUDED = {Exclusion.PARTED: ReplicaState.PARTED, Exclusion.SPARE: ReplicaState.SPARE}
+
+
 def _state(group: Group) -> ReplicaState:
     if group.session is None:
         return ReplicaState.SUSPECT
     if group.excluded is not None:
-        return ReplicaState.PARTED if group.is_excluded(Exclusion.PARTED) else ReplicaState.KEPT_OUT
+        return _EXCLUDED.get(group.excluded.reason, ReplicaState.KEPT_OUT)
     if group.member and is_following(group.lineage):
         return ReplicaState.CATCHING_UP
     if group.state is ASKING:

@@ -30,6 +30,7 @@ from keepstep_lighthouse.quorum.events import (
     PortRefused,
     ReadmitOrdered,
     ReopenOrdered,
+    ReplaceOrdered,
     StragglerFound,
     Tell,
     Tick,
@@ -106,11 +107,12 @@ class Driver:
         groups: int = 0,
         version: int = PROTOCOL_VERSION,
         host: str = "",
+        standby: bool = False,
     ) -> list[Decision]:
         session = len(self.replica_of) + 1
         self.replica_of[session] = replica_id
         self.session_of[replica_id] = session
-        return self.feed(Opened(session, replica_id, seen, held, groups, version, host))
+        return self.feed(Opened(session, replica_id, seen, held, groups, version, host, standby))
 
     def open_all(self, *replica_ids: str) -> None:
         for replica_id in replica_ids:
@@ -137,6 +139,7 @@ class Driver:
         durable_relays: tuple[str, ...] = (),
         failure: StepFailure | None = None,
         retry: bool = False,
+        replace: str = "",
     ) -> list[Decision]:
         if settings is not None and info is None:
             info = MemberInfo(f"http://{replica_id}")
@@ -154,6 +157,7 @@ class Driver:
             durable_relays=durable_relays,
             failure=failure,
             retry=retry,
+            replace=replace,
         )
         return self.feed(Asked(self.session_of[replica_id], wanted))
 
@@ -212,6 +216,9 @@ class Driver:
 
     def drains(self, target: str, reason: str = "maintenance") -> list[Decision]:
         return self.feed(DrainOrdered(target, reason, "ann"))
+
+    def replaces(self, target: str, reason: str = "bad fan") -> list[Decision]:
+        return self.feed(ReplaceOrdered(target, reason, "ann"))
 
     def readmits(self, target: str) -> list[Decision]:
         return self.feed(ReadmitOrdered(target, "ann"))

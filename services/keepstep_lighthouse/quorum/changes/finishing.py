@@ -151,13 +151,13 @@ def _close(state: JobState, chosen: list[Group], now_unix: float) -> None:
             _tell_closed(state, group, group.request, final)
     state.log("closed", "", step=step, groups=[group.replica_id for group in chosen], quorum_id=record.quorum_id)
     for group in state.groups.all_asking():
-        _send_home(state, group, f"the job finished at step {step}, and its quorum had no place for this group")
+        send_home(state, group, f"the job finished at step {step}, and its quorum had no place for this group")
     for group in list(state.groups):
         if group.request is not None:  # of an excluded group
             answer(state, group, group.request)
 
 
-def _send_home(state: JobState, group: Group, reason: str) -> None:
+def send_home(state: JobState, group: Group, reason: str) -> None:
     """Let the group leave with exit code 0."""
     orders.drain(state, DrainOrdered(group.replica_id, reason, "lighthouse"))
     _deny(state, group, "deadline", reason)
@@ -174,11 +174,20 @@ def answer(state: JobState, group: Group, request: QuorumRequest) -> bool:
     holds = request.step == final.step and same_weights(request.lineage, final.lineage)
     if request.final and holds:
         _tell_closed(state, group, request, final)
+    elif group.stands_by:
+        _send_spare_home(state, group, request, final)
     elif group.session is not None:
         why = _why_closed(final, request, holds=holds)
         state.tell(group.session, Denied(request.request, "start", why, closed=final))
         state.log("denied", group.replica_id, code="closed", reason=why)
     return True
+
+
+def _send_spare_home(state: JobState, group: Group, request: QuorumRequest, final: FinalState) -> None:
+    reason = f"the job finished at step {final.step}, and no group needed this spare"
+    orders.drain(state, DrainOrdered(group.replica_id, reason, "lighthouse"))
+    if group.session is not None:
+        state.tell(group.session, Denied(request.request, "deadline", reason))
 
 
 def _tell_closed(state: JobState, group: Group, request: QuorumRequest, final: FinalState) -> None:

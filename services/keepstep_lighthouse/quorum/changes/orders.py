@@ -21,9 +21,9 @@ from keepstep_mesh.protocol.names import name_of
 
 def evict(state: JobState, order: EvictOrdered, now: float, now_unix: float) -> None:
     """Evict the target, even if the lighthouse does not know it or still waits for it after a takeover."""
-    matching = _matching(state, order.target)
+    found = matching(state, order.target)
     absent = [one for one in sorted(state.takeover.absent) if order.target in (one, name_of(one))]
-    incarnations = [group.replica_id for group in matching] + absent
+    incarnations = [group.replica_id for group in found] + absent
     if not incarnations and ":" in order.target:
         incarnations = [order.target]
     if not incarnations and order.ban_seconds <= 0:
@@ -39,7 +39,7 @@ def evict(state: JobState, order: EvictOrdered, now: float, now_unix: float) -> 
         incarnations=[*incarnations],
         quorum_id=record.quorum_id,
     )
-    for group in matching:
+    for group in found:
         if group.session is not None:
             state.tell(group.session, Evicted(order.reason, order.ban_seconds))
             state.end(group.session)
@@ -54,7 +54,7 @@ def evict(state: JobState, order: EvictOrdered, now: float, now_unix: float) -> 
 
 def drain(state: JobState, order: DrainOrdered) -> None:
     """Ask the target to leave; a disconnected group is asked when it reconnects."""
-    for group in _matching(state, order.target):
+    for group in matching(state, order.target):
         group.draining, group.drained_by = order.reason, order.by
         if group.session is not None:
             state.tell(group.session, Drain(order.reason))
@@ -89,6 +89,7 @@ def change_policy(state: JobState, order: PolicyOrdered, now: float) -> None:
         state.takeover.change_grace(state.takeover_grace)
 
 
-def _matching(state: JobState, target: str) -> list[Group]:
+def matching(state: JobState, target: str) -> list[Group]:
+    """Return the groups that the target of an order names."""
     one = state.groups.by_id.get(target)
     return [one] if one is not None else list(state.groups.by_name.get(target, ()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from keepstep_lighthouse.quorum.changes import agreements, finishing, heals, probation, reports
+from keepstep_lighthouse.quorum.changes import agreements, finishing, heals, probation, reports, spares
 from keepstep_lighthouse.quorum.changes.presence import departures, ports
 from keepstep_lighthouse.quorum.group import Group
 from keepstep_lighthouse.quorum.job_state import JobState
@@ -27,6 +27,8 @@ def ask(state: JobState, group: Group, request: QuorumRequest, now: float) -> No
     reports.note(state, group, request.last_step)
     if request.durable_relays:
         reports.note_durable_relays(state, request.durable_relays)
+    if request.replace:
+        spares.leaves_soon(state, group, request.replace)
     last, session = state.announcer.last, group.session
     current = last is not None and last.quorum_id == state.record.quorum_id and not state.round.broken
     answer = group.answer if current and group.answer is not None and group.answer.announce is last else None

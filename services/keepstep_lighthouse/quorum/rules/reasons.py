@@ -11,6 +11,7 @@ from typing import NamedTuple
 from keepstep_lighthouse.quorum.events import JobRecord, Reason
 from keepstep_lighthouse.quorum.group import WORKING, Exclusion, Group
 from keepstep_lighthouse.quorum.groups import Groups
+from keepstep_lighthouse.quorum.rules import spares
 from keepstep_lighthouse.quorum.rules.quorum_rules import Verdict, candidate_count, initial_count, least_candidates
 from keepstep_mesh.protocol.lineage import is_following
 from keepstep_mesh.protocol.membership import FinalState
@@ -132,6 +133,8 @@ class Formed(NamedTuple):
     """Healthy groups that are not in it."""
     forbid_heal: list[str]
     """Members that asked for a round without healing."""
+    spares: list[str]
+    """Groups that stand by."""
     parted: list[str]
     """Why groups are parted, one sentence each."""
     refused: str
@@ -152,6 +155,9 @@ class Formed(NamedTuple):
         numbers["left_out"] = len(self.left_out)
         if self.forbid_heal:
             how += f"; no group heals because {named(self.forbid_heal)} asked for a round without healing"
+        if self.spares:
+            numbers["spares"] = len(self.spares)
+            how += f"; standing by: {named(self.spares)}"
         if self.parted:
             numbers["parted"] = len(self.parted)
             how += f"; parted: {listed(self.parted, MAX_NAMED)}"
@@ -173,6 +179,7 @@ def catching_up(group: Group) -> Reason | None:
 def of_group(group: Group, groups: Groups, record: JobRecord, now: float) -> Reason | None:
     """Return why this group would not be in the next quorum although it is healthy; None: it would be."""
     policy = record.policy
+    numbers: dict[str, float]
     if group.is_excluded(Exclusion.DUPLICATE_NAME):
         older = groups.namesake(group).replica_id
         return Reason(
@@ -181,6 +188,11 @@ def of_group(group: Group, groups: Groups, record: JobRecord, now: float) -> Rea
             f"{group.replica_id} waits: {older} has the same name and is healthy; "
             "a second `keepstep run` of one job needs --first-replica N",
         )
+    if group.is_excluded(Exclusion.SPARE):
+        wanted = spares.target(groups, policy)
+        numbers = {"groups": groups.counted, "target": wanted}
+        why = f"{group.replica_id} stands by as a spare: the job has {groups.counted} of {wanted} groups"
+        return Reason("spare", numbers, why)
     if group.excluded is not None:
         why = group.excluded.sentence
         if group.is_excluded(Exclusion.PARTED):
@@ -188,13 +200,16 @@ def of_group(group: Group, groups: Groups, record: JobRecord, now: float) -> Rea
             why = f"{group.replica_id} is parted from the other groups for {left:.1f} s more: {why}"
             return Reason("parted", {"seconds_left": left}, why)
         return Reason("layout", {}, why)
+    if (order := next((one for one in record.replacing if one.replica_id == group.replica_id), None)) is not None:
+        why = f"{group.replica_id} trains until a spare has taken its place, as {order.by} ordered: {order.reason}"
+        return Reason("replacing", {}, why)
     if group.member or group.request is None:
         return None
     if groups.shrinking and record.members:
         why = f"{group.replica_id} waits: a group asked with shrink_only, and it is not a member"
         return Reason("not_in_shrink", {}, why)
     if policy.max_replicas and len(record.members) >= policy.max_replicas:
-        numbers: dict[str, float] = {"max_replicas": policy.max_replicas}
+        numbers = {"max_replicas": policy.max_replicas}
         why = f"{group.replica_id} waits: max_replicas {policy.max_replicas} is reached"
         return Reason("max_replicas", numbers, why)
     return None

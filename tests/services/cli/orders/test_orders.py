@@ -1,4 +1,4 @@
-"""`keepstep drain`, `evict`, `readmit`, `policy`: what an operator orders."""
+"""`keepstep drain`, `replace`, `evict`, `readmit`, `policy`: what an operator orders."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from keepstep_mesh.protocol.messages import Drain, Evicted
 from keepstep_mesh.security.tokens import Access, Tokens
 from keepstep_mesh.serving.service import Service, serving
 from tests.services.cli.scene import ADMIN, WORKER, keepstep, running
+from tests.support.services.lighthouse_driver import worker
 
 
 async def test_drain_asks_the_group_to_leave() -> None:
@@ -32,6 +33,25 @@ async def test_one_order_names_several_groups_and_a_refusal_stops_none() -> None
         assert [one["replica_id"] for one in json.loads(said.out)] == ["r0:1", "r1:1"]
         for group in job.groups:
             assert isinstance(await group.push_of(Drain), Drain)
+
+
+async def test_replace_needs_a_spare_and_lets_it_in() -> None:
+    async with running("r0", "r1") as job:
+        said = await keepstep("replace", "r1", *job.at)
+        assert said.code == 4
+        assert "r1 cannot be replaced: no spare is ready; start spares (keepstep run --spares), or" in said.err
+        async with worker(job.lighthouse.address, "r2:1", "default", standby=True, groups=2) as spare:
+            await spare.ask()
+            while "spare: r2:1" not in (said := await keepstep("quorum", "--explain", *job.at)).out:
+                assert said.code == 0, said.err
+            assert "r2:1 stands by as a spare: the job has 2 of 2 groups" in (await keepstep("replicas", *job.at)).out
+            said = await keepstep("replace", "r1", "--reason", "bad fan", *job.at)
+            assert said.out.startswith("a spare takes the place of r1:1, which then leaves\n")
+            said = await keepstep("replace", "r1", *job.at)
+            assert said.out.startswith("nothing to do: a spare replaces r1:1 already\n")
+            explained = (await keepstep("quorum", "--explain", *job.at)).out
+            assert "leaves when a spare has its place: r1:1\n" in explained
+            assert "spare: " not in explained
 
 
 async def test_evict_with_a_ban_keeps_a_name_out_until_it_is_readmitted() -> None:

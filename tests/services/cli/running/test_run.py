@@ -99,6 +99,15 @@ def test_groups_can_be_numbered_over_several_machines(started) -> None:
     assert {"[r2/0] I am 2 of 4", "[r3/0] I am 3 of 4"} <= set(run.lines)
 
 
+def test_spares_are_more_groups_which_know_their_number_and_the_time_of_a_notice(started) -> None:
+    names = "REPLICA_GROUP_ID NUM_REPLICA_GROUPS KEEPSTEP_SPARES KEEPSTEP_NOTICE_SEC"
+    script = f'print("I am", *(os.environ[name] for name in "{names}".split()))'
+    numbers = ("--replicas", "1", "--spares", "1", "--replicas-in-job", "3", "--spares-in-job", "2")
+    run = started(script, *numbers, "--first-replica", "2", "--notice", "30")
+    assert run.wait() == 0
+    assert {"[r2/0] I am 2 5 2 30.0", "[r3/0] I am 3 5 2 30.0"} <= set(run.lines)
+
+
 def test_a_token_reaches_the_ranks_as_a_file_that_they_can_read_again(started, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("secret\n")
     script = 'print("token", open(os.environ["KEEPSTEP_TOKEN_FILE"]).read(), "KEEPSTEP_TOKEN" in os.environ)'
@@ -344,6 +353,8 @@ def test_a_program_that_is_not_there_any_more_is_given_up_at_once(tmp_path: Path
         (("--replicas", "2", "--min-replicas", "3"), "--min-replicas 3 exceeds the 2 groups"),
         (("--replicas", "1", "--first-replica", "3", "--replicas-in-job", "2"), "--first-replica 3 and --replicas 1"),
         (("--replicas", "3", "--replicas-in-job", "2"), "ends at r1"),
+        (("--replicas", "2", "--spares", "2", "--spares-in-job", "1"), "--spares 2 exceeds --spares-in-job 1"),
+        (("--replicas", "2", "--spares", "1", "--first-replica", "1", "--replicas-in-job", "2"), "up to r3, but"),
     ],
 )
 def test_numbers_that_do_not_fit_each_other_are_an_error_of_usage(

@@ -37,6 +37,8 @@ def open_session(state: JobState, event: Opened, now: float, now_unix: float) ->
         state.lost_at.pop(group.name, None)
         if len(state.groups) == 1:
             state.active_since = now_unix
+        if event.standby and not member:
+            state.groups.stand_by(group)
         probation.keep_out(state, group)
         state.log("joined", event.replica_id, member=member)
         ports.returned(state, event.replica_id)

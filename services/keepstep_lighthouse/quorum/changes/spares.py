@@ -1,0 +1,125 @@
+"""Let spares in where groups are missing, and replace groups that have to leave. Pure.
+
+* A group that may stand by is a spare from its arrival on (``rules.spares``). It is let in when it asks and the job
+  has fewer groups than it should have: at the start the first ones that ask, later after a loss. The spare with the
+  newest state comes first, then the one that arrived first.
+* A group with an order to replace it counts as missing, and stays. When so many others have committed a step that the
+  job has all its groups without it, it is drained: it leaves between two steps, and no step is lost. The order is
+  stored until the group has left.
+* Nothing is decided during the grace of a takeover, in which the groups that train may not have reconnected.
+* Groups that finish are not missing. Spares leave with the last of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace as changed
+
+from keepstep_lighthouse.quorum.changes import finishing, orders
+from keepstep_lighthouse.quorum.changes.presence import losses
+from keepstep_lighthouse.quorum.events import DrainOrdered, Replacement, ReplaceOrdered
+from keepstep_lighthouse.quorum.group import Group
+from keepstep_lighthouse.quorum.job_state import JobState
+from keepstep_lighthouse.quorum.rules import spares
+from keepstep_lighthouse.quorum.rules.reasons import named
+
+NO_SPARE = "no spare is ready"
+
+
+def settle(state: JobState, now: float) -> None:
+    """Let spares in, drain the groups that were replaced, and send spares home that are no longer needed."""
+    if state.takeover.until is not None or not (state.groups.standing_by or state.record.replacing):
+        return
+    if state.finished_step and state.record.ended is None:
+        _end_with_the_last_group(state)
+        return
+    _drop_old_orders(state)
+    _let_in(state, now)
+    _drain_replaced(state)
+
+
+def replace(state: JobState, order: ReplaceOrdered) -> None:
+    """Replace the groups that the order names. No effect on those that leave already, or do not train."""
+    for group in orders.matching(state, order.target):
+        if group.excluded is None and group.draining is None and not _is_ordered(state, group):
+            new = Replacement(group.replica_id, order.reason, order.by)
+            state.persist(changed(state.record, replacing=(*state.record.replacing, new)))
+            state.log("replace", group.replica_id, reason=order.reason, by=order.by)
+
+
+def leaves_soon(state: JobState, group: Group, reason: str) -> None:
+    """The group has to leave. Replace it, or drain it if no spare is ready."""
+    if group.draining is not None or _is_ordered(state, group):
+        return
+    if (why := refusal(state, group)) is None:
+        replace(state, ReplaceOrdered(group.replica_id, reason, group.name))
+    else:
+        orders.drain(state, DrainOrdered(group.replica_id, f"{reason}; {why}", group.name))
+
+
+def refusal(state: JobState, group: Group) -> str | None:
+    """Return why no spare can replace this group now, as a sentence; None: one can, or is about to."""
+    if _is_ordered(state, group):
+        return None
+    if group.stands_by:
+        return f"{group.replica_id} is a spare itself"
+    if group.excluded is not None:
+        return f"{group.replica_id} does not train: {group.excluded.sentence or group.excluded.reason.value}"
+    if group.draining is not None:
+        return f"{group.replica_id} is draining already"
+    if not spares.ready(state.groups, state.probation):
+        return NO_SPARE
+    return None
+
+
+def _is_ordered(state: JobState, group: Group) -> bool:
+    return any(one.replica_id == group.replica_id for one in state.record.replacing)
+
+
+def _end_with_the_last_group(state: JobState) -> None:
+    if state.groups.counted:
+        return
+    reason = f"the job finished at step {state.finished_step}, and no group needed this spare"
+    for group in spares.ready(state.groups, state.probation):
+        finishing.send_home(state, group, reason)
+
+
+def _drop_old_orders(state: JobState) -> None:
+    replacing = tuple(one for one in state.record.replacing if one.replica_id in state.groups.by_id)
+    if replacing != state.record.replacing:
+        state.persist(changed(state.record, replacing=replacing))
+
+
+def _to_replace(state: JobState) -> list[tuple[Group, Replacement]]:
+    """Return the groups that wait for their replacement, with the orders."""
+    known = ((state.groups.by_id[one.replica_id], one) for one in state.record.replacing)
+    return [(group, one) for group, one in known if group.draining is None and group.excluded is None]
+
+
+def _let_in(state: JobState, now: float) -> None:
+    groups, leaving = state.groups, [group.replica_id for group, _ in _to_replace(state)]
+    target = spares.target(groups, state.record.policy)
+    missing = target + len(leaving) - groups.counted
+    if missing <= 0 or not groups.standing_by:
+        return
+    for spare in spares.ready(groups, state.probation)[:missing]:
+        there = groups.counted
+        groups.let_in(spare, now)
+        if state.record.quorum_id != state.record.first_quorum_id:
+            lost = ", ".join(sorted(losses.expected(state, now)))
+            why = f"{there} of {target} groups were there" + (f", without {lost}" if lost else "")
+            state.log("spare_in", spare.replica_id, reason=f"it replaces {named(leaving)}" if there >= target else why)
+    if groups.counted >= target:
+        state.lost_at.clear()  # no group waits for the return of those that were replaced
+
+
+def _drain_replaced(state: JobState) -> None:
+    if not (waiting := _to_replace(state)):
+        return
+    target = spares.target(state.groups, state.record.policy)
+    ready = sum(map(spares.trains_well, state.groups))
+    for group, order in waiting:
+        left = ready - spares.trains_well(group)
+        if left < target:
+            return
+        orders.drain(state, DrainOrdered(group.replica_id, f"replaced: {order.reason}", order.by))
+        ready = left
