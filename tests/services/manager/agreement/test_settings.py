@@ -114,5 +114,5 @@ def test_every_override_of_the_environment_reaches_where_the_value_is_used(light
         assert m._context.transport.direct.server._timeout == 1.5
         m.start_quorum()
         assert m._attempt is not None
-        assert m._attempt.timeout == 2.5
+        assert m._attempt._timeout == 2.5
         assert m.should_commit()
