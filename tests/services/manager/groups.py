@@ -6,11 +6,14 @@ import concurrent.futures
 import json
 import socket
 import threading
+import time
+import urllib.error
 import urllib.request
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +56,20 @@ def manager(
         yield one
     finally:
         one.shutdown()
+
+
+def until_connected(lighthouse: str, name: str) -> None:
+    """Return when the lighthouse knows the group, so that the first quorum of other groups has it."""
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            urllib.request.urlopen(f"{lighthouse}/v1/jobs/default/replicas/{name}", timeout=30).close()
+        except urllib.error.HTTPError as error:
+            if error.code != HTTPStatus.NOT_FOUND or time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)  # nothing tells a client of the lighthouse that a group has connected
+        else:
+            return
 
 
 def together(*groups: Callable[[], Any]) -> list[Any]:

@@ -74,6 +74,12 @@ async def until_received(url: str, size: float) -> None:
             await asyncio.sleep(0.01)
 
 
+async def until_only_the_first_is_listed(url: str) -> None:
+    async with asyncio.timeout(DEADLINE):
+        while await listed(url) != {1: "committed"}:  # noqa: ASYNC110 - nothing tells that the upload is dropped
+            await asyncio.sleep(0.05)
+
+
 async def test_a_killed_group_is_replaced_in_an_upload_and_without_any_group_the_checkpoint_before_it_stays(
     lighthouse: str, tmp_path: Path
 ) -> None:
@@ -93,9 +99,7 @@ async def test_a_killed_group_is_replaced_in_an_upload_and_without_any_group_the
             await b("begin")  # stages step 2
             await until_received(url, received + 1)
             await b.kill()
-        async with asyncio.timeout(DEADLINE):
-            while await listed(url) != {1: "committed"}:  # noqa: ASYNC110 - nothing tells that the upload is dropped
-                await asyncio.sleep(0.05)
+        await until_only_the_first_is_listed(url)
         async with peer(lighthouse, url, "c") as c:
             assert await c("begin") == {"step": 1, "weight": 1.0, "saved": 1, "error": ""}
 
@@ -125,7 +129,7 @@ async def test_a_full_disk_is_an_error_of_that_checkpoint_only(lighthouse: str, 
         full = await a("finish")
         assert (full["saved"], full["step"]) == (1, 3)
         assert "disk" in full["error"]
-        assert (await listed(url)) == {1: "committed"}
+        await until_only_the_first_is_listed(url)
 
 
 @asynccontextmanager

@@ -21,7 +21,7 @@ from keepstep.collectives.codecs import TwoBit
 from keepstep.local_sgd import DiLoCo, LocalSGD
 from keepstep.runtime.exits import MismatchExit
 from keepstep_mesh.errors import Drained, KeepstepError
-from tests.services.manager.groups import events, manager, together
+from tests.services.manager.groups import events, manager, together, until_connected
 
 DEADLINE = 60
 
@@ -104,6 +104,7 @@ def trainer(lighthouse: str, name: str, kind: str, **options: Any) -> Iterator[T
     values = {**KINDS[kind], **options}
     of_manager = {key: values.pop(key) for key in OF_MANAGER if key in values}
     with manager(lighthouse, name, **of_manager) as m:
+        until_connected(lighthouse, name)
         yield Trainer(m, ord(name[-1]), **values)
 
 
@@ -254,7 +255,7 @@ def test_a_reduction_that_a_lost_group_interrupts_never_commits_and_its_fragment
 
     def survivor() -> None:
         with trainer(lighthouse, "a", "diloco-streaming") as one, one.block:
-            ready.wait(DEADLINE)  # else this group may take its first step alone
+            ready.wait(DEADLINE)  # else this group may take its first step alone: both are connected now
             one.until(1)
             meet.wait(DEADLINE)
             before = one.shared()
