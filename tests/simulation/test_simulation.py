@@ -14,6 +14,14 @@ def test_no_rule_is_broken_with_one_lighthouse(first: int) -> None:
         assert violation(seed, lighthouses=1, careful=True) is None, explain(seed, lighthouses=1)
 
 
+@pytest.mark.parametrize("ports", [False, True])
+def test_a_simulated_lighthouse_logs_to_the_trace_alone(capfd: pytest.CaptureFixture[str], ports: bool) -> None:
+    """A part of it that is not simulated, such as a look at a real port, fails and logs its error."""
+    for seed in range(2, 5):
+        assert violation(seed, ports=ports) is None
+    assert capfd.readouterr() == ("", "")
+
+
 @pytest.mark.parametrize("lighthouses", [2, 3])
 @pytest.mark.parametrize("first", range(0, 128, 16))
 def test_no_rule_is_broken_with_several_lighthouses(first: int, lighthouses: int) -> None:

@@ -60,8 +60,7 @@ class Node:
         events = _Events(self, EVENTS if alone else f"{name}.jsonl")
         self.lighthouse = LighthouseNode(settings, self.store, events)
         self.lighthouse.node = f"{name}:{number}"
-        if sim.ports is not None:
-            self.lighthouse.ports = Ports(self, sim.ports)  # type: ignore[assignment]
+        self.lighthouse.ports = Ports(self, sim.ports)  # type: ignore[assignment]
         self.loop.create_task(self._run())
 
     async def _run(self) -> None:
@@ -272,6 +271,7 @@ def simulated(sim: Simulation) -> Iterator[None]:
             *((module, "log", log) for module in LOGGING),
             (websocket, "Link", Wire),
             (leader_link, "Link", Wire),
+            (job, "LOUD", dict.fromkeys(job.LOUD, log.warning)),
             (lighthouse_node, "Job", partial(_CheckedJob, sim)),
         ]
     ):

@@ -65,32 +65,34 @@ class Network:
 
 
 class Ports:
-    """Carry out ``FindPort`` and ``ProbePort`` for the lighthouse ``node``."""
+    """Carry out ``FindPort`` and ``ProbePort`` for the lighthouse ``node``. Without a ``network`` nothing is found."""
 
-    def __init__(self, node: Node, network: Network) -> None:
+    def __init__(self, node: Node, network: Network | None) -> None:
         self._node, self._network = node, network
         self._sim = node.sim
 
     def find(self, wanted: FindPort, report: Report) -> None:
-        for pause in accumulate(FIND_PAUSES):
-            self._after(pause, self._ask, wanted, report)
+        if self._network is not None:
+            for pause in accumulate(FIND_PAUSES):
+                self._after(pause, self._ask, self._network, wanted, report)
 
     def probe(self, wanted: ProbePort, report: Report) -> None:
-        for pause in accumulate(PROBE_PAUSES):
-            if pause < wanted.seconds:
-                self._after(pause, self._connect, wanted, report)
+        if self._network is not None:
+            for pause in accumulate(PROBE_PAUSES):
+                if pause < wanted.seconds:
+                    self._after(pause, self._connect, self._network, wanted, report)
 
-    def _after(self, pause: float, act: Callable[..., None], *args: object) -> None:
-        self._sim.time.after(pause + 0.0005 + 0.004 * self._network.random.random(), act, *args)
+    def _after(self, pause: float, act: Callable[..., None], network: Network, *args: object) -> None:
+        self._sim.time.after(pause + 0.0005 + 0.004 * network.random.random(), act, network, *args)
 
-    def _ask(self, wanted: FindPort, report: Report) -> None:
+    def _ask(self, network: Network, wanted: FindPort, report: Report) -> None:
         worker = self._reached(wanted)
-        if worker is not None and worker.runs and not self._network.refuses(worker, self._sim.time.now):
+        if worker is not None and worker.runs and not network.refuses(worker, self._sim.time.now):
             self._node.loop.deliver(report, PortAnswered(wanted.session))
 
-    def _connect(self, wanted: ProbePort, report: Report) -> None:
+    def _connect(self, network: Network, wanted: ProbePort, report: Report) -> None:
         worker = self._reached(wanted)
-        if worker is not None and self._network.refuses(worker, self._sim.time.now):
+        if worker is not None and network.refuses(worker, self._sim.time.now):
             self._node.loop.deliver(report, PortRefused(wanted.session, wanted.replica_id))
 
     def _reached(self, wanted: FindPort | ProbePort) -> Worker | None:
