@@ -214,6 +214,7 @@ FIRING = {
         'keepstep_job_groups{job="j",state="training"} 1x60',
     ],
     "CollectivesDiffer": ['keepstep_events_total{job="j",kind="collectives_differ"} 0+1x60'],
+    "PortsMislead": ['keepstep_events_total{job="j",kind="port_misled"} 0+1x60'],
     "ReplicasDiffer": ['keepstep_events_total{job="j",kind="replicas_differ"} 0+1x60'],
     "NobodyLeads": ['keepstep_lighthouse_ready{instance="a"} 0x60'],
     "TwoLead": ['keepstep_lighthouse_ready{instance="a"} 1x60', 'keepstep_lighthouse_ready{instance="b"} 1x60'],

@@ -37,6 +37,7 @@ SEVERITIES = {
     "ReplicasDiffer": "critical",
     "ContributionNotFinite": "warning",
     "CollectivesDiffer": "warning",
+    "PortsMislead": "warning",
     "CheckpointIsOld": "warning",
 }
 """Severity of each alert."""
@@ -46,6 +47,7 @@ EVENT_ALERTS = {
     "replicas_differ": "ReplicasDiffer",
     "nonfinite": "ContributionNotFinite",
     "collectives_differ": "CollectivesDiffer",
+    "port_misled": "PortsMislead",
 }
 """Events that are alerts for ten minutes, with the sentence of the last one."""
 
