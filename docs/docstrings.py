@@ -42,7 +42,7 @@ def section(title: str, about: str, module: str, names: str) -> Section:
 
 
 SECTIONS = (
-    section("The Manager", "", "keepstep", "Manager WorldSizeMode"),
+    section("The Manager", "", "keepstep", "Manager Finished WorldSizeMode"),
     section(
         "Model, optimizer, data",
         "",

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from keepstep.checkpointing import CheckpointTransport, HTTPTransport, PGTransport, RelayTransport
     from keepstep.data import DistributedSampler, ElasticLoader, ElasticSampler
     from keepstep.ddp import DistributedDataParallel, PureDistributedDataParallel
+    from keepstep.lifecycle.finishing import Finished
     from keepstep.manager import Manager, WorldSizeMode
     from keepstep.optim import OptimizerWrapper
     from keepstep.optim import OptimizerWrapper as Optimizer
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "Manager": "manager",
+    "Finished": "lifecycle.finishing",
     "WorldSizeMode": "manager",
     "DistributedDataParallel": "ddp",
     "PureDistributedDataParallel": "ddp",
@@ -60,6 +62,7 @@ _HOME = {
 
 __all__ = [
     "Manager",
+    "Finished",
     "WorldSizeMode",
     "DistributedDataParallel",
     "PureDistributedDataParallel",

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from keepstep_mesh.protocol.lineage import NEW, following, is_committed, is_diverged, is_torn, origin, reference_state
-from keepstep_mesh.protocol.membership import Lineage, Member, Quorum
+from keepstep_mesh.protocol.membership import Lineage, Member, MemberInfo, Quorum
 
 ROTATING = 2
 """``MemberInfo.rendezvous`` of members that rotate the host; older ones take the first of the cohort."""
@@ -241,6 +241,27 @@ def make_plan(
         heal_timeout_ms=heal_timeout_ms,
         late=late,
         followers=followers,
+    )
+
+
+def plan_of_closed_job(step: int, lineage: Lineage) -> QuorumPlan:
+    """Return the plan of a group that loads the final state of its job from a relay. It takes part in no step.
+
+    Args:
+        step, lineage: of the final state.
+    """
+    alone = Member("", step, lineage, commit_failures=0, shrink_only=False, info=MemberInfo(""))
+    quorum = Quorum(0, 0, 0, 0, step, lineage, uniform=True, listed=(alone,), finishing=True)
+    return QuorumPlan(
+        quorum=quorum,
+        replica_rank=0,
+        cohort=(0,),
+        healing=(),
+        max_replica_rank=None,
+        max_step=step,
+        lineage=lineage,
+        source=0,
+        destinations=(),
     )
 
 

@@ -4,6 +4,8 @@ The state of step n is complete when the script has stepped its optimizer, so it
 groups stage it, and upload a share each. A group that begins at step 0 loads the newest checkpoint, unless another
 group has a live state from which it heals. All groups of a job thus load the same one; if they do not, those that are
 behind heal from the others.
+
+With ``finish(publish=True)`` the groups write one of the final state too. A group that comes after the end loads it.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from torch.distributed import DistStoreError, Store
@@ -18,19 +21,26 @@ from torch.distributed import DistStoreError, Store
 from keepstep.checkpoint.places.location import AtRelay
 from keepstep.checkpointing.direct.connection import Endpoint
 from keepstep.checkpointing.direct.rate_limiter import RateLimiter
-from keepstep.checkpointing.durable.due_checkpoints import MAX_UPLOADERS, Commit, choose_relays, follow_seconds, is_due
+from keepstep.checkpointing.durable.due_checkpoints import (
+    MAX_UPLOADERS,
+    Commit,
+    Stored,
+    choose_relays,
+    follow_seconds,
+    is_due,
+)
 from keepstep.checkpointing.durable.durable_upload import COMMIT_SECONDS, Ticket
 from keepstep.checkpointing.durable.durable_writer import DurableWriter, LastCheckpoint
-from keepstep.checkpointing.durable.newest_checkpoint import LIST_SECONDS, find_newest
+from keepstep.checkpointing.durable.newest_checkpoint import LIST_SECONDS, find_final, find_newest
 from keepstep.checkpointing.durable.rank_loading import load_rank
 from keepstep.checkpointing.relayed.relay_client import Credentials, RelayCheckpoint
 from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.lifecycle.manager_settings import ManagerSettings
 from keepstep.lifecycle.resharding import load_resharded
-from keepstep.runtime.exits import script_error
+from keepstep.runtime.exits import JobClosedExit, script_error
 from keepstep.step.context import StepContext
-from keepstep_mesh.errors import Drained, KeepstepError
-from keepstep_mesh.protocol.lineage import NEW, Soundness, soundness
+from keepstep_mesh.errors import Drained, JobClosed, KeepstepError
+from keepstep_mesh.protocol.lineage import NEW, Soundness, origin, same_weights, soundness
 from keepstep_mesh.security.tls import TlsFiles, as_safe
 from keepstep_mesh.security.tokens import ClientToken
 
@@ -69,6 +79,7 @@ class Durability:
         self._looked = False
         self._rounds = 0
         """Number of values that the ranks of this group agreed on."""
+        context.find_final = self.find_final
 
     @property
     def last(self) -> LastCheckpoint:
@@ -114,6 +125,20 @@ class Durability:
         before = self.last
         self._save(*self._commit)
         return before
+
+    def publish(self, seconds: float | None) -> None:
+        """Write the state of the last step, if this process committed it, and wait until a relay has it.
+
+        Args:
+            seconds: limit of the wait; None: that of an upload.
+        """
+        if self._commit is None or self._commit[1] != self._context.progress.step:
+            return
+        if self._saved != self._commit[1]:
+            self._save(*self._commit)
+        limit = COMMIT_SECONDS if seconds is None else seconds
+        if not self._writer.finish(limit):
+            self._context.log.error("final state not published yet", step=self._commit[1], waited_seconds=limit)
 
     def _save(self, plan: QuorumPlan, step: int) -> None:
         context, writer = self._context, self._writer
@@ -228,11 +253,42 @@ class Durability:
             copies=settings.copies,
             absent=self._absent,
         )
-        if not found:
-            return {}
-        one = found[0]
-        relays = sorted(each.relay for each in found)
+        return self._choice(found) if found else {}
+
+    @staticmethod
+    def _choice(found: list[Stored]) -> Choice:
+        one, relays = found[0], sorted(each.relay for each in found)
         return {"id": one.id, "step": one.step, "ranks": one.ranks, "relays": relays, "committed": one.committed}
+
+    def find_final(self, closed: JobClosed) -> None:
+        """Find the final state of a closed job at a relay. The attempt then loads it. In all ranks of the group.
+
+        Raises:
+            JobClosedExit: no relay has it, or this group has it and wants to train on.
+        """
+        context = self._context
+        if context.progress.step == closed.step and same_weights(context.progress.lineage, closed.lineage):
+            context.end_with(JobClosedExit(str(closed)))
+        choice = self._agree(lambda: self._choose_final(closed))
+        if why_not := choice.get("why_not"):
+            context.end_with(JobClosedExit(f"{closed}; the final state was not loaded: {why_not}"))
+        context.load_final = partial(self._load_final, choice, closed)
+
+    def _load_final(self, choice: Choice, closed: JobClosed) -> None:
+        try:
+            self._load(choice)
+        except Exception as error:  # noqa: BLE001  whatever it is, the group came too late
+            self._context.end_with(JobClosedExit(f"{closed}; the final state was not loaded: {error}"))
+
+    def _choose_final(self, closed: JobClosed) -> Choice:
+        if self._settings.resume is False:
+            return {"why_not": "resume=False (KEEPSTEP_RESUME=0)"}
+        where = list(self._relays().values())
+        found, silent = find_final(where, self._context.settings.job, closed.step, origin(closed.lineage).quorum_id)
+        if found:
+            return self._choice(found)
+        why_not = "no relay has it; finish(publish=True) in all groups stores it there"
+        return {"why_not": "; ".join((why_not, *silent))}
 
     def _agree(self, choose: Callable[[], Choice]) -> Choice:
         """Return the choice of rank 0 in every rank of this group."""

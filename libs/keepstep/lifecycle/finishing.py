@@ -34,13 +34,14 @@ class Finishing(BackgroundQuorum):
     _membership: GroupMembership
     _finished: Finished | None = None
 
-    def finish(self, timeout: timedelta | None = None) -> Finished:
+    def finish(self, timeout: timedelta | None = None, *, publish: bool = False) -> Finished:
         """Wait until all groups have taken their last step, at the same state. No step follows.
 
         Call it in all groups and ranks, between two steps, after the training loop. A group that died in the last steps
         is waited for, for ``finish_grace`` of the job's policy (30 s), and heals from the others. This group heals
         too, if its state differs from theirs; so evaluate and save the model afterwards. Then the job is closed: a
-        group that starts later ends with exit code 80, until ``keepstep job reopen`` allows it to train on.
+        group that starts later ends with exit code 80, until ``keepstep job reopen`` allows it to train on. With
+        ``publish`` such a group loads the final state from a relay instead, and finishes too.
 
         The training loop must end at the same step in all groups, also in one that was started again: let
         ``current_step()`` decide, not a count of the script's own.
@@ -48,6 +49,8 @@ class Finishing(BackgroundQuorum):
         Args:
             timeout: None: wait as long as groups are connected. Groups that are connected and do not finish are waited
                 for as in a step (``join_timeout``; without limit if they are the majority).
+            publish: True: write the final state to the relays before the job is closed, as a durable checkpoint. Equal
+                in all groups and ranks. A failed write is logged, and keeps no group from finishing.
 
         Returns:
             The final step, and the number of groups. The same again, if it is called again.
@@ -66,6 +69,8 @@ class Finishing(BackgroundQuorum):
         self._end_open_step()
         if context.follower is not None:
             context.follower.finish()
+        if publish:
+            self._durability.publish(None if timeout is None else timeout.total_seconds())
         last_step = self._attempt
         deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
         finished: Finished | None = None

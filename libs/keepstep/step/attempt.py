@@ -307,11 +307,14 @@ class Attempt:
             self._collectives.start_again()
 
     def end_finishing(self) -> None:
-        """End a quorum in which groups finish: heal, if this group is behind. No step is committed or discarded.
+        """End a quorum in which groups finish, or of a closed job: heal, if this group is behind. It commits no step.
 
         All ranks of the group do the same, so they do not vote.
         """
         context, plan = self._context, self.wait_plan()
+        if context.load_final is not None:
+            load, context.load_final = context.load_final, None
+            load()
         unhealed = self._rounds.exchange_state()
         if unhealed is not None:
             self.report(unhealed)

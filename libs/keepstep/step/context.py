@@ -26,7 +26,7 @@ from keepstep.step.reporting.step_log import StepLog
 from keepstep.step.reporting.step_telemetry import StepTelemetry
 from keepstep.step.retrying.kept_reductions import KeptReductions
 from keepstep_mesh.config.logging import Logger
-from keepstep_mesh.errors import ExitWithReason, KeepstepError
+from keepstep_mesh.errors import ExitWithReason, JobClosed, KeepstepError
 from keepstep_mesh.protocol.group_messages import RankAsk
 from keepstep_mesh.protocol.membership import StateRoot, StepReport
 
@@ -85,6 +85,10 @@ class StepContext:
     resume: Callable[[], bool] | None = None
     """Loads the newest durable checkpoint, if the first quorum has no live state. Returns whether it did. None:
     it is loaded already, or not to be loaded."""
+    find_final: Callable[[JobClosed], None] | None = None
+    """Finds the final state of a closed job at a relay, and sets ``load_final``; else raises JobClosedExit."""
+    load_final: Callable[[], None] | None = None
+    """Loads the final state at the end of the attempt. JobClosedExit if it cannot. None: none was found."""
     requests: int = 0
     """Number of requests for a quorum so far."""
     min_groups: int = 0

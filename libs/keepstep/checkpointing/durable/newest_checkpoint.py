@@ -1,4 +1,4 @@
-"""Find the newest durable checkpoint of a job at its relays."""
+"""Find the newest durable checkpoint of a job at its relays, and that of its final state."""
 
 from __future__ import annotations
 
@@ -113,6 +113,22 @@ def find_newest(
                 seconds=max(seconds, wait) if missing else wait if best else seconds,
             )
         time.sleep(FIND_PAUSE_SECONDS)  # before the relays are asked again
+
+
+def find_final(relays: Collection[Endpoint], job: str, step: int, quorum_id: int) -> tuple[list[Stored], list[str]]:
+    """Look for the checkpoint of one state of ``job``. Ask each relay once.
+
+    Args:
+        relays: that may have it.
+        job: name of the job.
+        step: number of committed steps.
+        quorum_id: of the last of these steps.
+
+    Returns:
+        The checkpoint, once for each relay that has it; and why other relays did not answer.
+    """
+    found, silent = _ask(relays, job)
+    return newest(one for one in found if (one.step, one.quorum_id) == (step, quorum_id)), list(silent.values())
 
 
 def _ask(relays: Collection[Endpoint], job: str) -> tuple[list[Stored], dict[str, str]]:

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from keepstep.group.group_peers import first_layout_difference
 from keepstep.group.merging import DisagreeError
-from keepstep.group.quorum_plan import QuorumPlan
+from keepstep.group.quorum_plan import QuorumPlan, plan_of_closed_job
 from keepstep.group.ranks.rank_link import Leaving
 from keepstep.runtime.exits import (
     CollectivesExit,
@@ -68,7 +68,7 @@ class QuorumRequest:
         self._future.cancel()
 
     def wait(self, times: StepTimes) -> QuorumPlan:
-        """Wait for the plan.
+        """Wait for the plan. If the job is closed and a relay has its final state, return a plan that loads it.
 
         Raises:
             SystemExit: training ends in this process.
@@ -87,7 +87,10 @@ class QuorumRequest:
         except JobClosed as error:
             if error.finished:
                 raise
-            context.end_with(JobClosedExit(str(error)))
+            if context.find_final is None:
+                context.end_with(JobClosedExit(str(error)))
+            context.find_final(error)
+            return plan_of_closed_job(error.step, error.lineage)
         except (Leaving, DisagreeError, LayoutMismatch, StartRefused, Banned) as error:  # Banned is a SessionClosed
             self._end_training(error)
         except SessionClosed:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from keepstep import Manager
-from keepstep.lifecycle.finishing import Finished
+from keepstep import Finished, Manager
 from keepstep.runtime.exits import JobClosedExit, MismatchExit
 from keepstep_mesh.errors import KeepstepError
 from tests.services.manager.groups import SECOND, manager, place_to_meet, together
 from tests.services.manager.steps.test_starts import job
+from tests.support.services.relay_driver import relay_process
 
 LAST = 3
 
@@ -76,6 +78,41 @@ def test_a_group_that_comes_while_the_others_finish_ends_with_their_weights(
         again.start_quorum()
         again.wait_quorum()
     assert closed.value.code == 80
+
+
+async def test_a_group_that_comes_after_the_end_takes_a_published_final_state_from_a_relay(
+    lighthouse: str, tmp_path: Path
+) -> None:
+    def finish(ready: threading.Barrier, name: str, **options: Any) -> tuple[Finished, torch.Tensor]:
+        with manager(lighthouse, name, weights := {"w": torch.zeros(4)}, **options) as one:
+            ready.wait(60)  # the first quorum waits for all that are connected
+            train(one, weights)
+            return one.finish(publish=True), weights["w"]
+
+    def late(name: str, **options: Any) -> tuple[Finished, torch.Tensor]:
+        with manager(lighthouse, name, weights := {"w": torch.ones(4)}, **options) as one:
+            train(one, weights)
+            return one.finish(), weights["w"]
+
+    def refused(name: str, **options: Any) -> str:
+        with pytest.raises(JobClosedExit) as closed:
+            late(name, **options)
+        return str(closed.value)
+
+    async with relay_process("--data-dir", str(tmp_path / "relay")) as (_, url):
+        at = {"durable_relays": url, "init_sync": False}  # the late group learns of the end in its first all-reduce
+        ready = threading.Barrier(2)
+        both = (partial(finish, ready, name, **at) for name in "ab")
+        (end, weights), other = await asyncio.to_thread(together, *both)
+        assert end == other[0] == Finished(LAST, 2)
+        again, loaded = await asyncio.to_thread(late, "b", **at)
+        assert again == end
+        assert torch.equal(loaded, weights)
+        said = await asyncio.to_thread(refused, "d", resume=False, **at)
+        assert "2 groups finished together at step 3" in said
+        assert "the final state was not loaded: resume=False" in said
+    said = await asyncio.to_thread(refused, "d", **at)
+    assert f"no relay has it; finish(publish=True) in all groups stores it there; cannot connect to {url}" in said
 
 
 def test_the_ranks_of_a_group_finish_together(lighthouse: str) -> None:
