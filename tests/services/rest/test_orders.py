@@ -12,7 +12,7 @@ from keepstep_lighthouse.quorum.events import Policy
 from keepstep_lighthouse.store.contract import WriteFailedError
 from keepstep_lighthouse.store.memory_store import MemoryStore
 from keepstep_mesh.protocol.membership import StateRoot
-from keepstep_mesh.protocol.messages import Drain, Evicted, MemberLost, QuorumAnswer
+from keepstep_mesh.protocol.messages import Closed, Denied, Drain, Evicted, MemberLost, QuorumAnswer
 from tests.services.rest.scene import JOB, scene
 from tests.support.services.lighthouse_driver import DEADLINE, connection, eventually, round_of
 
@@ -82,6 +82,30 @@ async def test_drain_asks_the_group_to_leave_and_once_is_enough() -> None:
         again = await rest.post(f"{JOB}/replicas/r0%3A1/drain", {"reason": "again"})
         assert entry_of(again) == entry_of(event)
         assert (again["done"], again["sentence"]) == (False, "nothing to do: r0:1 is draining already")
+
+
+async def test_a_closed_job_is_reopened_once_and_its_groups_train_on() -> None:
+    async with scene() as (_, rest, members):
+        problem = await rest.post(f"{JOB}/reopen", status=409)
+        assert problem["detail"] == "job job is not closed: its groups have not finished together"
+        for member in members:
+            await member.ask(3, lineage=1, final=True)
+        for member in members:
+            assert (await member.until(Closed)).state.step == 3
+        assert (await rest.get(JOB))["state"]["code"] == "closed"
+        await members[0].ask(3, lineage=1)
+        assert "keepstep job reopen" in (await members[0].until(Denied)).reason
+        event = await rest.post(f"{JOB}/reopen")
+        assert (event["kind"], event["replica_id"]) == ("reopened", "")
+        assert event["detail"] == {"by": "admin at 127.0.0.1", "step": 3}
+        assert (event["done"], event["sentence"]) == (True, "job job may train on from a checkpoint of step 3")
+        again = await rest.post(f"{JOB}/reopen")
+        assert entry_of(again) == entry_of(event)
+        assert (again["done"], again["sentence"]) == (False, "nothing to do: job job is not closed")
+        for member in members:
+            await member.ask(3, lineage=1)
+        for member in members:
+            assert (await member.until(QuorumAnswer)).step == 3
 
 
 async def test_a_policy_is_changed_at_once_and_twice_is_once() -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
+from keepstep_mesh.errors import JobClosed
 from keepstep_mesh.security.tokens import Tokens
 from tests.services.cli.scene import ADMIN, WORKER, keepstep, running
 from tests.support.services.lighthouse_driver import eventually, round_of, worker
@@ -35,6 +38,19 @@ async def test_a_job_that_nobody_uses_is_deleted_and_one_in_use_only_by_force() 
         assert forced.code == 0, forced.err
         assert json.loads(forced.out)["detail"]["evicted"] == ["r0:1"]
         assert not job.lighthouse.jobs
+
+
+async def test_a_job_that_is_closed_is_reopened() -> None:
+    async with running("r0") as job:
+        refused = await keepstep("job", "reopen", "default", *job.at)
+        assert refused.code == 4
+        assert "job default is not closed: its groups have not finished together" in refused.err
+        (group,) = job.groups
+        with pytest.raises(JobClosed, match="closed at step 3"):
+            await group.ask(3, lineage=1, final=True)
+        said = await keepstep("job", "reopen", "default", *job.at)
+        assert said.code == 0, said.err
+        assert said.out.startswith("job default may train on from a checkpoint of step 3\n")
 
 
 async def test_a_job_is_deleted_by_an_admin_only_and_named_once() -> None:
