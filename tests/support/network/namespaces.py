@@ -69,6 +69,7 @@ class Namespaces:
         self._block = ""
         self._hosts: dict[str, Host] = {}
         self._cuts: set[tuple[str, str]] = set()
+        self._filters: list[tuple[str, ...]] = []
 
     def __enter__(self) -> Self:
         _sweep()
@@ -127,10 +128,32 @@ class Namespaces:
                 self._rule("add", source, target)
                 self._cuts.add((source, target))
 
+    @property
+    def own_address(self) -> str:
+        """Address of this machine, as the hosts reach it."""
+        return f"{self._block}.2"
+
+    def filter(self, name: str, port: int, verdict: str) -> None:
+        """Let no packet through to a TCP port of a host, until ``mend``.
+
+        Args:
+            name: of the host.
+            port: of it.
+            verdict: ``blackhole``: drop the packets. ``unreachable`` or ``prohibit``: tell the sender so.
+        """
+        self._filters.append(("to", self.host(name).address, "ipproto", "tcp", "dport", str(port), verdict))
+        _ip("-n", self._router, "rule", "add", *self._filters[-1])
+
+    def unplug(self, name: str) -> None:
+        """Let the host vanish, like a machine that loses power: it answers nothing any more."""
+        _ip("-n", Path(self.host(name).namespace).name, "link", "set", "eth0", "down")
+
     def mend(self) -> None:
-        """Let all hosts reach each other again."""
+        """Let all hosts reach each other again, except for those that were unplugged."""
         while self._cuts:
             self._rule("del", *self._cuts.pop())
+        while self._filters:
+            _ip("-n", self._router, "rule", "del", *self._filters.pop())
 
     def _rule(self, change: str, source: str, target: str) -> None:
         ends = "from", self.host(source).address, "to", self.host(target).address

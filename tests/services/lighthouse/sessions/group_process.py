@@ -1,4 +1,4 @@
-"""A group that asks for one quorum and then waits to be killed: ``group_process.py LIGHTHOUSE REPLICA_ID``."""
+"""A group that asks for one quorum and then waits to be killed: ``group_process.py LIGHTHOUSE REPLICA_ID [HOST]``."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from keepstep_mesh.session.session_settings import SessionSettings
 from keepstep_mesh.testing import DEADLINE
 
 
-async def main(address: str, replica_id: str) -> None:
+async def main(address: str, replica_id: str, host: str = "127.0.0.1") -> None:
     settings = SessionSettings((address,), "job", replica_id, connect_timeout=DEADLINE)
-    server = GroupServer(GroupSettings(1, "127.0.0.1", 0), settings, lambda _: None, lambda _: None)
+    server = GroupServer(GroupSettings(1, host, 0), settings, lambda _: None, lambda _: None)
     await server.start()
     await server.ask(RankAsk(1, 0, "state 0", shrink_only=False, commit_failures=0, timeout_ms=60_000))
     await asyncio.Event().wait()

@@ -24,7 +24,9 @@ from keepstep_mesh.protocol.group_messages import RankAsk
 from keepstep_mesh.protocol.messages import MemberLost
 from keepstep_mesh.session.session_settings import SessionSettings
 from keepstep_mesh.testing import DEADLINE
+from tests.support.network.namespaces import Namespaces, why_not
 from tests.support.services.asking_group import Group
+from tests.support.services.command import killed_at_the_end
 from tests.support.services.lighthouse_driver import eventually, lighthouse
 
 PATIENT = Policy(min_replicas=1, reconnect_grace=DEADLINE, heartbeat_timeout=2 * DEADLINE)
@@ -96,6 +98,47 @@ async def test_no_closed_session_of_a_living_group_is_taken_for_its_death(monkey
         kinds = {event.kind for event in one.events.after("job", 0, 10_000)}
         assert "suspect" in kinds
         assert "lost" not in kinds
+
+
+@pytest.mark.skipif(why_not() is not None, reason=f"{why_not()}")
+async def test_a_network_that_lets_nothing_through_does_not_refuse() -> None:
+    """Groups on hosts of their own, whose sessions end: one port is filtered, one is unreachable, one host vanishes."""
+    looked, refused = set[str](), set[str]()
+
+    async def noted(host: str, port: int) -> bool:
+        looked.add(host)
+        if found := await refuses(host, port):
+            refused.add(host)
+        return found
+
+    program = str(Path(__file__).with_name("group_process.py"))
+    async with contextlib.AsyncExitStack() as stack:
+        network = stack.enter_context(Namespaces())
+        stack.enter_context(pytest.MonkeyPatch.context()).setattr(port_probes, "refuses", noted)
+        hosts = {name: network.host(name) for name in ("dropped", "unreachable", "vanished", "killed")}
+        one = await stack.enter_async_context(
+            lighthouse(bind=f"{network.own_address}:0", policy=PATIENT, insecure=True)
+        )
+        processes = {}
+        for name, host in hosts.items():
+            command = (*host.command, sys.executable, program, one.address, f"{name}:1", host.address)
+            processes[name] = await stack.enter_async_context(killed_at_the_end(*command))
+        names = [f"{name}:1" for name in hosts]
+        await eventually(lambda: "job" in one.jobs and set(names) <= one.jobs["job"].core._groups.by_id.keys())
+        await eventually(lambda: has_answered(one, *names))
+        ports = {name: one.jobs["job"].core._groups.by_id[f"{name}:1"].port.number for name in hosts}
+        network.filter("dropped", ports["dropped"], "blackhole")
+        network.filter("unreachable", ports["unreachable"], "unreachable")
+        network.unplug("vanished")
+        processes["killed"].kill()
+        for session in list(one.sessions.values()):
+            session.link.abort("closed by the test")
+        await eventually(lambda: bool(refused) and len(looked) == len(hosts))
+        await eventually(lambda: {"dropped:1", "unreachable:1"} <= {s.replica_id for s in one.sessions.values()})
+        await one.ports.close()
+        assert refused == {hosts["killed"].address}
+        events = one.events.after("job", 0, 10_000)
+        assert [event.replica_id for event in events if event.kind == "lost"] == ["killed:1"]
 
 
 async def test_only_the_incarnation_itself_counts_as_an_answer() -> None:
