@@ -13,14 +13,17 @@ import psutil
 
 from tests.faults.row import STEPS_AFTER, TURN_SECONDS, Run, first_event_after
 from tests.support.jobs.endings import finish_under_kills
-from tests.support.jobs.job import DEADLINE, Group, Job
+from tests.support.jobs.job import DEADLINE, Group, Job, lost_steps
 from tests.support.jobs.mesh import Mesh
+from tests.support.jobs.samples import taken_once
 from tests.support.services.relay_driver import metric, relay_process
 
 PARTED_SECONDS = 20.0
 """Less than the collective timeout of ``trainer.py``."""
 SEVERAL_CHUNKS = {"TRAINER_WIDTH": "12000"}
 """10 MiB of state."""
+RETRIES = {"KEEPSTEP_RETRY_ALLREDUCE": "1", "TRAINER_PACE": "0.005"}
+ELASTIC = {"TRAINER_ELASTIC": "1", "TRAINER_WORKERS": "1", "TRAINER_PACE": "0.01"}
 SETTLING_HEALS = 20
 """Heals after which a trainer uses no more resources, except for ``MAX_GROWTH_BYTES``."""
 MAX_GROWTH_BYTES = 128 << 20
@@ -49,6 +52,41 @@ async def group_killed(run: Run) -> None:
                 victim.kill()
             await mesh.start(victim.name)
             await mesh.advance(*groups)
+
+
+async def group_killed_with_retries(run: Run) -> None:
+    """Kill at any moment of a step."""
+    at = random.Random(3)
+    async with run.mesh("a", "b", "c", **RETRIES) as (mesh, groups):
+        for turn in run.turns:
+            victim = groups[turn % 3]
+            others = [group for group in groups if group is not victim]
+            since = time.time()
+            async with run.gap(mesh, *others):
+                await asyncio.sleep(at.uniform(0.0, 0.2))  # any moment of a step
+                victim.kill()
+            assert not (lost := lost_steps(since, *others)), f"discarded: {lost}"
+            await mesh.start(victim.name, **RETRIES)
+            await mesh.advance(*groups)
+        retried = sum((mesh.logs / f"{group.name}.jsonl").read_text().count('"retried"') for group in groups)
+        assert retried, "no kill was in the middle of a step"
+
+
+async def samples_taken_once(run: Run) -> None:
+    """Groups die and join at any moment; the first one stays."""
+    at = random.Random(4)
+    async with run.mesh("a", "b", "c", **ELASTIC) as (mesh, groups):
+        first, *others = groups
+        for turn in run.turns:
+            victim = others[turn % 2]
+            async with run.gap(mesh, first):
+                await asyncio.sleep(at.uniform(0.0, 0.2))  # any moment of a step
+                victim.kill()
+                await asyncio.sleep(at.uniform(0.0, 2.0))  # the other groups take some steps, or none
+                await mesh.start(victim.name, **ELASTIC)
+        await mesh.advance(*groups)
+        epochs = taken_once(*groups)
+        assert epochs, "no epoch was completed"
 
 
 async def sessions_closed(run: Run) -> None:

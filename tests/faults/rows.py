@@ -87,6 +87,12 @@ ROWS = {
             holds="it comes back equal",
         ),
         Row(
+            "group_killed_with_retries",
+            "1 of 3 groups: SIGKILL at any moment of a step, with retry_allreduce",
+            *(50, groups.group_killed_with_retries),
+            holds="the others discard no step; it comes back equal",
+        ),
+        Row(
             "sessions_closed",
             "the connections of 3 living groups to the lighthouse: closed",
             *(334, groups.sessions_closed),

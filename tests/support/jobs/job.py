@@ -41,6 +41,8 @@ SCRIPTS = Path(__file__).with_name("scripts.py")
 """In place of ``TRAINER`` for a group with SCRIPTS in its environment."""
 SHARDED = Path(__file__).with_name("sharded_trainer.py")
 """In place of ``TRAINER`` for a group with TRAINER_SHARDED in its environment."""
+ELASTIC = Path(__file__).with_name("elastic_trainer.py")
+"""In place of ``TRAINER`` for a group with TRAINER_ELASTIC in its environment."""
 
 
 class Rank:
@@ -56,7 +58,8 @@ class Rank:
         host: Host,
         launcher: Sequence[str] = (),
     ) -> None:
-        script = SCRIPTS if "SCRIPTS" in environment else SHARDED if "TRAINER_SHARDED" in environment else TRAINER
+        others = {"SCRIPTS": SCRIPTS, "TRAINER_SHARDED": SHARDED, "TRAINER_ELASTIC": ELASTIC}
+        script = next((script for name, script in others.items() if name in environment), TRAINER)
         command = [*host.command, *(launcher or (sys.executable, str(script)))]
         self.process = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
@@ -143,6 +146,15 @@ class Group:
 def discarded(*groups: Group) -> list[dict[str, Any]]:
     """The "discarded" events of these groups."""
     return [event for group in groups for event in group.lines if event["event"] == "discarded"]
+
+
+def lost_steps(since: float, *groups: Group) -> list[int]:
+    """The steps that these groups discarded after ``since`` (Unix time), and took again.
+
+    A group does not take a step again that another one had committed before the loss of a member: it heals.
+    """
+    events = [(group, event) for group in groups for event in discarded(group) if event["t"] > since]
+    return sorted({event["step"] + 1 for group, event in events if event["step"] + 1 in group.committed()})
 
 
 class Job:

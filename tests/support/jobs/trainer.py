@@ -12,6 +12,8 @@ TRAINER_WIDTH            width of the hidden layer
 TRAINER_MIN_REPLICAS     ``min_replica_size`` of the Manager
 TRAINER_FLIP_AT          step after which one bit of a weight flips
 TRAINER_PAUSE_AT         steps, with commas between, at each of which to wait until TRAINER_PAUSE_FILE-<step> exists
+TRAINER_HOLD_AT          step after which to print "holding" in the next forward pass, and wait until TRAINER_PAUSE_FILE
+                         exists; the quorum has formed
 TRAINER_CHUNK_SECONDS    heal directly, and sleep so long after each chunk
 TRAINER_HOLD_HEAL_AT     bytes of a direct heal after which to wait until TRAINER_PAUSE_FILE exists
 TRAINER_CATCH_UP=1       join without a stall; an event "followed" for each step without weights
@@ -149,6 +151,7 @@ def main() -> None:
     generator = torch.Generator().manual_seed(torch.initial_seed())
     steps = int(os.environ.get("TRAINER_STEPS", "0"))
     flip_at = int(os.environ.get("TRAINER_FLIP_AT", "-1"))
+    hold_step_at = int(os.environ.get("TRAINER_HOLD_AT", "-1"))
     pauses = {int(step) for step in os.environ.get("TRAINER_PAUSE_AT", "").split(",") if step}
     pace = float(os.environ.get("TRAINER_PACE", "0.03"))
     workers = int(os.environ.get("TRAINER_WORKERS", "0"))
@@ -161,6 +164,10 @@ def main() -> None:
             else:
                 batch = torch.randint(len(inputs), (32,), generator=generator)
             loss = nn.functional.cross_entropy(ddp(inputs[batch]), targets[batch])
+            if manager.current_step() == hold_step_at and manager.num_participants():
+                say("holding", step=hold_step_at)
+                while not pause_file.exists():
+                    time.sleep(0.02)  # until the test, another process, lets it continue
             torch.autograd.backward(loss)
             manager.record(loss=loss.item())
             if wrapped.step():

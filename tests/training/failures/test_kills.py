@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import signal
+from functools import partial
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +15,10 @@ from keepstep_history.report import violation_lines
 from tests.support.jobs.job import Group, Job, discarded
 
 pytestmark = [pytest.mark.training, pytest.mark.timeout(300)]
+
+
+def events(log: Path) -> list[str]:
+    return [json.loads(line)["event"] for line in log.read_text().splitlines()]
 
 
 async def test_a_killed_group_costs_no_restart_and_comes_back_equal():
@@ -28,6 +35,24 @@ async def test_a_killed_group_costs_no_restart_and_comes_back_equal():
             await job.start(victim.name)
             await job.advance(a, b, c)
         assert job.assert_identical() > 20
+
+
+async def test_no_group_discards_a_step_in_which_another_one_is_killed_with_retry_allreduce(tmp_path):
+    """``make faults`` kills fifty groups, at any moment of a step."""
+    retry = {"KEEPSTEP_RETRY_ALLREDUCE": "1", "TRAINER_PAUSE_FILE": str(tmp_path / "never")}
+    async with Job("--initial-replicas", "3") as job:
+        a, b, c = [
+            await job.start(name, TRAINER_HOLD_AT=at, **retry) for name, at in {"a": "-1", "b": "16", "c": "8"}.items()
+        ]
+        for victim in (c, b):
+            pid = victim.ranks[0].pid
+            await job.until(partial(victim.has, "holding", pid), f"{victim.name} is in the middle of a step")
+            victim.kill()
+        await job.advance(a)
+        assert not discarded(a, b)
+        assert events(job.logs / "a.jsonl").count("retried") == 2
+        assert events(job.logs / "b.jsonl").count("retried") == 1
+        assert job.assert_identical() > 10
 
 
 async def test_two_groups_killed_together_leave_the_third_training():
