@@ -1,5 +1,5 @@
 """Run simulations by their seeds: ``python -m tests.simulation.run --seeds 100000 [--lighthouses N] [--finish]
-[--ports] [--retry]``.
+[--catch-up] [--ports] [--retry]``.
 
 Prints a line of progress and, for each seed that fails, the broken rule, the fewest faults that still break it, and
 the trace. Exit code 1 when a seed failed.
@@ -120,11 +120,14 @@ def main() -> int:
     )
     parser.add_argument("--jobs", type=int, default=multiprocessing.cpu_count(), help="number of processes")
     parser.add_argument("--finish", action="store_true", help="let the groups take a last step and finish together")
+    parser.add_argument("--catch-up", action="store_true", help="let groups that are behind follow in all seeds, not half")
     parser.add_argument("--ports", action="store_true", help="let the lighthouses look at the ports of suspects")
     parser.add_argument("--retry", action="store_true", help="let the groups retry steps in which a member is lost")
     arguments = parser.parse_args()
     seeds = range(arguments.start, arguments.start + arguments.seeds)
     modes: Modes = {"finishes": arguments.finish, "ports": arguments.ports, "retries": arguments.retry}
+    if arguments.catch_up:
+        modes["catches_up"] = True
     return 1 if run(seeds, arguments.jobs, arguments.lighthouses, **modes) else 0
 
 

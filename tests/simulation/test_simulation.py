@@ -68,3 +68,9 @@ def test_steps_are_retried_with_the_gradients_of_the_state_that_the_job_goes_on_
     for seed in range(30):
         found = violation(seed, lighthouses=lighthouses, careful=True, retries=True)
         assert found is None, explain(seed, lighthouses=lighthouses, retries=True)
+
+
+def test_a_group_that_caught_up_halfway_does_not_heal_from_groups_that_began_again() -> None:
+    """It holds a state at step 4 when all that it follows restart. It must not heal from step 0, and lose that state."""
+    found = violation(332, lighthouses=1, careful=True, catches_up=True)
+    assert found is None, explain(332, lighthouses=1, catches_up=True)

@@ -263,11 +263,12 @@ class Worker:
         self._errored = self._own_error = self.fail_next
         self.fail_next = False
         self._backward_done, self._collective, self._result = False, None, None
-        self._errored = not self.following.check(plan) or self._errored
+        objects = not self.following.check(plan)
+        self._errored = objects or self._errored
         self._behind = plan.heal and not plan.allow_heal
         self._follows = plan.heal and plan.allow_heal and self.sim.catches_up and plan.max_step > 0
         self._follows = self._follows and not plan.finishing
-        waits = plan.heal and plan.allow_heal and not self._follows
+        waits = plan.heal and plan.allow_heal and not self._follows and not objects
         self._healed, self._fetched = None if waits else True, None
         if self._configured[0] != plan.quorum_id:
             self._configured = (plan.quorum_id, 0)
@@ -287,7 +288,7 @@ class Worker:
             if plan.behind or self._gradient is None or self._gradient[1] != self.state:
                 self.sim.violated(f"{self.replica_id} retries the step after {plan.max_step} with other gradients")
             self._reduce(self._attempt)
-        elif not self._heals_first(plan):
+        elif self._healed or not self._heals_first(plan):
             self.soon(0.1 + 0.4 * self.random.random(), self._reduce, self._attempt)
 
     @staticmethod
