@@ -32,6 +32,7 @@ from keepstep.lifecycle.durability import Durability
 from keepstep.lifecycle.finishing import Finishing
 from keepstep.lifecycle.manager_settings import ManagerSettings
 from keepstep.lifecycle.membership import GroupMembership
+from keepstep.lifecycle.rehearsal.rehearsing import Rehearsing
 from keepstep.lifecycle.state_and_progress import StateAndProgress
 from keepstep.quantization.fused import check_quantizable
 from keepstep.script_checks.script_checker import ScriptChecker
@@ -49,7 +50,7 @@ SHUTDOWN_SECONDS = 5.0
 """Limit of each part of ``shutdown`` that waits for the group or the lighthouse."""
 
 
-class Manager(Finishing, BackgroundQuorum, StateAndProgress):
+class Manager(Finishing, BackgroundQuorum, Rehearsing, StateAndProgress):
     """Keeps one replica group in step with the others.
 
     ``use_async_quorum``, ``world_size_mode``, ``init_sync``, ``refuse_nonfinite`` and ``retry_allreduce``, and with
@@ -310,6 +311,9 @@ class Manager(Finishing, BackgroundQuorum, StateAndProgress):
         """
         context = self._context
         context.raise_fatal()
+        if self.rehearsing:
+            self._begin_rehearsed_step()
+            return
         self.script_checker.quorum_requested(time.monotonic())
         limit = (timeout or self._settings.quorum_timeout).total_seconds()
         arguments = (allow_heal, shrink_only, limit, context.layout_digest)

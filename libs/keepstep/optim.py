@@ -135,6 +135,8 @@ class OptimizerWrapper(Optimizer):
         if grad_scaler is not None:
             return self._step_scaled(grad_scaler)
         if not self.manager.should_commit():
+            if self.manager.rehearsing:
+                self.optim.step()  # undone at the end of the rehearsal
             return False
         if self._follower is not None and self.manager.catching_up:
             return self._follower.advance()

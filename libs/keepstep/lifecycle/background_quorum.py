@@ -114,6 +114,7 @@ class BackgroundQuorum(StateAndProgress):
             Drained, EvictedExit: the process must end.
             KeepstepError: the reason why no quorum formed, other than that it took too long; the next call asks again.
         """
+        self._refuse_in_rehearsal("request_quorum()")
         context, attempt = self._context, self._attempt
         context.raise_fatal()
         if attempt is not None and not attempt.done:

@@ -62,6 +62,7 @@ class Finishing(BackgroundQuorum):
             JobClosedExit: the others have finished without this group.
             Drained, EvictedExit: as in ``start_quorum``.
         """
+        self._refuse_in_rehearsal("finish()")
         context = self._context
         context.raise_fatal()
         if self._finished is not None:

@@ -24,6 +24,16 @@ class StateAndProgress:
     """Of all steps of the group."""
     _durability: Durability
     """Of its durable checkpoints."""
+    _rehearsing = False
+
+    @property
+    def rehearsing(self) -> bool:
+        """Whether this process is in ``rehearse``."""
+        return self._rehearsing
+
+    def _refuse_in_rehearsal(self, call: str) -> None:
+        if self.rehearsing:
+            raise RuntimeError(f"{call} in rehearse(), which undoes what happens in it; call it outside")
 
     @property
     def retry_allreduce(self) -> bool:
@@ -104,6 +114,7 @@ class StateAndProgress:
         Args:
             state_dict: what ``state_dict`` returned. One of torchft, which has no lineage, works too.
         """
+        self._refuse_in_rehearsal("load_state_dict()")
         self._context.progress.resume(state_dict)
         self._context.log_progress("loaded")
 
@@ -142,6 +153,7 @@ class StateAndProgress:
         Raises:
             KeepstepError: no relay says whether the job has one, or it could not be loaded.
         """
+        self._refuse_in_rehearsal("resume()")
         return self._durability.resume()
 
     @property
@@ -208,7 +220,8 @@ class StateAndProgress:
         Args:
             **values: at most 16 names.
         """
-        self._context.telemetry.values({name: float(value) for name, value in values.items()})
+        if not self.rehearsing:
+            self._context.telemetry.values({name: float(value) for name, value in values.items()})
 
     def current_step(self) -> int:
         """Return the number of committed steps. It changes only in ``should_commit`` and when this group heals."""

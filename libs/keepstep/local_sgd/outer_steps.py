@@ -83,6 +83,8 @@ class OuterSteps(ABC):
         """Forget the collectives."""
 
     def __enter__(self) -> Self:
+        if self._manager.rehearsing:
+            raise RuntimeError(f"{type(self).__name__} in rehearse(), which cannot undo its steps; enter it afterwards")
         if self._hook is not None:
             raise RuntimeError(f"this {type(self).__name__} is entered already; leave its block first")
         self._hook = self._optimizer.register_step_post_hook(self._after_inner_step)

@@ -62,6 +62,10 @@ class ScriptChecker:
         if not self._parameters_checked:
             self._optimizers.append(optimizer)
 
+    def trained(self) -> list[nn.Module | Optimizer]:
+        """Return the added modules and optimizers."""
+        return list(self._trained)
+
     def gradients(self) -> Iterator[torch.Tensor]:
         """Yield the gradients of the added modules and optimizers; of a DTensor its local part."""
         for one in self._trained:

@@ -27,7 +27,7 @@ class StateCoverage:
     """
 
     def __init__(self, state: Any) -> None:
-        self._tensors = [one for one in _tensors(state) if one.numel()]
+        self._tensors = [one for one in tensors_in(state) if one.numel()]
         self._memory = {memory_of(one) for one in self._tensors}
         self._samples: set[tuple[Any, ...]] | None = None
 
@@ -40,15 +40,16 @@ class StateCoverage:
         return _sample(parameter) in self._samples
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested containers."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
         for one in value.values():
-            yield from _tensors(one)
+            yield from tensors_in(one)
     elif isinstance(value, (list, tuple, set, frozenset)):
         for one in value:
-            yield from _tensors(one)
+            yield from tensors_in(one)
 
 
 def _sample(tensor: torch.Tensor) -> tuple[Any, ...]:
