@@ -282,7 +282,10 @@ def block(text: str) -> str:
 
 # ---- the page
 
-PARTS = tuple(f"keepstep.lifecycle.{name}" for name in ("state_and_progress", "background_quorum", "finishing"))
+PARTS = tuple(
+    f"keepstep.lifecycle.{name}"
+    for name in ("state_and_progress", "background_quorum", "finishing", "rehearsal.rehearsing")
+)
 """Modules of base classes that have no entry of their own: their members are described in the derived class."""
 
 

@@ -183,6 +183,7 @@ class Manager(Finishing, BackgroundQuorum, Rehearsing, StateAndProgress):
         self._durability = Durability(self._settings, context)
         self.script_checker = ScriptChecker(context.state, context.log, link.rank, link.world_size)
         """Warns of mistakes of the script. Each DDP and each Optimizer adds itself."""
+        self._trained = self.script_checker.trained
         if self._settings.retry_allreduce:
             context.kept = KeptReductions(self.script_checker.gradients)
         if state_dict is not None and load_state_dict is not None:

@@ -120,7 +120,7 @@ def main() -> int:
     )
     parser.add_argument("--jobs", type=int, default=multiprocessing.cpu_count(), help="number of processes")
     parser.add_argument("--finish", action="store_true", help="let the groups take a last step and finish together")
-    parser.add_argument("--catch-up", action="store_true", help="let groups that are behind follow in all seeds, not half")
+    parser.add_argument("--catch-up", action="store_true", help="let groups that are behind follow, in all seeds")
     parser.add_argument("--ports", action="store_true", help="let the lighthouses look at the ports of suspects")
     parser.add_argument("--retry", action="store_true", help="let the groups retry steps in which a member is lost")
     arguments = parser.parse_args()

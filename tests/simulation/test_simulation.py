@@ -71,6 +71,6 @@ def test_steps_are_retried_with_the_gradients_of_the_state_that_the_job_goes_on_
 
 
 def test_a_group_that_caught_up_halfway_does_not_heal_from_groups_that_began_again() -> None:
-    """It holds a state at step 4 when all that it follows restart. It must not heal from step 0, and lose that state."""
+    """It holds a state at step 4 when all that it follows restart. A heal from step 0 would lose that."""
     found = violation(332, lighthouses=1, careful=True, catches_up=True)
     assert found is None, explain(332, lighthouses=1, catches_up=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from keepstep.checkpointing.state.sharding import is_dtensor
+from keepstep.checkpointing.state.tensors_in_containers import tensors_in
 
 SAMPLE_ELEMENTS = 256
 """Elements that are compared to recognize a copy."""
@@ -38,18 +38,6 @@ class StateCoverage:
         if self._samples is None:  # a state of copies, on the CPU for example
             self._samples = {_sample(one) for one in self._tensors}
         return _sample(parameter) in self._samples
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested containers."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from tensors_in(one)
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        for one in value:
-            yield from tensors_in(one)
 
 
 def _sample(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -215,6 +216,49 @@ def test_the_ranks_of_a_group_catch_up_in_the_same_step(lighthouse, steps):
     assert (b0, b1) == (a0, a1)
     assert followed0 == followed1 >= 2 * FOLLOWED
     assert "torn" not in events(steps)
+
+
+def test_a_group_keeps_its_state_when_all_that_it_follows_begin_again(lighthouse, steps):
+    """Its own state, from a checkpoint, is older than theirs was, and later than their beginning."""
+    gate, ahead, joined, follows = Gate(), threading.Event(), threading.Event(), threading.Event()
+
+    def begins_again() -> Any:
+        with manager(lighthouse, "a") as m:
+            own = Group(m, 1)
+            for _ in range(3):
+                assert own.step()
+            change_policy(lighthouse, min_replicas=2)
+            ahead.set()
+            assert joined.wait(60)
+            while not follows.is_set():
+                own.step()
+        with manager(lighthouse, "a") as m:
+            own = Group(m, 1)
+            while m.current_step() < LAST_STEP:
+                own.step()
+            m.finish()
+            return own.result()
+
+    def resumes() -> Any:
+        assert ahead.wait(60)
+        with manager(lighthouse, "b", checkpoint_transport=gate) as m:
+            own = Group(m, 2)
+            m.load_state_dict({"step": 2, "batches_committed": 2})
+            joined.set()
+            while m.current_step() < LAST_STEP:
+                own.step()
+                if m.catching_up:
+                    follows.set()
+            gate.open.set()
+            m.finish()
+            return own.result()
+
+    a, b = together(begins_again, resumes)
+    assert a == b
+    logged = [json.loads(line) for line in steps.read_text().splitlines()]
+    of_b = [(one["event"], one["step"]) for one in logged if one["replica_id"].startswith("b")]
+    went_on = of_b[of_b.index(("gave_up", 2)) :]
+    assert next(one for one in went_on if one[0] in {"healed", "committed"}) == ("committed", 3)
 
 
 @pytest.mark.parametrize(

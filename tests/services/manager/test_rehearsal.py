@@ -61,7 +61,13 @@ class Group:
         tensors = [*self.model.state_dict().values(), self.average, *moments, torch.get_rng_state()]
         gradients = [None if one.grad is None else one.grad.tolist() for one in self.model.parameters()]
         numbers = np.random.get_state()[1].tolist()  # noqa: NPY002
-        return [[one.tolist() for one in tensors], gradients, self.inner.param_groups[0]["lr"], random.getstate(), numbers]
+        return [
+            [one.tolist() for one in tensors],
+            gradients,
+            self.inner.param_groups[0]["lr"],
+            random.getstate(),
+            numbers,
+        ]
 
 
 @pytest.mark.parametrize("wrap", [DistributedDataParallel, PureDistributedDataParallel])

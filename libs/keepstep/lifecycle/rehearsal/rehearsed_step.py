@@ -15,6 +15,7 @@ from keepstep.step.after_step import AfterStep
 from keepstep.step.attempt import Attempt
 from keepstep.step.context import StepContext
 from keepstep.step.managed_work import ManagedWork
+from keepstep.step.quorums.quorum_round import HealRules
 from keepstep.step.reduction import Reduction
 from keepstep_mesh.protocol.membership import Member, MemberInfo, Quorum
 
@@ -26,12 +27,16 @@ class RehearsedStep(Attempt):
     """Takes the place of an ``Attempt`` in a rehearsal. Each collective has the result of a group that is alone."""
 
     def __init__(self, context: StepContext) -> None:
-        super().__init__(context, allow_heal=False, sync=True, first_step=False, timeout=0.0)
-        self._alone = self.plan = _plan_of_one(context)
+        super().__init__(context, HealRules(allow_heal=False, sync=True, first_step=False), timeout=0.0)
+        self._alone = _plan_of_one(context)
         self._works: list[ManagedWork] = []
 
     def goes_on(self, arguments: tuple[object, ...]) -> bool:  # noqa: ARG002  no quorum depends on them
         return not self.done and not self._works
+
+    @property
+    def plan(self) -> QuorumPlan:
+        return self._alone
 
     def wait_plan(self) -> QuorumPlan:
         return self._alone

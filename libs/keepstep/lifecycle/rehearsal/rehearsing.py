@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+
+from torch import nn
+from torch.optim import Optimizer
 
 from keepstep.lifecycle.rehearsal.rehearsed_step import RehearsedStep
 from keepstep.lifecycle.rehearsal.state_before import StateBefore
 from keepstep.lifecycle.state_and_progress import StateAndProgress
-from keepstep.script_checks.script_checker import ScriptChecker
 from keepstep.step.attempt import Attempt
 
 
 class Rehearsing(StateAndProgress):
     """The method of a Manager for rehearsals."""
 
-    script_checker: ScriptChecker
+    _trained: Callable[[], list[nn.Module | Optimizer]]
+    """Modules and optimizers of the script."""
     _attempt: Attempt | None
 
     @contextlib.contextmanager
@@ -50,7 +53,7 @@ class Rehearsing(StateAndProgress):
             )
         context, began = self._context, time.monotonic()
         context.raise_fatal()
-        before = StateBefore(self.script_checker.trained(), context.state.user_state())
+        before = StateBefore(self._trained(), context.state.user_state())
         self._rehearsing = True
         try:
             yield

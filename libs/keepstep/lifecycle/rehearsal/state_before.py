@@ -1,4 +1,4 @@
-"""What a rehearsal may change, as it was before: memory of tensors, gradients, optimizers, random generators."""
+"""Memory of tensors, gradients, optimizers and random generators, as they were before a rehearsal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from keepstep.checkpointing.state.sharding import is_dtensor
-from keepstep.script_checks.state_coverage import tensors_in
+from keepstep.checkpointing.state.tensors_in_containers import tensors_in
 
 
 class StateBefore:
@@ -110,7 +110,7 @@ class _Generators:
         numpy = sys.modules.get("numpy")
         self._numpy = None if numpy is None else numpy.random.get_state()
         self._cpu = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
 
     def restore(self) -> None:
         random.setstate(self._python)
@@ -119,4 +119,3 @@ class _Generators:
         torch.set_rng_state(self._cpu)
         if self._cuda:
             torch.cuda.set_rng_state_all(self._cuda)
-

@@ -67,6 +67,8 @@ class QuorumRound:
         self._errors = errors
         self._exchange: StateExchange | None = None
         """Set with ``answered``."""
+        self._objection: Exception | None = None
+        """Why no group must commit this step, known with the answer. This group keeps its state then."""
         context.source = context.follower.source if context.follower is not None else ""
         self._request = QuorumRequest(context, self._form(ask), ask.timeout_ms / 1000)
 
@@ -86,8 +88,8 @@ class QuorumRound:
             context.steps.quorum(context.progress.step, plan, built=built)
         except Exception as error:  # noqa: BLE001  any error of the process group fails the step
             self._errors.report_of_peers(error)
-        if context.follower is not None and (objection := context.follower.objection(plan)) is not None:
-            self._errors.report(objection)  # before any collective, so that no other group commits the step
+        if self._objection is not None:
+            self._errors.report(self._objection)  # before any collective, so that no other group commits the step
         return plan
 
     def _prepare_heal(self, plan: QuorumPlan) -> None:
@@ -97,13 +99,14 @@ class QuorumRound:
         self.heals_first = rules.sync or not self.allow_heal or (rules.first_step and plan.first_step)
         together = self.heals_first or plan.finishing
         self._exchange = StateExchange(context, plan, self._times, allow_heal=self.allow_heal, together=together)
+        self._objection = context.follower.objection(plan) if context.follower is not None else None
         self.answered = plan
-        self.begins_to_follow = self._can_follow(plan)
+        self.begins_to_follow = self._objection is None and self._can_follow(plan)
         if plan.destinations or not plan.followers:  # else a follower may still have to begin to read its base
             context.transport.disallow_checkpoint()  # readers of the last step's state are done, or too late
         if plan.source is not None and self.allow_heal:
             context.source = plan.members[plan.source].replica_id
-            if not self.begins_to_follow:
+            if not self.begins_to_follow and self._objection is None:
                 context.link.healing(Healing(0, 0, 0.0, plan.max_step, context.source))
 
     def _can_follow(self, plan: QuorumPlan) -> bool:
@@ -150,7 +153,9 @@ class QuorumRound:
 
     def exchange_state(self) -> Exception | None:
         """Hand out live state, or heal. Return the error that broke this group's heal."""
-        return None if self._exchange is None or self.begins_to_follow else self._exchange.run()
+        if self._exchange is None or self.begins_to_follow or self._objection is not None:
+            return None
+        return self._exchange.run()
 
     def refuse_joiners(self, reason: str) -> None:
         """Tell the groups that heal from this one that its state does not come in this step."""
