@@ -93,6 +93,12 @@ ROWS = {
             holds="the others discard no step; it comes back equal",
         ),
         Row(
+            "samples_taken_once",
+            "1 of 3 groups with an ElasticLoader: SIGKILL at any moment of a step, and started again",
+            *(20, groups.samples_taken_once),
+            holds="each sample of an epoch is in exactly one committed step",
+        ),
+        Row(
             "sessions_closed",
             "the connections of 3 living groups to the lighthouse: closed",
             *(334, groups.sessions_closed),

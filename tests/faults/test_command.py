@@ -10,6 +10,7 @@ import subprocess
 import sys
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -17,7 +18,8 @@ import pytest
 from tests.faults.outcome import Limit, Outcome, table
 from tests.faults.row import Row, Run
 from tests.faults.rows import ROWS
-from tests.support.jobs.job import Job
+from tests.support.jobs.job import Group, Job
+from tests.support.jobs.samples import taken_once
 from tests.support.network.namespaces import FOLDER
 from tests.support.processes.forked import FORKS
 from tests.support.services.command import killed_at_the_end
@@ -83,6 +85,26 @@ async def test_the_violations_of_a_history_are_counted() -> None:
     one = Outcome("x", "something", 1, None)
     one.take(job.history)
     assert one.violations == 1
+
+
+def test_a_sample_that_no_committed_step_has_or_two_have_is_named() -> None:
+    def trains(step: int, quorum_id: int, *samples: int) -> dict[str, Any]:
+        return {"event": "trains", "step": step, "quorum_id": quorum_id, "epoch": 0, "samples": [*samples]}
+
+    def committed(step: int, quorum_id: int) -> dict[str, Any]:
+        return {"event": "committed", "step": step, "quorum_id": quorum_id}
+
+    one = Group("a", lines=[trains(1, 1, 5, 6), committed(1, 1), trains(2, 1, 7), committed(2, 1)])
+    killed = Group("b", lines=[trains(1, 1, 8), trains(2, 1, 9)])
+    end = {"event": "ended", "epoch": 0}
+    assert taken_once(Group("a", lines=[*one.lines, end]), killed) == 1
+    repeated = [*one.lines, trains(2, 2, 7, 9), committed(2, 2)]
+    assert taken_once(Group("a", lines=repeated), killed) == 0, "without b, whose samples are in the repetition"
+    with pytest.raises(AssertionError, match=r"\(0, 7\): 2"):
+        taken_once(Group("a", lines=[*one.lines, trains(3, 1, 7), committed(3, 1)]), killed)
+    other = [{**trains(3, 1, 1), "epoch": 1}, committed(3, 1), {"event": "ended", "epoch": 1}]
+    with pytest.raises(AssertionError, match=r"\(1, 5\): 0"):
+        taken_once(Group("a", lines=[*one.lines, *other]), killed)
 
 
 def test_broken_promises_are_listed() -> None:

@@ -76,6 +76,24 @@ class ElasticLoader:
         """Return the number of steps in an epoch."""
         return len(self._sampler)
 
+    def state_dict(self) -> dict[str, int]:
+        """Return the position: ``ElasticSampler.state_dict``. Batches that are loaded ahead are in no state.
+
+        For scripts that have a torchdata ``StatefulDataLoader`` in their checkpoint: this loader takes its place.
+        """
+        return self._sampler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on at a position, with any number of groups, ranks and workers.
+
+        Args:
+            state_dict: what ``state_dict`` of the loader or of its sampler returned.
+
+        Raises:
+            ValueError: as ``ElasticSampler.load_state_dict``.
+        """
+        self._sampler.load_state_dict(state_dict)
+
     def _load(self, wanted: Share) -> Any:
         plan = self._plan
         if wanted not in plan.planned:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import gc
 import threading
 from collections import Counter
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import DataLoader, Dataset
 
 from keepstep import ElasticLoader, ElasticSampler, Manager
 from keepstep.elastic_data.permutation import Permutation
-from tests.services.manager.groups import manager, refusal, together
+from tests.services.manager.groups import manager, place_to_meet, refusal, together
 
 LENGTH, BATCH, EPOCHS = 103, 10, 3
 STEPS = 11 * EPOCHS
@@ -36,6 +39,11 @@ class Group:
     def __init__(self, lighthouse: str, name: str, trained: Counter[tuple[int, int]], **options: Any) -> None:
         self.lighthouse, self.name, self.trained, self.options = lighthouse, name, trained, options
         self.state = {"weight": torch.zeros(2, dtype=torch.float64)}
+        self.losses: dict[int, float] = {}
+        """Of all samples of each committed step, by its number."""
+        self.over_ranks: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
+        """Averages over the ranks of this group."""
+        self.begin: threading.Barrier | None = None
         self.groups: set[int] = set()
         self.spoils_step = -1
         self.dies_in_step = -1
@@ -48,6 +56,8 @@ class Group:
         with manager(self.lighthouse, self.name, self.state, **self.options) as m:
             sampler = ElasticSampler(LENGTH, m, BATCH, seed=4)
             loader = ElasticLoader(Numbers(), sampler, **loading)
+            if self.begin is not None:
+                self.begin.wait(DEADLINE)  # the first quorum waits for all that are connected
             while sampler.epoch < EPOCHS:
                 for batch in loader:
                     if not self.step(m, sampler, batch):
@@ -62,11 +72,14 @@ class Group:
         if before == self.spoils_step:
             self.spoils_step = -1
             m.report_error(ValueError("a spoilt step"))
-        gradient = (self.state["weight"] - batch).mean(0) * sampler.weight
-        m.allreduce(gradient).wait()
+        errors = self.state["weight"] - batch
+        means = torch.cat([errors.mean(0), errors.square().mean().view(1)]) * sampler.weight
+        m.allreduce(means).wait()
+        means = self.over_ranks(means)
         counts = m.is_participating() and sampler.weight > 0
         if m.should_commit():
-            self.state["weight"] -= 0.1 * gradient
+            self.state["weight"] -= 0.1 * means[:2]
+            self.losses[m.current_step()] = means[2].item()
             self.groups.add(m.num_participants())
             if counts:
                 self.trained.update((epoch, int(index)) for index in batch[:, 0])
@@ -77,14 +90,25 @@ class Group:
         return True
 
 
-def plain_weight() -> torch.Tensor:
-    weight, data = torch.zeros(2, dtype=torch.float64), Numbers()
+def plain() -> tuple[torch.Tensor, dict[int, float]]:
+    """Return the weight and the losses of one process without keepstep."""
+    weight, data, losses = torch.zeros(2, dtype=torch.float64), Numbers(), dict[int, float]()
     for epoch in range(EPOCHS):
         order = Permutation(LENGTH, 4, epoch).at(0, LENGTH)
         for start in range(0, LENGTH, BATCH):
             samples = torch.stack([data[index] for index in order[start : start + BATCH]])
+            losses[len(losses) + 1] = (weight - samples).square().mean().item()
             weight -= 0.1 * (weight - samples).mean(0)
-    return weight
+    return weight, losses
+
+
+def assert_plain(*groups: Group) -> None:
+    """Require the weight, and in the steps that a group committed the losses, of one process without keepstep."""
+    weight, losses = plain()
+    for group in groups:
+        assert torch.equal(group.state["weight"], groups[0].state["weight"])
+        torch.testing.assert_close(group.state["weight"], weight, rtol=1e-12, atol=1e-12)
+        assert group.losses == pytest.approx({step: losses[step] for step in group.losses}, rel=1e-12)
 
 
 ONCE = Counter((epoch, index) for epoch in range(EPOCHS) for index in range(LENGTH))
@@ -110,20 +134,52 @@ def test_groups_that_die_and_come_back_train_every_sample_once_and_reach_the_wei
         together_now.wait(DEADLINE)
         return group.train()
 
-    weights = together(lambda: stays(a), lambda: stays(b), dies_and_comes_back)
+    together(lambda: stays(a), lambda: stays(b), dies_and_comes_back)
     assert trained == ONCE
-    assert all(torch.equal(one, weights[0]) for one in weights)
-    torch.testing.assert_close(weights[0], plain_weight(), rtol=1e-12, atol=1e-12)
+    assert_plain(a, b, back)
     assert a.groups >= {2, 3}
+    assert a.losses.keys() | b.losses.keys() | dying.losses.keys() == set(range(1, STEPS + 1))
+
+
+class Ranks:
+    """The ranks of one group, each in a thread."""
+
+    def __init__(self, ranks: int) -> None:
+        self._parts: list[torch.Tensor] = [torch.empty(0)] * ranks
+        self._meet = threading.Barrier(ranks)
+
+    def average(self, rank: int, tensor: torch.Tensor) -> torch.Tensor:
+        self._parts[rank] = tensor
+        self._meet.wait(DEADLINE)
+        mean = torch.stack(self._parts).mean(0)
+        self._meet.wait(DEADLINE)
+        return mean
+
+
+@pytest.mark.parametrize(("groups", "ranks"), [(1, 1), (2, 1), (3, 1), (2, 2)])
+def test_the_losses_are_those_of_one_process_with_any_number_of_groups_and_ranks(lighthouse, groups, ranks):
+    trained: Counter[tuple[int, int]] = Counter()
+    begin, members = threading.Barrier(groups * ranks), []
+    for name in "abc"[:groups]:
+        place, of_group = place_to_meet() if ranks > 1 else {}, Ranks(ranks)
+        for rank in range(ranks):
+            one = Group(lighthouse, name, trained, **place, **({"rank": rank} if ranks > 1 else {}))
+            one.over_ranks = partial(of_group.average, rank)
+            one.begin = begin
+            members.append(one)
+    together(*(one.train for one in members))
+    assert trained == ONCE
+    assert_plain(*members)
+    assert {len(one.losses) for one in members} == {STEPS}
 
 
 def test_worker_processes_load_ahead_and_a_spoilt_step_is_repeated_with_the_same_samples(lighthouse):
     trained: Counter[tuple[int, int]] = Counter()
     group = Group(lighthouse, "a", trained)
     group.spoils_step = 4
-    weight = group.train(num_workers=2, prefetch_factor=2)
+    group.train(num_workers=2, prefetch_factor=2)
     assert trained == ONCE
-    torch.testing.assert_close(weight, plain_weight(), rtol=1e-12, atol=1e-12)
+    assert_plain(group)
 
 
 def test_the_position_goes_on_from_a_checkpoint_with_another_batch_size(lighthouse):
@@ -139,6 +195,35 @@ def test_the_position_goes_on_from_a_checkpoint_with_another_batch_size(lighthou
         drawn = []
         for indices in sampler:
             drawn += indices
+            assert m.should_commit()
+        assert drawn == Permutation(LENGTH, 0, 0).at(30, LENGTH)
+        assert (sampler.epoch, sampler.sample) == (1, 0)
+
+
+def elastic_loader(sampler: ElasticSampler) -> Any:
+    return ElasticLoader(Numbers(), sampler)
+
+
+def stateful_loader(sampler: ElasticSampler) -> Any:
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
+    return torchdata.StatefulDataLoader(Numbers(), batch_sampler=sampler)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata calls it
+@pytest.mark.parametrize("build", [elastic_loader, stateful_loader])
+def test_a_loader_goes_on_from_its_state_in_the_middle_of_an_epoch(lighthouse, build):
+    with manager(lighthouse, "a") as m:
+        loader = build(ElasticSampler(LENGTH, m, BATCH))
+        assert isinstance(loader, Stateful)
+        for _, _ in zip(range(3), loader, strict=False):
+            assert m.should_commit()
+        saved = loader.state_dict()
+    with manager(lighthouse, "b") as m:
+        loader = build(sampler := ElasticSampler(LENGTH, m, 50))
+        loader.load_state_dict(saved)
+        drawn: list[float] = []
+        for batch in loader:
+            drawn += batch[:, 0].tolist()
             assert m.should_commit()
         assert drawn == Permutation(LENGTH, 0, 0).at(30, LENGTH)
         assert (sampler.epoch, sampler.sample) == (1, 0)
