@@ -142,6 +142,8 @@ class OptimizerWrapper(Optimizer):
             return self._follower.advance()
         with changing_weights(self.manager):
             self._step()
+        if self._follower is not None:
+            self._follower.stepped()
         return True
 
     def _step(self) -> None:

@@ -90,6 +90,11 @@ class HTTPTransport(CheckpointTransport[T]):
         """URL of a step's manifest, without the step: ``http://host:port/checkpoint/``."""
         return f"{self.metadata()}/checkpoint/"
 
+    def copy_early(self, step: int, state_dict: T) -> None:
+        """See ``CheckpointTransport``."""
+        if not self._shut_down:
+            self._staging.begin(step, state_dict)
+
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
         """See ``CheckpointTransport``. ``dst_ranks`` is ignored.
 
@@ -211,7 +216,7 @@ class HTTPTransport(CheckpointTransport[T]):
         self.server.stop(wait)
         self._hasher.shutdown(wait)
         self.staged = self._spare = None
-        self._staging.drop()
+        self._staging.close()
 
 
 def _hash(snapshot: Snapshot) -> None:

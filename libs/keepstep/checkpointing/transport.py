@@ -77,6 +77,17 @@ class CheckpointTransport(ABC, Generic[T]):
             timeout: a reader without progress for this long is disconnected.
         """
 
+    def copy_early(self, step: int, state_dict: T) -> None:
+        """Copy the state of ``step`` in the background, for a ``send_checkpoint`` of this step that follows soon.
+
+        A transport without such a copy does nothing. May be called from any thread, and in vain.
+
+        Args:
+            step: the step of the state.
+            state_dict: a state of the same tensors. Those that are written to until ``send_checkpoint`` are copied
+                there again.
+        """
+
     def refuse_checkpoint(self, dst_ranks: list[int], step: int, reason: str, *, lasting: bool = False) -> None:
         """Refuse the readers of a step at once, because no snapshot of it will follow.
 

@@ -22,6 +22,9 @@ class Follower(Protocol):
     def objection(self, plan: QuorumPlan) -> Exception | None:
         """Return why no group must commit the step of ``plan``; None: it may commit. From any thread."""
 
+    def hands_out(self, plan: QuorumPlan) -> None:
+        """Begin to copy the state of this group, because another one takes it over in this step. From any thread."""
+
     def check(self, plan: QuorumPlan) -> None:
         """Give up, unless the group can go on with this plan."""
 

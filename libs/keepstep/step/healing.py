@@ -77,7 +77,7 @@ class StateExchange:
         if not self._allow_heal or not plan.healing:
             return None
         transport.prepare(self.parties())
-        if (plan.destinations or (transport.needs_all_sources and not plan.behind)) and not self._answered_joiners:
+        if self.hands_out and not self._answered_joiners:
             self._answered_joiners = True
             self._hand_out()
         if plan.source is not None and not self._tried:
@@ -92,6 +92,13 @@ class StateExchange:
             finally:
                 self._times.heal_seconds += time.monotonic() - began
         return None
+
+    @property
+    def hands_out(self) -> bool:
+        """Whether this group hands out its state to groups that heal."""
+        plan = self._plan
+        wanted = plan.destinations or (self._context.transport.needs_all_sources and not plan.behind)
+        return bool(self._allow_heal and plan.healing and wanted)
 
     def parties(self) -> Exchange:
         """Return the groups that have, and that need, the live state."""

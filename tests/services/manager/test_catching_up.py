@@ -14,6 +14,9 @@ from torch import nn
 
 from keepstep import DistributedDataParallel, HTTPTransport, Manager, Optimizer
 from keepstep.checkpointing.errors import TransferError
+from keepstep.checkpointing.state import early_copy
+from keepstep.checkpointing.state.early_copy import EarlyCopy
+from keepstep.checkpointing.state.pack_layout import Layout
 from keepstep_mesh.errors import KeepstepError
 from tests.services.manager.groups import SECOND, change_policy, events, manager, place_to_meet, together
 
@@ -155,7 +158,17 @@ def joiner(lighthouse: str, ahead: threading.Event, joined: threading.Event, gat
         return own.result(), followed, took_part
 
 
-def test_a_group_that_catches_up_is_equal_bit_for_bit(lighthouse, steps):
+def test_a_group_that_catches_up_is_equal_bit_for_bit(lighthouse, steps, monkeypatch):
+    """Its source has copied the state beside its forward and backward pass, which change the buffers."""
+    right, in_time = EarlyCopy.right, []
+
+    def noted(early: EarlyCopy, layout: Layout) -> tuple[torch.Tensor | None, frozenset[int]]:
+        found = right(early, layout)
+        in_time.append((len(found[1]), len(layout.sources)))
+        return found
+
+    monkeypatch.setattr(early_copy, "MIN_BYTES", 1)
+    monkeypatch.setattr(EarlyCopy, "right", noted)
     gate, ahead, joined = Gate(), threading.Event(), threading.Event()
     a, (b, followed, took_part) = together(
         lambda: veteran(lighthouse, ahead, joined, inner=sgd),
@@ -166,6 +179,8 @@ def test_a_group_that_catches_up_is_equal_bit_for_bit(lighthouse, steps):
     assert took_part == 2, "and counted it afterwards"
     assert {"follows", "caught_up"} < set(events(steps))
     assert "healed" not in events(steps)
+    parameters, moments, buffers = 6, 6, 3
+    assert in_time == [(parameters + moments, parameters + moments + buffers)]
 
 
 def test_a_catch_up_that_fails_begins_again_and_the_end_waits_for_it(lighthouse, steps, monkeypatch):

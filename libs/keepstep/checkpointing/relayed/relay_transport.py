@@ -91,6 +91,10 @@ class RelayTransport(CheckpointTransport[T]):
         """See ``HTTPTransport``."""
         return self.direct.address()
 
+    def copy_early(self, step: int, state_dict: T) -> None:
+        """See ``CheckpointTransport``."""
+        self.direct.copy_early(step, state_dict)
+
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
         """See ``HTTPTransport``. A background thread uploads the share of this source to the relays."""
         self._uploads = [one for one in self._uploads if one.is_running]

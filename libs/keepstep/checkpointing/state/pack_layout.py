@@ -34,8 +34,10 @@ class Layout:
     content: Content
     sources: list[torch.Tensor | Array]
     """The bytes of each region, in the memory of the state."""
+    shared: frozenset[int] = frozenset()
+    """Regions of several tensors."""
 
-    def copy_into(self, pack: torch.Tensor) -> None:
+    def copy_into(self, pack: torch.Tensor, there: frozenset[int] = frozenset()) -> None:
         """Copy every region to its position in ``pack``, and fill the gaps with zeros.
 
         CUDA tensors are copied after the work that the current stream of their device has now. Returns when all copies
@@ -43,16 +45,19 @@ class Layout:
 
         Args:
             pack: uint8 tensor on the CPU, as long as the pack.
+            there: regions that ``pack`` holds already.
         """
         flat: Array = pack.numpy()
         end = 0
         with device_copies() as copy_from_device:
-            for source, length, position in zip(
-                self.sources, self.content.regions, self.content.positions()[:-1], strict=True
+            for region, (source, length, position) in enumerate(
+                zip(self.sources, self.content.regions, self.content.positions()[:-1], strict=True)
             ):
                 if position > end:
                     flat[end:position] = 0
                 end = position + length
+                if region in there:
+                    continue
                 if not isinstance(source, torch.Tensor):
                     flat[position:end] = source
                 elif source.is_cuda:
@@ -181,6 +186,7 @@ class _Walk:
         entries: dict[int, TensorEntry] = {}
         lengths: list[int] = []
         sources: list[torch.Tensor | Array] = []
+        together: set[int] = set()
         for index, value in enumerate(self.found):
             if index in entries:
                 continue
@@ -193,6 +199,7 @@ class _Walk:
                 entries[index] = TensorEntry(NUMPY + value.dtype.str, value.shape, None, region, 0)
             elif index in shared:
                 source, start, members = shared[index]
+                together.add(region)
                 for member, found in members:
                     offset = int(found.tensor.storage_offset()) * found.tensor.itemsize - start
                     entries[member] = found.entry(region, offset, found.tensor.stride())
@@ -204,7 +211,8 @@ class _Walk:
                     source = source.as_strided((source.numel(),), (1,))
             lengths.append(source.nbytes)
             sources.append(source)
-        return Layout(Content(tree, tuple([entries[index] for index in range(len(entries))]), tuple(lengths)), sources)
+        content = Content(tree, tuple([entries[index] for index in range(len(entries))]), tuple(lengths))
+        return Layout(content, sources, frozenset(together))
 
     def _shared_memory(self) -> dict[int, tuple[torch.Tensor, int, list[tuple[int, _Found]]]]:
         """Group tensors that overlap in memory. Each group shares one region, so that its bytes are stored once.

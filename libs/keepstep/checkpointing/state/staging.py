@@ -9,11 +9,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch
 
-from keepstep.checkpointing.state.pack_layout import describe
+from keepstep.checkpointing.state.early_copy import EarlyCopy
+from keepstep.checkpointing.state.pack_layout import Layout, describe
 from keepstep_mesh.protocol.state_content import pack_content
 
 MAX_BUFFERS = 2
@@ -55,6 +57,28 @@ class StagingArea:
         self._holds: dict[Snapshot, int] = {}
         self._current: Snapshot | None = None
         self._free: torch.Tensor | None = None
+        self._early: EarlyCopy | None = None
+
+    def begin(self, step: int, state: Any) -> None:
+        """Begin to copy a state that ``stage`` will ask for soon, in the background. From any thread.
+
+        Args:
+            step: of the state.
+            state: of the same tensors.
+        """
+        with self._lock:
+            last = self._early
+            self._early = EarlyCopy(step, state, partial(self._take_early, last))
+
+    def _take_early(self, last: EarlyCopy | None, length: int) -> torch.Tensor | None:
+        """Return a buffer without disturbing a reader; None: readers have all that may exist."""
+        buffer = last.stop() if last is not None else None
+        with self._lock:
+            if buffer is None and (self._free is not None or len(self._holds) < MAX_BUFFERS):
+                buffer, self._free = self._free, None
+            elif buffer is None:
+                return None
+        return buffer if buffer is not None and len(buffer) >= length else torch.empty(length, dtype=torch.uint8)
 
     def stage(self, step: int, state: Any) -> Snapshot:
         """Copy ``state``, and drop the previous snapshot. Never waits for a reader.
@@ -65,9 +89,9 @@ class StagingArea:
         self.drop()
         layout = describe(state)
         pack_bytes = layout.content.positions()[-1]
-        buffer = self._take(pack_bytes)
+        buffer, there = self._copied_early(step, layout, pack_bytes)
         try:
-            layout.copy_into(buffer[:pack_bytes])
+            layout.copy_into(buffer[:pack_bytes], there)
             snapshot = Snapshot(step, buffer, pack_bytes, pack_content(layout.content), self)
         except BaseException:
             with self._lock:
@@ -77,6 +101,25 @@ class StagingArea:
             self._holds[snapshot] = 1
             self._current = snapshot
         return snapshot
+
+    def _copied_early(self, step: int, layout: Layout, length: int) -> tuple[torch.Tensor, frozenset[int]]:
+        """Return a buffer, and the regions of ``layout`` that it holds already."""
+        with self._lock:
+            early, self._early = self._early, None
+        if early is None:
+            return self._take(length), frozenset()
+        buffer, there = early.right(layout) if early.step == step else (early.stop(), frozenset())
+        if buffer is None or len(buffer) < length:
+            return self._take(length), frozenset()
+        return buffer, there
+
+    def close(self) -> None:
+        """Drop the current snapshot, and end a copy that has begun early."""
+        with self._lock:
+            early, self._early = self._early, None
+        if early is not None:
+            early.stop()
+        self.drop()
 
     def drop(self) -> None:
         """Drop the current snapshot. Its buffer is reused when its readers have finished."""

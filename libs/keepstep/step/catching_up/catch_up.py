@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from keepstep.checkpointing.state.sharding import is_dtensor
+from keepstep.checkpointing.state.tensors_in_containers import tensors_in
 from keepstep.checkpointing.transport import Exchange
 from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.step.agreeing import all_ready
@@ -75,6 +77,10 @@ class CatchUp:
         """Of the last step that was followed: its plan, the groups that took part, and what restores its buffers."""
         self._unkept = False
         """Whether the gradients of that step were not kept yet."""
+        self._tensors: dict[str, Any] | None = None
+        """Of this group's state, which ``hands_out`` copies; None: unknown."""
+        self._copies_early = True
+        """Whether the registered functions return the tensors of the state, and not copies."""
         self._began = self._advanced_at = 0.0
         self._replayed = 0
 
@@ -103,8 +109,16 @@ class CatchUp:
             "the groups that this one follows are gone, and its own state is worth more than those of the others"
         )
 
+    def hands_out(self, plan: QuorumPlan) -> None:
+        """See ``Follower``."""
+        tensors = self._tensors
+        if tensors is not None:
+            self._context.transport.copy_early(plan.max_step, tensors)
+
     def check(self, plan: QuorumPlan) -> None:
         """See ``Follower``."""
+        if plan.behind:
+            self._tensors = None  # a state that is loaded may bring tensors of its own
         if not self.following:
             if not plan.behind:
                 self._failures = 0
@@ -134,6 +148,20 @@ class CatchUp:
         self._last, self._unkept = (plan, participants, write_back), True
 
     # ---- after a step
+
+    def stepped(self) -> None:
+        """Note the tensors of the state, after a step of the optimizer. Call it in all ranks of the group."""
+        if self._tensors is not None or not self._copies_early:
+            return
+        state = self._context.state
+        try:
+            first, second = state.user_state(), state.user_state()  # both, so that copies do not share memory
+            self._copies_early = _memory(first) == _memory(second)
+        except Exception as error:  # noqa: BLE001  a heal reports it if it matters
+            self._copies_early = False
+            self._context.log.debug("state not copied early", reason=f"{type(error).__name__}: {error}")
+            return
+        self._tensors = {"user": first} if self._copies_early else None
 
     def advance(self) -> bool:
         """Keep the averaged gradients of the step that was committed, and replay. Return whether none is left.
@@ -314,3 +342,8 @@ class CatchUp:
 
     def _parameters(self) -> list[torch.Tensor]:
         return [one for group in self._optimizer.param_groups for one in group["params"]]
+
+
+def _memory(state: Any) -> list[int]:
+    local = [one.to_local() if is_dtensor(one) else one for one in tensors_in(state)]
+    return [one.untyped_storage().data_ptr() for one in local if one.layout is torch.strided]

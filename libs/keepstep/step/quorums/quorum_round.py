@@ -104,6 +104,8 @@ class QuorumRound:
         self.begins_to_follow = self._objection is None and self._can_follow(plan)
         if plan.destinations or not plan.followers:  # else a follower may still have to begin to read its base
             context.transport.disallow_checkpoint()  # readers of the last step's state are done, or too late
+        if context.follower is not None and self._exchange.hands_out and not self.heals_first:
+            context.follower.hands_out(plan)
         if plan.source is not None and self.allow_heal:
             context.source = plan.members[plan.source].replica_id
             if not self.begins_to_follow and self._objection is None:
