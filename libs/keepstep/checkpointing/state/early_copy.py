@@ -23,7 +23,7 @@ PIECE_BYTES = 8 << 20
 """Copied at once; the end of the thread waits for one piece."""
 SAMPLES = 64
 """Bytes of each tensor that are compared."""
-END_SECONDS = 60.0
+EARLY_COPY_SECONDS = 60.0
 """Limit of the wait for the thread, which only copies memory."""
 
 log = get_logger("keepstep.checkpointing")
@@ -78,7 +78,7 @@ class EarlyCopy:
         return self.buffer, frozenset(found)
 
     def _ended(self) -> bool:
-        self._thread.join(END_SECONDS)
+        self._thread.join(EARLY_COPY_SECONDS)
         return not self._thread.is_alive()
 
     def _run(self, state: Any, take: Callable[[int], torch.Tensor | None]) -> None:
