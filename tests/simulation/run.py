@@ -1,5 +1,5 @@
 """Run simulations by their seeds: ``python -m tests.simulation.run --seeds 100000 [--lighthouses N] [--finish]
-[--catch-up] [--ports] [--retry]``.
+[--catch-up] [--ports] [--retry] [--spares]``.
 
 Prints a line of progress and, for each seed that fails, the broken rule, the fewest faults that still break it, and
 the trace. Exit code 1 when a seed failed.
@@ -29,6 +29,7 @@ class Modes(TypedDict, total=False):
     catches_up: bool
     ports: bool
     retries: bool
+    spares: bool
 
 
 def violation(
@@ -123,9 +124,11 @@ def main() -> int:
     parser.add_argument("--catch-up", action="store_true", help="let groups that are behind follow, in all seeds")
     parser.add_argument("--ports", action="store_true", help="let the lighthouses look at the ports of suspects")
     parser.add_argument("--retry", action="store_true", help="let the groups retry steps in which a member is lost")
+    parser.add_argument("--spares", action="store_true", help="let spares stand by, and replace groups")
     arguments = parser.parse_args()
     seeds = range(arguments.start, arguments.start + arguments.seeds)
     modes: Modes = {"finishes": arguments.finish, "ports": arguments.ports, "retries": arguments.retry}
+    modes["spares"] = arguments.spares
     if arguments.catch_up:
         modes["catches_up"] = True
     return 1 if run(seeds, arguments.jobs, arguments.lighthouses, **modes) else 0

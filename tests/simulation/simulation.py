@@ -21,6 +21,7 @@ from tests.simulation.actors.ports import Network
 from tests.simulation.actors.worker import Worker
 from tests.simulation.checks.history import Logs
 from tests.simulation.checks.quorums import QuorumChecks
+from tests.simulation.checks.spares import SpareChecks
 from tests.simulation.checks.states import Checkpoint, StateChecks
 from tests.simulation.checks.violation import Violation
 from tests.simulation.faults.drawing import LAST_SECOND, Fault, draw_faults, inject
@@ -63,6 +64,7 @@ class Simulation:
         catches_up: Groups that are behind follow the others instead of healing.
         ports: Groups listen on ports, and lighthouses look at the ports of suspects.
         retries: The groups take a step again that failed because of other groups (``retry_allreduce``).
+        spares: One to three more groups stand by, and groups are replaced.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Simulation:
         catches_up: bool | None = None,
         ports: bool = False,
         retries: bool = False,
+        spares: bool = False,
     ) -> None:
         random = self.random = Random(f"simulation {seed}")
         self.time = Timeline()
@@ -96,7 +99,10 @@ class Simulation:
         count = random.choice(LIGHTHOUSES)
         count = lighthouses or count
         groups = groups or random.randint(1, 5)
-        self.names = [f"r{number}" for number in range(groups)]
+        self.workers: dict[str, Worker] = {}
+        """By replica_id."""
+        self.spares = SpareChecks(seed, groups, self.workers, self.violated) if spares else None
+        self.names = [f"r{number}" for number in range(groups + (self.spares.count if self.spares else 0))]
         self.forbids_heal = 0.0 if policy is not None else Random(f"healing {seed}").choice((0.0, 0.0, 0.1, 0.5))
         """How often a group allows no heal in a round, until the faults end."""
         self._healing = Random("healing")
@@ -122,8 +128,6 @@ class Simulation:
         self.states = StateChecks(self.quorums.memberships, self.violated)
         self.store = SharedStore(self.time, random, self.quorums.on_write)
 
-        self.workers: dict[str, Worker] = {}
-        """By replica_id."""
         self.latest: dict[str, Worker] = {}
         """By name of the group."""
         self.slow_heals: dict[str, float] = {}
@@ -146,7 +150,7 @@ class Simulation:
             self.time.at(0.0, self._start_lighthouse, name)
         for name in self.names:
             self.time.after(0.3 * random.random(), self.launch, name)
-        self.faults = draw_faults(seed, count) if faults is None else faults
+        self.faults = draw_faults(seed, count, spares=spares) if faults is None else faults
         for fault in self.faults:
             self.time.at(fault.at, inject, self, fault)
         self.time.at(quiet_at, self._stop_faults)
@@ -201,7 +205,10 @@ class Simulation:
         if self.last_step is not None:
             self._done = self.ended.issuperset(self.names)
         elif self._quiet and not self._script_runs:
-            self._done = self.states.recovered(self.latest, self.quorums.highest.members)
+            spares = self.spares.count if self.spares is not None else 0
+            members = self.quorums.highest.members
+            ordered = len(members) < len(self.names) and self.stored.replacing  # else no spare is left
+            self._done = not ordered and self.states.recovered(self.latest, members, spares)
         if self._done:
             self.time.stop()
 

@@ -64,6 +64,13 @@ def test_a_dead_group_is_lost_by_its_port_and_a_living_one_behind_a_firewall_is_
 
 
 @pytest.mark.parametrize("lighthouses", [1, 2])
+def test_spares_take_the_places_of_groups_that_are_lost_or_replaced(lighthouses: int) -> None:
+    for seed in range(30):
+        found = violation(seed, lighthouses=lighthouses, careful=True, spares=True)
+        assert found is None, explain(seed, lighthouses=lighthouses, spares=True)
+
+
+@pytest.mark.parametrize("lighthouses", [1, 2])
 def test_steps_are_retried_with_the_gradients_of_the_state_that_the_job_goes_on_from(lighthouses: int) -> None:
     for seed in range(30):
         found = violation(seed, lighthouses=lighthouses, careful=True, retries=True)

@@ -202,6 +202,7 @@ class _CheckedJob(Job):
 
     def __init__(self, sim: Simulation, *args: Any) -> None:
         self._checks, self._network, self._workers = sim.quorums, sim.ports, sim.workers
+        self._spares = sim.spares
         super().__init__(*args)
 
     def handle(self, event: Event) -> None:
@@ -211,6 +212,8 @@ class _CheckedJob(Job):
 
     def _carry_out(self, decisions: list[Any]) -> None:
         self._checks.on_decisions(self, decisions)
+        if self._spares is not None:
+            self._spares.on_decisions(self, decisions)
         if self._network is not None:
             for entry in decisions:
                 if isinstance(entry, LogEntry) and entry.replica_id:

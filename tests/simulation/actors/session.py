@@ -23,7 +23,7 @@ class Session:
     """Find the leader among ``addresses``, stay connected to it, and pass its messages to ``worker``."""
 
     def __init__(self, worker: Worker, addresses: list[str]) -> None:
-        self.core = SessionCore(worker.replica_id)
+        self.core = SessionCore(worker.replica_id, about=worker.sim.spares.about if worker.sim.spares else None)
         self.addresses = Addresses(addresses)
         self.address = ""
         """The address connected to, or tried last."""

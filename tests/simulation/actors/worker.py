@@ -58,6 +58,10 @@ class Worker:
         """Seconds for which its port is open after its connections ended."""
         self.frozen = False
         self.leaving = False
+        self.leaves_soon = ""
+        """Why it asks for a spare."""
+        self.sent_home = False
+        """The job has finished without it."""
         self.finished = False
         """It got the answer that all groups have finished."""
         self.progress = GroupProgress(self.replica_id, self.replica_id)
@@ -133,7 +137,7 @@ class Worker:
     def _exit(self) -> None:
         """End, and be started again by the launcher, unless it has finished."""
         self.die()
-        if self.finished:
+        if self.finished or self.sent_home:
             self.sim.on_ended(self)
         else:
             self.sim.launch_later(self.name)
@@ -198,8 +202,8 @@ class Worker:
             case MemberLost(quorum_id) | RoundBroken(quorum_id):
                 if self.plan is not None and self.plan.quorum_id == quorum_id and not self.plan.finishing:
                     self._abort()
-            case Drain():
-                self.leaving = True
+            case Drain(reason):
+                self.leaving, self.sent_home = True, reason.startswith("the job finished")
             case Evicted() | Goodbye() | Refused("banned"):
                 self._exit()
 
@@ -233,6 +237,7 @@ class Worker:
                 allow_heal=self.takes_no_step or self.sim.allows_heal(),
                 final=self.takes_no_step,
                 retry=retry,
+                replace=self.leaves_soon,
             )
         )
         self.shrink_next = False
@@ -423,6 +428,11 @@ class Worker:
         self._save()
 
     # ---- faults
+
+    def get_notice(self, seconds: float) -> None:
+        """Ask for a spare, and leave after ``seconds``."""
+        self.leaves_soon = "notice"
+        self.soon(seconds, setattr, self, "leaving", True)
 
     def fail_commit(self) -> None:
         """Fail the step in this group only: the all-reduce completes for the others."""

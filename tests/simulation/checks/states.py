@@ -114,11 +114,14 @@ class StateChecks:
         """Count commits from now on."""
         self._commits_before = {replica_id: worker.commits for replica_id, worker in workers.items()}
 
-    def recovered(self, latest: Mapping[str, Worker], members: Collection[str]) -> bool:
-        """Whether all groups live, are the ``members`` of the last quorum, have committed, and hold one state."""
+    def recovered(self, latest: Mapping[str, Worker], members: Collection[str], spares: int) -> bool:
+        """Whether all groups live, all but ``spares`` are the ``members`` of the last quorum, have committed, and hold
+        one state.
+        """
         living = [worker for worker in latest.values() if worker.alive]
-        if len(living) < len(latest) or set(members) != {worker.replica_id for worker in living}:
+        training = [worker for worker in living if worker.replica_id in members]
+        if len(living) < len(latest) or not len(living) - spares <= len(training) == len(members):
             return False
-        if any(one.commits - self._commits_before.get(one.replica_id, 0) < COMMITS_AFTER for one in living):
+        if any(one.commits - self._commits_before.get(one.replica_id, 0) < COMMITS_AFTER for one in training):
             return False
-        return len({(worker.step, worker.lineage, worker.state) for worker in living}) == 1
+        return len({(worker.step, worker.lineage, worker.state) for worker in training}) == 1

@@ -46,10 +46,13 @@ ALONE: Mapping[Act, int] = {**groups.WEIGHTS, **lighthouses.WEIGHTS}
 """Faults of a job that has one lighthouse, and how often each is drawn."""
 SEVERAL: Mapping[Act, int] = {**ALONE, **lighthouses.STANDBY_WEIGHTS}
 """Faults of a job that has several lighthouses."""
-ACTS = {act.__name__: act for act in SEVERAL}
+ACTS = {act.__name__: act for act in (*SEVERAL, *groups.REPLACING)}
 
 
-def draw_faults(seed: int, lighthouses: int) -> tuple[Fault, ...]:
+MAX_REPLACEMENTS = 4
+
+
+def draw_faults(seed: int, lighthouses: int, *, spares: bool = False) -> tuple[Fault, ...]:
     random = Random(f"faults {seed}")
     weights = ALONE if lighthouses == 1 else SEVERAL
     kinds = [act.__name__ for act, weight in weights.items() for _ in range(weight)]
@@ -58,10 +61,20 @@ def draw_faults(seed: int, lighthouses: int) -> tuple[Fault, ...]:
     ]
     if random.random() < 0.4:  # several at once
         moments = [moments[i - i % 3] + 0.1 * random.random() for i in range(len(moments))]
-    return tuple(
+    drawn = [
         Fault(at, random.choice(kinds), random.randrange(5), random.randrange(5), random.choice((0.1, 0.4, 2.0, 6.0)))
         for at in sorted(moments)
-    )
+    ]
+    if spares:
+        drawn = sorted(drawn + _replacements(seed), key=lambda fault: fault.at)
+    return tuple(drawn)
+
+
+def _replacements(seed: int) -> list[Fault]:
+    random = Random(f"replacements {seed}")
+    kinds = [act.__name__ for act in groups.REPLACING]
+    moments = [random.uniform(FIRST_SECOND, LAST_SECOND) for _ in range(random.randint(1, MAX_REPLACEMENTS))]
+    return [Fault(at, random.choice(kinds), random.randrange(8), 0, random.choice((0.4, 2.0, 6.0))) for at in moments]
 
 
 def inject(sim: Simulation, fault: Fault) -> None:

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from keepstep_lighthouse.quorum.events import DrainOrdered, EvictOrdered, Policy, PolicyOrdered, ReadmitOrdered
+from keepstep_lighthouse.quorum.events import (
+    DrainOrdered,
+    EvictOrdered,
+    Policy,
+    PolicyOrdered,
+    ReadmitOrdered,
+    ReplaceOrdered,
+)
 
 if TYPE_CHECKING:
     from tests.simulation.actors.worker import Worker
@@ -117,6 +124,15 @@ def drain(sim: Simulation, worker: Worker, _: Fault) -> None:
     sim.order(DrainOrdered(worker.name, "maintenance", "ann"))
 
 
+def replace_a_group(sim: Simulation, worker: Worker, _: Fault) -> None:
+    sim.order(ReplaceOrdered(worker.name, "bad fan", "ann"))
+
+
+def give_notice(_: Simulation, worker: Worker, fault: Fault) -> None:
+    if worker.runs:
+        worker.get_notice(2 * fault.seconds)
+
+
 def evict(sim: Simulation, worker: Worker, _: Fault) -> None:
     sim.order(EvictOrdered(worker.name, "bad disk", 0.0, "ann"))
 
@@ -153,3 +169,5 @@ WEIGHTS: dict[Act, int] = {
     change_the_policy: 1,
 }
 """How often each is drawn."""
+REPLACING = (replace_a_group, give_notice)
+"""Faults of jobs with spares."""

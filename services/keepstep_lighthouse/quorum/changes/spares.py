@@ -5,7 +5,7 @@
   newest state comes first, then the one that arrived first.
 * A group with an order to replace it counts as missing, and stays. When so many others have committed a step that the
   job has all its groups without it, it is drained: it leaves between two steps, and no step is lost. The order is
-  stored until the group has left.
+  stored until the group has left. If ``max_replicas`` has no room for the spare beside it, it is drained first.
 * Nothing is decided during the grace of a takeover, in which the groups that train may not have reconnected.
 * Groups that finish are not missing. Spares leave with the last of them.
 """
@@ -98,7 +98,8 @@ def _to_replace(state: JobState) -> list[tuple[Group, Replacement]]:
 def _let_in(state: JobState, now: float) -> None:
     groups, leaving = state.groups, [group.replica_id for group, _ in _to_replace(state)]
     target = spares.target(groups, state.record.policy)
-    missing = target + len(leaving) - groups.counted
+    most = state.record.policy.max_replicas or target + len(leaving)
+    missing = min(target + len(leaving), most) - groups.counted
     if missing <= 0 or not groups.standing_by:
         return
     for spare in spares.ready(groups, state.probation)[:missing]:
@@ -115,11 +116,13 @@ def _let_in(state: JobState, now: float) -> None:
 def _drain_replaced(state: JobState) -> None:
     if not (waiting := _to_replace(state)):
         return
-    target = spares.target(state.groups, state.record.policy)
+    policy = state.record.policy
+    target = spares.target(state.groups, policy)
+    least = target - 1 if policy.max_replicas == target else target  # no room for a spare before the group has left
     ready = sum(map(spares.trains_well, state.groups))
     for group, order in waiting:
         left = ready - spares.trains_well(group)
-        if left < target:
+        if left < least:
             return
         orders.drain(state, DrainOrdered(group.replica_id, f"replaced: {order.reason}", order.by))
         ready = left
