@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tests.faults import group_rows as groups
 from tests.faults import lighthouse_rows as lighthouses
+from tests.faults import spare_rows as spares
 from tests.faults.outcome import Limit, Outcome
 from tests.faults.row import HEARTBEAT_TIMEOUT, Row, Run
 from tests.support.network import namespaces
@@ -97,6 +98,16 @@ ROWS = {
             "1 of 3 groups with an ElasticLoader: SIGKILL at any moment of a step, and started again",
             *(20, groups.samples_taken_once),
             holds="each sample of an epoch is in exactly one committed step",
+        ),
+        Row(
+            "group_killed_with_a_spare",
+            "1 of 3 groups with a spare: SIGKILL; to the first commit of three groups",
+            *(20, spares.group_killed_with_a_spare, P95_1_S),
+            holds="a spare takes the place of each",
+        ),
+        Row(
+            *("group_replaced", "1 of 3 groups with a spare: `keepstep replace`", 20, spares.group_replaced, P95_1_S),
+            holds="no step is discarded, and three groups take part in each",
         ),
         Row(
             "sessions_closed",

@@ -205,6 +205,11 @@ class Job:
         assert report.event_logs, told
         assert not any(group.lines for group in self.groups.values()) or report.step_logs, told
 
+    @property
+    def rest_address(self) -> str:
+        """Address of a lighthouse for requests over HTTP."""
+        return self.address
+
     def host_of(self, _group: str) -> Host:
         """The host on which the processes of a group run."""
         return LOOPBACK
@@ -270,7 +275,7 @@ class Job:
 
     async def order(self, method: str, path: str, **body: Any) -> Any:
         """Call the REST interface of the lighthouse below /v1/jobs/default."""
-        url = f"{self.address}/v1/jobs/default{path}"
+        url = f"{self.rest_address}/v1/jobs/default{path}"
         async with client_session(timeout=DEADLINE) as http, http.request(method, url, json=body or None) as answer:
             await raise_for_problem(answer)
             return await answer.json()

@@ -81,6 +81,10 @@ class Mesh(Job):
         await self._proxies.aclose()
         await super().__aexit__(kind, error, trace)
 
+    @property
+    def rest_address(self) -> str:
+        return self.addresses[0]  # a standby forwards requests to the leader
+
     def host_of(self, group: str) -> Host:
         return self._network.host(f"group-{group}") if self._network else LOOPBACK
 

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 
 import pytest
 
-from tests.support.jobs.job import DEADLINE, Group, Job, discarded
+from tests.support.jobs.job import Group, Job, discarded
+from tests.support.jobs.spares import stands_by, with_spares
 
 pytestmark = [pytest.mark.training, pytest.mark.timeout(300)]
 
-OF_TWO = {"NUM_REPLICA_GROUPS": "3", "KEEPSTEP_SPARES": "1"}
-
-
-async def stands_by(job: Job, name: str) -> None:
-    """Wait until the lighthouse knows this group as a spare that asks."""
-    async with asyncio.timeout(DEADLINE):
-        while True:
-            replicas = (await job.order("GET", "/replicas"))["replicas"]
-            if any(one["name"] == name and one["state"] == "spare" and one["address"] for one in replicas):
-                return
-            await asyncio.sleep(0.02)  # a state of the lighthouse, which no trainer prints
+OF_TWO = with_spares(2)
 
 
 async def start_three(job: Job) -> tuple[list[Group], Group]:

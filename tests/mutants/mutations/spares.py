@@ -1,0 +1,94 @@
+"""Bugs in spares and in the replacement of groups."""
+
+from __future__ import annotations
+
+from tests.mutants.mutation import Mutation, Test
+
+CHANGES = "services/keepstep_lighthouse/quorum/changes/spares.py"
+RULES = "services/keepstep_lighthouse/quorum/rules/spares.py"
+SCENARIOS = "tests/scenarios/test_scenarios.py::test_the_lighthouse_decides_as_the_scenario_says"
+SIMULATION = "tests/simulation/test_simulation.py::test_spares_take_the_places_of_groups_that_are_lost_or_replaced[1]"
+CORE = "tests/unit/quorum/changes/test_core_spares.py"
+
+MUTATIONS = (
+    Mutation(
+        "a spare is let in before the members of the stored quorum are back",
+        CHANGES,
+        "    if state.takeover.until is not None or not (",
+        "    if not (",
+        Test(f"{SCENARIOS}[45_spares]"),
+    ),
+    Mutation(
+        "a group is drained for a spare that has not committed a step",
+        RULES,
+        "    return stays and group.committed > 0 and",
+        "    return stays and",
+        Test(SIMULATION),
+    ),
+    Mutation(
+        "a group is drained for a spare that has not healed",
+        RULES,
+        " and soundness(group.step, group.lineage) is Soundness.SOUND",
+        "",
+        Test(f"{CORE}::test_a_group_is_not_drained_for_a_spare_that_has_not_healed"),
+    ),
+    Mutation(
+        "one spare too many is let in",
+        CHANGES,
+        "    missing = min(target + len(leaving), most) - groups.counted\n",
+        "    missing = min(target + len(leaving), most) - groups.counted + 1\n",
+        Test(SIMULATION),
+    ),
+    Mutation(
+        "a group that leaves is not replaced while it stays",
+        CHANGES,
+        "    missing = min(target + len(leaving), most) - groups.counted\n",
+        "    missing = min(target, most) - groups.counted\n",
+        Test(SIMULATION),
+    ),
+    Mutation(
+        "the finish waits for the return of a group whose place a spare has",
+        CHANGES,
+        "        state.lost_at.clear()",
+        "        pass",
+        Test(f"{SCENARIOS}[47_spares_at_the_end]"),
+    ),
+    Mutation(
+        "a group that finishes is replaced",
+        CHANGES,
+        "    if state.finished_step and state.record.ended is None:\n",
+        "    if state.finished_step and state.record.ended is not None:\n",
+        Test(f"{SCENARIOS}[47_spares_at_the_end]"),
+    ),
+    Mutation(
+        "a spare counts from its arrival on",
+        "services/keepstep_lighthouse/quorum/changes/presence/arrivals.py",
+        "        if event.standby and not member:\n",
+        "        if event.standby and member:\n",
+        Test(f"{SCENARIOS}[45_spares]"),
+    ),
+    Mutation(
+        "a process that was started again counts when the old one of its name is lost",
+        "services/keepstep_lighthouse/quorum/groups.py",
+        "        if group.stands_by:\n            self.exclude(group, Excluded(Exclusion.SPARE))\n        elif",
+        "        if",
+        Test(f"{CORE}::test_the_restarted_process_of_a_name_stands_by_also_when_it_came_before_the_old_one_was_lost"),
+    ),
+    Mutation(
+        "a change of leader forgets the order to replace a group",
+        "services/keepstep_lighthouse/jobs/records.py",
+        'for one in plain.get("replacing", ()))',
+        "for one in ())",
+        Test(f"{CORE}::test_two_orders_and_one_spare_replace_one_group"),
+    ),
+    Mutation(
+        "a group with a notice leaves at once",
+        "libs/keepstep/lifecycle/membership.py",
+        "        if context is None or not notice or context.stands_by:\n",
+        "        if context is None or not notice or not context.stands_by:\n",
+        Test(
+            "tests/training/operation/test_spares.py::"
+            "test_spares_take_the_places_of_groups_that_are_killed_replaced_or_preempted"
+        ),
+    ),
+)
