@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from keepstep_lighthouse.quorum.changes import retries
 from keepstep_lighthouse.quorum.group import Excluded, Exclusion, Group
 from keepstep_lighthouse.quorum.job_state import JobState
 from keepstep_lighthouse.quorum.rules.evidence import Accusation, accusations, cover
@@ -213,7 +214,9 @@ def _let_in(state: JobState, name: str, why: str) -> None:
 
 
 def keep_out(state: JobState, group: Group) -> None:
-    """Exclude a group that is parted. No effect on others."""
+    """Exclude a group that is parted, and deny the retry that it has asked for. No effect on others."""
     parted = state.probation.groups.get(group.name)
-    if parted is not None and parted.out and group.excluded is None:
-        state.groups.exclude(group, Excluded(Exclusion.PARTED, parted.reason, parted.until))
+    if parted is not None and parted.out:
+        retries.deny_parted(state, group)
+        if group.excluded is None:
+            state.groups.exclude(group, Excluded(Exclusion.PARTED, parted.reason, parted.until))

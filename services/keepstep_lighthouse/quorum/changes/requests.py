@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from keepstep_lighthouse.quorum.changes import agreements, finishing, heals, probation, reports, spares
+from keepstep_lighthouse.quorum.changes import agreements, finishing, heals, probation, reports, retries, spares
 from keepstep_lighthouse.quorum.changes.presence import departures, ports
-from keepstep_lighthouse.quorum.group import Group
+from keepstep_lighthouse.quorum.group import Exclusion, Group
 from keepstep_lighthouse.quorum.job_state import JobState
 from keepstep_mesh.protocol.messages import QuorumRequest
 
@@ -44,6 +44,8 @@ def ask(state: JobState, group: Group, request: QuorumRequest, now: float) -> No
     probation.keep_out(state, group)
     where_it_was, commits = (group.step, group.lineage), group.committed
     state.groups.open(group, request, now)
+    if group.is_excluded(Exclusion.PARTED):
+        retries.deny_parted(state, group)
     if group.committed > commits:
         probation.committed(state, group)
     if last is None and (group.member or not state.record.members):

@@ -7,6 +7,7 @@ A group whose all-reduces failed may ask with ``retry`` for a quorum of the same
 * If too few members are left for a quorum, the request is denied, so that joiners complete it.
 * The gradients of a group are those of its state. If another member holds a newer state, because it had committed the
   step before the loss, the request is denied. The group then discards the step, asks again, and heals.
+* A group that is parted (``probation``) is denied too: the others take the step without it.
 * A member that does not retry may take part: it asks for the same step, and computes it again.
 """
 
@@ -66,6 +67,12 @@ def _deny_late(state: JobState) -> bool:
     for group in late:
         _deny(state, group, f"{group.name} cannot retry the step after step {group.step}: {newest} committed it")
     return bool(late)
+
+
+def deny_parted(state: JobState, group: Group) -> None:
+    """Deny the retry of a group that is kept out. Else its open request would keep joiners out, once it is let in."""
+    if _retries(group):
+        _deny(state, group, f"{group.name} cannot retry its step: it is parted from the other groups")
 
 
 def note(state: JobState, chosen: list[Group]) -> list[str]:

@@ -24,7 +24,7 @@ from keepstep_mesh.protocol.membership import MAX_PEERS, OWN, PEER, StepFailure
 from keepstep_mesh.protocol.names import name_of
 
 COST_FACTOR = 10
-"""A failure is remembered, and a group parted, for at least so many times the duration of the failed round."""
+"""A failure is remembered for so many times the duration of the failed round."""
 
 Accusation = frozenset[str]
 """Stable names: of one group that fails by itself, or of two that cannot reach each other."""

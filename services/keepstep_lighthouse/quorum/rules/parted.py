@@ -1,8 +1,9 @@
 """Groups on probation: parted from the others for a time, and then on trial until they commit a step. Pure.
 
-A parted group stays connected, and is kept out of quorums for 5 s, or for ten times the duration of the failed round if
-that is longer. Each further parting doubles this time, up to 10 minutes. Names are stable names, so that a restart
-does not end a probation.
+A parted group stays connected, and is kept out of quorums for 5 s, or for twenty times the duration of the failed round
+if that is longer. Each further parting doubles this time, up to 10 minutes. A trial that fails costs the others about
+two such rounds, so they keep nine tenths of their steps. Names are stable names, so that a restart does not end a
+probation.
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Literal
 
-from keepstep_lighthouse.quorum.rules.evidence import COST_FACTOR
-
 PARTED_SECONDS = 5.0
+PARTED_ROUNDS = 20
 MAX_PARTED_SECONDS = 600.0
 MAX_REMEMBERED = 1000
 """Limit of the groups on probation, and of the names with failed heals; the oldest on trial are forgotten."""
@@ -64,7 +64,7 @@ class Probation:
         """Keep a group out from now on. ``duration``: of the failed round, in seconds."""
         before = self.groups.pop(name, None)
         times = 1 if before is None else before.times + 1
-        seconds = max(PARTED_SECONDS, COST_FACTOR * duration) * 2.0 ** min(times - 1, 20)
+        seconds = max(PARTED_SECONDS, PARTED_ROUNDS * duration) * 2.0 ** min(times - 1, 20)
         parted = self.groups[name] = Parted(cause, reason, times, now + min(seconds, MAX_PARTED_SECONDS))
         extra = max(0, len(self.groups) - MAX_REMEMBERED)
         for oldest in [one for one, other in self.groups.items() if not other.out][:extra] if extra else ():

@@ -10,7 +10,7 @@ from keepstep_lighthouse.quorum.events import LogEntry
 from keepstep_lighthouse.quorum.group import Exclusion
 from keepstep_lighthouse.quorum.rules import parted
 from keepstep_lighthouse.quorum.rules.evidence import COST_FACTOR, Evidence, accusations, cover
-from keepstep_lighthouse.quorum.rules.parted import MAX_PARTED_SECONDS, PARTED_SECONDS, Probation
+from keepstep_lighthouse.quorum.rules.parted import MAX_PARTED_SECONDS, PARTED_ROUNDS, PARTED_SECONDS, Probation
 from keepstep_mesh.protocol.membership import OWN, PEER, UNKNOWN, StepFailure
 from tests.support.models.core_driver import Driver
 
@@ -89,7 +89,7 @@ def test_each_parting_doubles_the_time_up_to_a_limit() -> None:
     seconds = [probation.part("a", "own", "", 0.01, 100.0).until - 100.0 for _ in range(10)]
     assert seconds[:3] == [PARTED_SECONDS, 2 * PARTED_SECONDS, 4 * PARTED_SECONDS]
     assert seconds[-1] == MAX_PARTED_SECONDS
-    assert probation.part("b", "cut", "", 6.0, 100.0).until - 100.0 == COST_FACTOR * 6.0
+    assert probation.part("b", "cut", "", 6.0, 100.0).until - 100.0 == PARTED_ROUNDS * 6.0
 
 
 def test_names_that_never_return_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
