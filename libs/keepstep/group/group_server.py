@@ -345,6 +345,7 @@ class GroupServer:
             grace_ms=ask.grace_ms,
             final=ask.final,
             durable_relays=self._stored_at,
+            failure=ask.failure,
             retry=ask.retry,
             replace=ask.replace,
         )

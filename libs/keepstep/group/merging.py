@@ -6,6 +6,7 @@
 * The group finishes if all its ranks do. If only some do, their states differ, because a heal reached only some ranks.
 * The group's report of its last step has the sum of the ranks' collectives. A group whose ranks begin equally many as
   those of another group thus has an equal sum.
+* The group failed by itself if one of its ranks did, else it cannot reach what one of its ranks cannot reach.
 * A group is torn, and all its ranks heal, if one rank is torn or if a heal reached only some of its ranks.
 * Heals: bytes and rates are added. The heal of the group has ended when those of all ranks have.
 * Votes: the key of a vote is (epoch, quorum_id, step, attempt, poll). Votes with different keys are never counted
@@ -25,7 +26,7 @@ from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.protocol.group_messages import RankAsk, RankDecision, RankVote
 from keepstep_mesh.protocol.job_settings import differ, difference
 from keepstep_mesh.protocol.lineage import TORN, is_torn
-from keepstep_mesh.protocol.membership import StateRoot, StepReport
+from keepstep_mesh.protocol.membership import MAX_PEERS, OWN, PEER, StateRoot, StepFailure, StepReport
 from keepstep_mesh.protocol.messages import MAX_HEAL_ERROR, Healing
 
 
@@ -86,6 +87,7 @@ def merge_asks(asks: Mapping[int, RankAsk], replica_id: str, *, healed: bool = F
         settings=_merge_settings(asks),
         last_step=_merge_reports([ask.last_step for ask in asks.values()]),
         final=all(ask.final for ask in asks.values()),
+        failure=_merge_failures([ask.failure for _, ask in sorted(asks.items()) if ask.failure is not None]),
         retry=all(ask.retry for ask in asks.values()),
         replace=next((ask.replace for ask in asks.values() if ask.replace), ""),
     )
@@ -115,6 +117,18 @@ def _merge_reports(reports: list[StepReport | None]) -> StepReport | None:
         nonfinite=any(report.nonfinite for report in known),
         quantized=sum(report.quantized for report in known),
     )
+
+
+def _merge_failures(failures: list[StepFailure]) -> StepFailure | None:
+    """Return the failure of the group, for the newest quorum that a rank reports; None: no rank does."""
+    newest = max((one.quorum_id for one in failures), default=0)
+    known = [one for one in failures if one.quorum_id == newest]
+    if not known:
+        return None
+    if own := [one for one in known if one.cause == OWN]:
+        return own[0]
+    peers = sorted({peer for one in known for peer in one.peers})
+    return replace(known[0], cause=PEER, peers=tuple(peers[:MAX_PEERS])) if peers else known[0]
 
 
 def _merge_roots(roots: list[StateRoot | None]) -> StateRoot | None:

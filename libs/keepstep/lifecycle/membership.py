@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 from typing import NoReturn
 
@@ -40,6 +41,8 @@ class GroupMembership:
         self._context: StepContext | None = None
         self._termination: TerminationFlag | None = None
         self._replayed = False
+        self._watch: concurrent.futures.Future[None] | None = None
+        """Probes steps that make no progress, until the membership ends."""
         self._early: list[Push] = []
         """Pushes that arrived before ``start``."""
 
@@ -48,6 +51,7 @@ class GroupMembership:
         self._context = context
         self._termination = TerminationFlag(self._on_sigterm)
         context.mesh.loop.call_soon_threadsafe(self._replay_early)
+        self._watch = context.mesh.spawn(context.evidence.watch())
 
     def _replay_early(self) -> None:
         self._replayed = True
@@ -70,6 +74,7 @@ class GroupMembership:
             return
         match push:
             case MemberLost():
+                context.evidence.member_lost(push.quorum_id)
                 context.log.warning("member lost", member=push.replica_id, quorum_id=push.quorum_id, reason=push.reason)
                 context.reconfigurer.lost(push.quorum_id, f"{push.replica_id} is lost: {push.reason}")
                 if context.source == push.replica_id:
@@ -124,6 +129,8 @@ class GroupMembership:
             in_step: the group is in the middle of a step. Then it says no goodbye, so that its peers learn that it is
                 lost, and its other ranks end.
         """
+        if self._watch is not None:
+            self._watch.cancel()
         if context.fatal is None and not in_step:
             step, error = context.progress.step, script_error()
             reason, cause = "shutdown", "finished"

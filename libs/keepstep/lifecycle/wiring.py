@@ -17,6 +17,7 @@ from keepstep.lifecycle.membership import GroupMembership
 from keepstep.runtime.exits import EvictedExit
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS, LoopThread
 from keepstep.step.context import StepContext
+from keepstep.step.failure_evidence import FailureEvidence
 from keepstep.step.live_state import LiveState
 from keepstep.step.progress import GroupProgress
 from keepstep.step.reconfigurer import Reconfigurer
@@ -85,6 +86,7 @@ def connect(
             telemetry=StepTelemetry(mesh, link, own),
             log=log.bind(replica_id=link.replica_id, rank=own.rank),
             timeout=settings.timeout,
+            evidence=FailureEvidence(settings.timeout.total_seconds()),
             min_replica_size=settings.min_replica_size,
             world_size_mode=settings.world_size_mode,
             job_settings=settings.of_job,

@@ -38,7 +38,7 @@ def vote(context: StepContext, plan: QuorumPlan, errors: FirstError, participant
     # the other ranks may still wait for a collective and a heal; rank 0 notices at once when one of them dies
     committed = decision_on(context, ballot, seconds + 3 * context.timeout.total_seconds())
     if ok and not committed:
-        errors.error = KeepstepError("another rank of this group voted no")
+        errors.outvoted()
     return committed
 
 

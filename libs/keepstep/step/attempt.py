@@ -40,7 +40,7 @@ from keepstep.step.step_collectives import StepCollectives
 from keepstep.step.step_end import StepEnd
 from keepstep_mesh.errors import KeepstepError, SessionClosed
 from keepstep_mesh.protocol.group_messages import RankAsk
-from keepstep_mesh.protocol.membership import Lineage
+from keepstep_mesh.protocol.membership import OWN, UNKNOWN, Lineage
 
 NOT_CONTINUED = (
     "a batch was drawn for the groups of this step, and start_quorum (Optimizer.zero_grad) cannot continue it: a group "
@@ -202,8 +202,12 @@ class Attempt:
         return self._round is not None and self._round.heals_at_end(plan)
 
     def report(self, error: Exception) -> None:
-        """Keep this step from committing, and abort the process group. Does nothing after the end of the step."""
-        self._first_error.report(error)
+        """Keep this step from committing, and abort the process group. Does nothing after the end of the step.
+
+        Once the process group has failed, errors of the script count as caused by that.
+        """
+        follows = self.quorum_formed and self._context.reconfigurer.failed
+        self._first_error.report(error, cause=UNKNOWN if follows else OWN)
 
     def refuse_joiners(self, reason: str) -> None:
         """Tell the groups that heal from this one that its state does not come in this step."""
@@ -261,7 +265,7 @@ class Attempt:
             self._collectives.finish()
             self._collectives.check_finite(plan, may_overflow=self.may_overflow)
             if (unhealed := self._rounds.exchange_state()) is not None:
-                self.report(unhealed)
+                self._first_error.report(unhealed, cause=UNKNOWN)
             root = root_of(context, plan)
             if self.error is None:  # else BatchNorm's buffers may be averaged in some groups and not in others
                 context.root = root
@@ -302,7 +306,7 @@ class Attempt:
             self.report(error)
             return
         if plan.behind:
-            self.report(KeepstepError(another_try.TOO_LATE))
+            self._first_error.report(KeepstepError(another_try.TOO_LATE), cause=UNKNOWN)
         if not plan.finishing:
             self._collectives.start_again()
 
@@ -317,7 +321,7 @@ class Attempt:
             load()
         unhealed = self._rounds.exchange_state()
         if unhealed is not None:
-            self.report(unhealed)
+            self._first_error.report(unhealed, cause=UNKNOWN)
         self._end((None, 0))
         context.last_attempt = plan.attempt
         if self.error is not None:

@@ -18,6 +18,7 @@ from keepstep.group.quorum_plan import WorldSizeMode
 from keepstep.group.ranks.rank_link import RankLink
 from keepstep.runtime.exits import StateMismatchExit
 from keepstep.runtime.loop_thread import LoopThread
+from keepstep.step.failure_evidence import FailureEvidence
 from keepstep.step.following import Follower
 from keepstep.step.live_state import LiveState
 from keepstep.step.progress import GroupProgress
@@ -50,6 +51,7 @@ class StepContext:
     log: Logger
     timeout: timedelta
     """Of a collective, of a vote, and of a heal that makes no progress."""
+    evidence: FailureEvidence
     min_replica_size: int
     world_size_mode: WorldSizeMode
     fatal: BaseException | None = None

@@ -1,8 +1,14 @@
-"""Keep the first error of a step, which keeps the step from committing, and whether this group caused one itself."""
+"""Keep the first error of a step, which keeps the step from committing, and whose error it is.
+
+Two things depend on it. After an error of its own a group does not retry the step (``retry_allreduce``). The lighthouse
+keeps a group out that fails by itself again and again, so ``failure_evidence`` gets the cause of each failed step.
+"""
 
 from __future__ import annotations
 
 from keepstep.step.context import StepContext
+from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.protocol.membership import OWN, UNKNOWN
 
 
 class FirstError:
@@ -13,35 +19,65 @@ class FirstError:
         self.own = False
         """Whether an error was reported that did not come from the other groups."""
         self._context = context
+        self._cause = ""
+        """Of ``error``, as in ``StepFailure``; empty: every group fails for this reason."""
+        self._abort = ""
+        """Why the process group was aborted."""
         self._ended = False
 
-    def report(self, error: Exception) -> None:
-        """Report an error of this group: the step does not commit, and the process group is aborted."""
+    def report(self, error: Exception, *, cause: str = OWN) -> None:
+        """Report an error of this group: the step does not commit, and the process group is aborted.
+
+        Args:
+            error: the reason.
+            cause: ``OWN``, or ``UNKNOWN`` if other groups may have caused it.
+        """
         self.own = True
-        self.report_of_peers(error)
+        self._note(error, cause)
 
     def report_of_peers(self, error: Exception) -> None:
         """Report an error that came from the other groups, or from the connections to them."""
+        self._note(error, UNKNOWN)
+
+    def _note(self, error: Exception, cause: str) -> None:
         context = self._context
         if not self._ended and self.error is None:
-            self.error = error
+            self.error, self._cause = error, cause
             reason = f"{type(error).__name__}: {error}"
             context.log.warning("step will not commit", step=context.progress.step, reason=reason)
-            context.reconfigurer.abort(f"this group reported {reason}")
+            self._abort = f"this group reported {reason}"
+            self.abort()
+
+    def abort(self) -> None:
+        """Abort the process group, if an error was reported: again, because one that is being built stays."""
+        if self._abort:
+            self._context.reconfigurer.abort(self._abort)
 
     def vote_no(self, error: Exception) -> None:
         """Keep this step from committing. The process group stays, because every group votes no for this reason."""
-        self.error, self.own = error, True
+        self.error, self.own, self._cause = error, True, ""
         self._context.log.warning("step will not commit", step=self._context.progress.step, reason=str(error))
 
-    def clear(self) -> None:
+    def outvoted(self) -> None:
+        """Note that another rank of this group voted no."""
+        self.error, self._cause = KeepstepError("another rank of this group voted no"), ""
+
+    def forget(self) -> None:
         """Forget the error, because the step goes on with another quorum."""
-        self.error = None
+        self._leave_evidence()
+        self.error, self._cause, self._abort = None, "", ""
 
     def retry(self) -> None:
         """Forget the error, because the step is tried again."""
-        self.error, self.own = None, False
+        self.forget()
+        self.own = False
 
     def end(self) -> None:
         """End the step: errors that are reported from now on have no effect."""
         self._ended = True
+        self._leave_evidence()
+        self._context.evidence.ended()
+
+    def _leave_evidence(self) -> None:
+        if self.error is not None and self._cause:
+            self._context.evidence.failed(self._cause, self.error)

@@ -96,6 +96,12 @@ class Reconfigurer:
         """Whether the process group was aborted or could not be built, so that it needs a new quorum_id."""
         return self._broken
 
+    @property
+    def failed(self) -> bool:
+        """Whether the process group failed, or is one that does not tell."""
+        errored: Callable[[], Exception | None] | None = getattr(self.pg, "errored", None)  # not in torch's own
+        return self._broken or errored is None or errored() is not None
+
     def use_current_device(self) -> None:
         """Build process groups for the CUDA device that is current in this thread."""
         if self._has_cuda:

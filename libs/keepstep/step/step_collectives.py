@@ -103,6 +103,7 @@ class StepCollectives:
 
     def finish(self) -> None:
         """Wait for all collectives and for the device."""
+        self._errors.abort()  # an error may have been reported while the process group was built: no peer must wait
         self._present.finish(all_or_none=self._context.kept is not None)
         if self._errors.error is None:
             self._present.check_process_group()

@@ -215,6 +215,7 @@ class SessionCore:
             grace_ms=request.grace_ms,
             final=request.final,
             durable_relays=relays,
+            failure=request.failure,
             retry=request.retry,
             replace=request.replace,
         )

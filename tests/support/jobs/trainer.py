@@ -19,6 +19,8 @@ TRAINER_HOLD_HEAL_AT     bytes of a direct heal after which to wait until TRAINE
 TRAINER_CATCH_UP=1       join without a stall; an event "followed" for each step without weights
 TRAINER_WORKERS          forked DataLoader processes that draw the batches; they start after the first committed step,
                          and an event "workers" has their pids
+TRAINER_TIMEOUT          seconds of a collective; default 30
+TRAINER_TROUBLE          file; while it has the word "own", report an error in each step; "heal": raise in each heal
 TRAINER_LOG=info         log level
 """
 
@@ -123,7 +125,14 @@ def main() -> None:
     model = nn.Sequential(*layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
+    trouble = Path(os.environ.get("TRAINER_TROUBLE", os.devnull))
+
+    def has_trouble(word: str) -> bool:
+        return trouble.exists() and trouble.read_text() == word
+
     def load(state: dict[str, dict[str, object]]) -> None:
+        if has_trouble("heal"):
+            raise ValueError("the test lets this heal fail")
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
 
@@ -131,7 +140,8 @@ def main() -> None:
     seconds_a_chunk = os.environ.get("TRAINER_CHUNK_SECONDS")
     hold_at = float(os.environ.get("TRAINER_HOLD_HEAL_AT", "inf"))
     kind = ProcessGroupBabyGloo if os.environ.get("TRAINER_BABY") else ProcessGroupGloo
-    process_group = kind(timeout=timedelta(seconds=30))
+    timeout = timedelta(seconds=float(os.environ.get("TRAINER_TIMEOUT", "30")))
+    process_group = kind(timeout=timeout)
     manager = Manager(
         checkpoint_transport=SlowReader(float(seconds_a_chunk), hold_at, pause_file) if seconds_a_chunk else None,
         pg=process_group,
@@ -139,7 +149,7 @@ def main() -> None:
         state_dict=lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
         min_replica_size=int(os.environ.get("TRAINER_MIN_REPLICAS", "1")),
         use_async_quorum=not os.environ.get("TRAINER_SYNC"),
-        timeout=timedelta(seconds=30),
+        timeout=timeout,
         quorum_timeout=timedelta(seconds=60),
     )
     ddp = DistributedDataParallel(manager, model)
@@ -159,6 +169,8 @@ def main() -> None:
     try:
         while not steps or manager.current_step() < steps:
             wrapped.zero_grad()
+            if has_trouble("own"):
+                manager.report_error(ValueError("the test lets this step fail"))
             if drawn is not None and manager.current_step() > 0:
                 batch = next(drawn)
             else:

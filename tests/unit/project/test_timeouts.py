@@ -24,7 +24,7 @@ from keepstep.lifecycle import membership
 from keepstep.manager import SHUTDOWN_SECONDS, Manager
 from keepstep.runtime import exits
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS
-from keepstep.step import healing
+from keepstep.step import failure_evidence, healing
 from keepstep_cli.asking import rest
 from keepstep_cli.running.supervisor_events import Restarts
 from keepstep_lighthouse.api import event_stream
@@ -82,6 +82,11 @@ RULES = {
     ),
     "a lost group is known before a collective times out": (
         POLICY.heartbeat_timeout + POLICY.reconnect_grace < of_manager("timeout")
+    ),
+    "a step without progress is probed before its collective times out": (
+        (failure_evidence.STALLED_PART + 1 / failure_evidence.LOOKS) * of_manager("timeout")
+        + failure_evidence.REACH_SECONDS
+        < of_manager("timeout")
     ),
     "a rank sends four heartbeats before it counts as silent": 4 * rank_link.RANK_BEAT < rank_link.RANK_SILENCE,
     "a dead rank is known before a collective times out": (

@@ -6,7 +6,7 @@ group that can catch up follows the others instead.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.step.context import StepContext
@@ -17,6 +17,7 @@ from keepstep.step.reporting.step_telemetry import StepTimes
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.protocol.group_messages import RankAsk
 from keepstep_mesh.protocol.lineage import is_diverged
+from keepstep_mesh.protocol.membership import UNKNOWN
 from keepstep_mesh.protocol.messages import Healing
 
 NO_SOURCE_FOR_TORN_STATE = (
@@ -75,7 +76,10 @@ class QuorumRound:
     async def _form(self, ask: RankAsk) -> QuorumPlan:
         """Get the quorum and rebuild the process group for it. On the mesh thread."""
         context = self._context
+        if (failure := await context.evidence.collect()) is not None:
+            ask = replace(ask, failure=failure)
         plan = await context.link.ask(ask)
+        context.evidence.begins(plan, self._times)
         context.root = None
         if plan.quorum.went_back_from:
             lost = plan.quorum.went_back_from - plan.max_step
@@ -89,7 +93,8 @@ class QuorumRound:
         except Exception as error:  # noqa: BLE001  any error of the process group fails the step
             self._errors.report_of_peers(error)
         if self._objection is not None:
-            self._errors.report(self._objection)  # before any collective, so that no other group commits the step
+            # before any collective, so that no other group commits the step
+            self._errors.report(self._objection, cause=UNKNOWN)
         return plan
 
     def _prepare_heal(self, plan: QuorumPlan) -> None:

@@ -16,6 +16,7 @@ from keepstep.step.quorums.quorum_round import HealRules, QuorumRound
 from keepstep.step.reporting.step_telemetry import StepTimes
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.protocol.group_messages import RankAsk
+from keepstep_mesh.protocol.membership import UNKNOWN
 
 MAX_HEAL_ROUNDS = 5
 """Quorums in a row in which groups heal before the step; after these the step fails, so that an operator sees it."""
@@ -98,14 +99,14 @@ class Rounds:
                 failed.append(error)
             if plan.finishing:
                 if failed:
-                    self._errors.report(failed[-1])
+                    self._errors.report(failed[-1], cause=UNKNOWN)
                 return
             if tried + 1 < MAX_HEAL_ROUNDS:
                 self._request_again(current, ask, len(failed))
             else:
                 others = KeepstepError(f"in {MAX_HEAL_ROUNDS} quorums in a row a group had to heal before the step")
-                self._errors.clear()
-                self._errors.report(failed[-1] if failed else others)
+                self._errors.forget()
+                self._errors.report(failed[-1] if failed else others, cause=UNKNOWN)
 
     def _request_again(self, last: QuorumRound, ask: RankAsk, failed_heals: int) -> None:
         """Request another quorum for the same step, after live state was exchanged."""
@@ -120,5 +121,5 @@ class Rounds:
             root=None,
             leaving=context.leaving,
         )
-        self._errors.clear()
+        self._errors.forget()
         self.request(again)

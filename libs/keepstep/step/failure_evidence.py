@@ -1,0 +1,157 @@
+"""Evidence about a failed step: an error of this group, or the groups that it cannot reach.
+
+The lighthouse keeps a group out that fails by itself, or that others cannot reach. Gloo and NCCL do not tell whose
+connection failed first: a group that aborts a step closes the connections of all its peers. So a group whose step
+failed, with the loss of no group, *probes* the group servers of its quorum: it connects to each of them, at the same
+time. Only a group that gives no answer counts. A refusal proves that a process died, which the lighthouse learns soon.
+
+A link may work again when the step fails, so a step that makes no progress is probed too. A connection over TCP sends
+again after 0.2 s, and after twice the time before each further try: a link whose outage made a collective time out was
+down for at least the first two fifths of that time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from urllib.parse import urlsplit
+
+from keepstep.group.quorum_plan import QuorumPlan
+from keepstep.step.reporting.step_telemetry import StepTimes
+from keepstep_mesh.config.logging import get_logger
+from keepstep_mesh.protocol.membership import MAX_FAILURE_REASON, MAX_PEERS, PEER, UNKNOWN, Member, StepFailure
+
+REACH_SECONDS = 1.0
+"""Limit of a probe."""
+LOST_POLL_SECONDS = 0.02
+"""Interval at which a probe checks whether a group of its quorum was lost, which makes its result needless."""
+STALLED_PART = 0.4
+"""Part of the timeout of collectives after which a step without progress is probed."""
+LOOKS = 10
+"""Number of looks at a step within the timeout of collectives."""
+
+log = get_logger("keepstep.step")
+
+
+@dataclass(slots=True)
+class _Step:
+    """The step in progress."""
+
+    plan: QuorumPlan
+    times: StepTimes
+    answered: float
+    probed: float = 0.0
+    """Beginning of the stall that was probed last, monotonic seconds."""
+    silent: set[str] = field(default_factory=set)
+    """replica_ids of the groups that gave no answer during a stall."""
+
+    @property
+    def progressed(self) -> float:
+        """Monotonic seconds of the quorum, or of the last collective that began."""
+        return max(self.answered, self.times.launched or 0.0)
+
+
+class FailureEvidence:
+    """Evidence of this rank.
+
+    Args:
+        timeout: of a collective, in seconds.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._step: _Step | None = None
+        self._failed: StepFailure | None = None
+        self._lost_of = -1
+        """The last quorum that lost a member."""
+
+    # ---- the step, on the training thread or the mesh thread
+
+    def begins(self, plan: QuorumPlan, times: StepTimes) -> None:
+        """A quorum has formed."""
+        self._step = _Step(plan, times, time.monotonic())
+
+    def failed(self, cause: str, error: Exception) -> None:
+        """The step will not commit. ``cause``: ``OWN`` or ``UNKNOWN``."""
+        step = self._step
+        if step is not None and len(step.plan.members) > 1:
+            reason = f"{type(error).__name__}: {error}"[:MAX_FAILURE_REASON]
+            self._failed = StepFailure(step.plan.quorum_id, cause, reason=reason)
+
+    def ended(self) -> None:
+        """The step has been committed or discarded."""
+        if self._failed is None:
+            self._step = None
+
+    def member_lost(self, quorum_id: int) -> None:
+        """A group of the quorum is lost, which explains that its step failed."""
+        self._lost_of = quorum_id
+
+    # ---- on the mesh thread
+
+    async def collect(self) -> StepFailure | None:
+        """Return the evidence about the step that failed last, once; None: none. Takes up to ``REACH_SECONDS``."""
+        failed, step, self._failed = self._failed, self._step, None
+        self._step = None
+        if failed is None or step is None or failed.quorum_id == self._lost_of:
+            return None
+        if failed.cause != UNKNOWN:
+            return failed
+        silent = step.silent or await self._probe(step.plan)
+        if failed.quorum_id == self._lost_of:
+            return None
+        return replace(failed, cause=PEER, peers=tuple(sorted(silent)[:MAX_PEERS])) if silent else failed
+
+    async def watch(self) -> None:
+        """Probe steps that make no progress. Runs until it is cancelled."""
+        while True:
+            await asyncio.sleep(self._timeout / LOOKS)
+            step = self._step
+            if step is None or self._failed is not None or step.probed >= step.progressed:
+                continue
+            if time.monotonic() - step.progressed > STALLED_PART * self._timeout:
+                step.probed = step.progressed
+                step.silent |= await self._probe(step.plan)
+
+    async def _probe(self, plan: QuorumPlan) -> set[str]:
+        """Return the replica_ids of the groups that give no answer; empty once a group of the quorum is known lost."""
+        peers = _nearest(plan.members, plan.replica_rank)
+        probes = {asyncio.create_task(_answers(peer.info.address)): peer.replica_id for peer in peers}
+        try:
+            pending = set(probes)
+            while pending and plan.quorum_id != self._lost_of:
+                _, pending = await asyncio.wait(pending, timeout=LOST_POLL_SECONDS)
+        finally:
+            for probe in probes:
+                probe.cancel()
+            await asyncio.gather(*probes, return_exceptions=True)
+        if plan.quorum_id == self._lost_of:
+            return set()
+        silent = {replica_id for probe, replica_id in probes.items() if not probe.result()}
+        if silent:
+            log.warning("groups of the quorum cannot be reached", quorum_id=plan.quorum_id, groups=sorted(silent))
+        return silent
+
+
+def _nearest(members: Sequence[Member], rank: int) -> list[Member]:
+    """Return the ``MAX_PEERS`` members next to ``rank`` on both sides, without that one."""
+    distances = sorted(range(1, len(members)), key=lambda offset: min(offset, len(members) - offset))
+    return [members[(rank + offset) % len(members)] for offset in distances[:MAX_PEERS]]
+
+
+async def _answers(address: str) -> bool:
+    """Return whether a group server, or at least its host, answers a connection."""
+    url = urlsplit(address)
+    if not url.hostname or not url.port:
+        return True  # a client without a server: nothing to conclude
+    try:
+        async with asyncio.timeout(REACH_SECONDS):
+            _, writer = await asyncio.open_connection(url.hostname, url.port)
+    except ConnectionRefusedError:
+        return True
+    except OSError:  # TimeoutError is one
+        return False
+    writer.transport.abort()
+    return True
