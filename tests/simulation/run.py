@@ -1,5 +1,5 @@
 """Run simulations by their seeds: ``python -m tests.simulation.run --seeds 100000 [--lighthouses N] [--finish]
-[--catch-up] [--ports] [--retry] [--spares]``.
+[--catch-up] [--ports] [--retry] [--spares] [--trouble]``.
 
 Prints a line of progress and, for each seed that fails, the broken rule, the fewest faults that still break it, and
 the trace. Exit code 1 when a seed failed.
@@ -30,6 +30,7 @@ class Modes(TypedDict, total=False):
     ports: bool
     retries: bool
     spares: bool
+    troubles: bool
 
 
 def violation(
@@ -125,10 +126,16 @@ def main() -> int:
     parser.add_argument("--ports", action="store_true", help="let the lighthouses look at the ports of suspects")
     parser.add_argument("--retry", action="store_true", help="let the groups retry steps in which a member is lost")
     parser.add_argument("--spares", action="store_true", help="let spares stand by, and replace groups")
+    parser.add_argument("--trouble", action="store_true", help="let groups keep others from committing, and complain")
     arguments = parser.parse_args()
     seeds = range(arguments.start, arguments.start + arguments.seeds)
-    modes: Modes = {"finishes": arguments.finish, "ports": arguments.ports, "retries": arguments.retry}
-    modes["spares"] = arguments.spares
+    modes: Modes = {
+        "finishes": arguments.finish,
+        "ports": arguments.ports,
+        "retries": arguments.retry,
+        "spares": arguments.spares,
+        "troubles": arguments.trouble,
+    }
     if arguments.catch_up:
         modes["catches_up"] = True
     return 1 if run(seeds, arguments.jobs, arguments.lighthouses, **modes) else 0

@@ -14,10 +14,11 @@ from typing import Any
 
 from keepstep_lighthouse.jobs.job import Job
 from keepstep_lighthouse.leadership.term import EPOCH_KEY
-from keepstep_lighthouse.quorum.events import JobRecord, Policy
+from keepstep_lighthouse.quorum.events import JobRecord, Policy, ReadmitOrdered
 from tests.simulation.actors.collectives import Collectives
 from tests.simulation.actors.node import Node, address_of, simulated
 from tests.simulation.actors.ports import Network
+from tests.simulation.actors.troubles import Troubles
 from tests.simulation.actors.worker import Worker
 from tests.simulation.checks.history import Logs
 from tests.simulation.checks.quorums import QuorumChecks
@@ -34,6 +35,8 @@ RECOVERY_SECONDS = 120.0
 """Virtual seconds. Join, heal, collective and heartbeat timeouts, one after another, fit in."""
 LAST_RESTART_SECONDS = 8.0
 """After the end of the faults: everything that is still down is started."""
+READMIT_SECONDS = (20.0, 40.0, 60.0)
+"""After the end of the faults, an administrator ends the probation of each group, so that recovery takes no longer."""
 LIGHTHOUSES = (1, 1, 1, 1, 2, 2, 2, 3)
 LEASES = (3.0, 3.0, 6.0)
 RATES = (0.95, 1.05)
@@ -65,6 +68,7 @@ class Simulation:
         ports: Groups listen on ports, and lighthouses look at the ports of suspects.
         retries: The groups take a step again that failed because of other groups (``retry_allreduce``).
         spares: One to three more groups stand by, and groups are replaced.
+        troubles: Groups keep others from committing, and send evidence about steps that failed.
     """
 
     def __init__(
@@ -84,6 +88,7 @@ class Simulation:
         ports: bool = False,
         retries: bool = False,
         spares: bool = False,
+        troubles: bool = False,
     ) -> None:
         random = self.random = Random(f"simulation {seed}")
         self.time = Timeline()
@@ -124,6 +129,7 @@ class Simulation:
         self.logs = Logs()
         self.mesh = Mesh(self.time, random, self.note)
         self.collectives = Collectives(self.time, random, self.violated)
+        self.troubles = Troubles(seed, self.collectives) if troubles else None
         self.quorums = QuorumChecks(self, self.violated, careful=careful)
         self.states = StateChecks(self.quorums.memberships, self.violated)
         self.store = SharedStore(self.time, random, self.quorums.on_write)
@@ -150,7 +156,7 @@ class Simulation:
             self.time.at(0.0, self._start_lighthouse, name)
         for name in self.names:
             self.time.after(0.3 * random.random(), self.launch, name)
-        self.faults = draw_faults(seed, count, spares=spares) if faults is None else faults
+        self.faults = draw_faults(seed, count, spares=spares, troubles=troubles) if faults is None else faults
         for fault in self.faults:
             self.time.at(fault.at, inject, self, fault)
         self.time.at(quiet_at, self._stop_faults)
@@ -198,6 +204,10 @@ class Simulation:
         self.states.faults_stopped(self.workers)
         for name in self.names:
             self.time.after(LAST_RESTART_SECONDS, self._relaunch, name)
+            if self.troubles is not None:
+                self.troubles.end(name)
+                for seconds in READMIT_SECONDS:
+                    self.time.after(seconds, self.order, ReadmitOrdered(name, "ann"))
         for node in self.nodes.values():
             self.time.after(LAST_RESTART_SECONDS, self._restart_lighthouse, node.name)
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from keepstep_lighthouse.quorum.events import Policy
+from tests.simulation.actors.troubles import TIMEOUT_SECONDS
 from tests.simulation.run import explain, violation
 from tests.simulation.simulation import Script, Simulation
 
@@ -81,3 +85,39 @@ def test_a_group_that_caught_up_halfway_does_not_heal_from_groups_that_began_aga
     """It holds a state at step 4 when all that it follows restart. A heal from step 0 would lose that."""
     found = violation(332, lighthouses=1, careful=True, catches_up=True)
     assert found is None, explain(332, lighthouses=1, catches_up=True)
+
+
+@pytest.mark.parametrize("retries", [False, True])
+def test_no_rule_is_broken_when_groups_keep_others_from_committing(retries: bool) -> None:
+    for seed in range(12):
+        found = violation(seed, careful=True, troubles=True, retries=retries)
+        assert found is None, explain(seed, troubles=True, retries=retries)
+
+
+@pytest.mark.parametrize("trouble", ["fails", "lies", "heals in vain", "cut off"])
+def test_the_others_go_on_without_an_operator_and_keep_their_pace(trouble: Any) -> None:
+    sim = Simulation(3, (), groups=4, policy=Policy(), lighthouses=1, careful=True, quiet_at=140.0, troubles=True)
+    commits: list[int] = []
+
+    def trains(sim: Simulation) -> Script:
+        yield lambda: sim.quorums.rounds > 3
+        yield 5.0
+        commits.append(sim.latest["r0"].commits)
+        yield 60.0
+        commits.append(sim.latest["r0"].commits)
+        assert sim.troubles is not None
+        if trouble == "cut off":
+            sim.collectives.partition("r2", "r3", 80.0)
+        else:
+            sim.troubles.begin("r3", trouble)
+        if trouble == "heals in vain":
+            sim.latest["r3"].die()
+            sim.launch("r3")
+        yield 2 * TIMEOUT_SECONDS + 3.0
+        commits.append(sim.latest["r0"].commits)
+        yield 60.0
+        commits.append(sim.latest["r0"].commits)
+
+    sim.play(trains)
+    _, before, during_begin, during_end = commits
+    assert during_end - during_begin >= 0.9 * (before - commits[0])

@@ -13,7 +13,7 @@ from keepstep.group.quorum_plan import QuorumPlan, make_plan
 from keepstep.step.progress import GroupProgress
 from keepstep.step.retrying.retry_rules import FailedTry, obstacle
 from keepstep_mesh.protocol.lineage import is_diverged, is_following
-from keepstep_mesh.protocol.membership import FinalState, Lineage, MemberInfo, Quorum, StateRoot
+from keepstep_mesh.protocol.membership import FinalState, Lineage, MemberInfo, Quorum, StateRoot, StepFailure
 from keepstep_mesh.protocol.messages import (
     CancelRequest,
     Closed,
@@ -33,6 +33,7 @@ from tests.simulation.actors.collectives import Collective
 from tests.simulation.actors.following import Following
 from tests.simulation.actors.ports import LINGERS
 from tests.simulation.actors.session import Session
+from tests.simulation.actors.troubles import TIMEOUT_SECONDS, Trouble, Troubles
 from tests.simulation.checks.states import Checkpoint
 
 if TYPE_CHECKING:
@@ -75,6 +76,8 @@ class Worker:
         self.fail_next = False
         self.plan: QuorumPlan | None = None
         self.following = Following(self)
+        self.failure: StepFailure | None = None
+        """Evidence about the last step, for the next request."""
         self.snapshot: tuple[int, int, Lineage, int] | None = None
         """(quorum_id, step, lineage, state) that others may heal from."""
         self._attempt = 0
@@ -98,6 +101,13 @@ class Worker:
         if checkpoint is not None:
             self._resume(checkpoint)
         self.session.connect()
+
+    @property
+    def _troubles(self) -> Troubles | None:
+        return self.sim.troubles
+
+    def _has(self, trouble: Trouble) -> bool:
+        return self._troubles is not None and self._troubles.has(self.name, trouble)
 
     @property
     def step(self) -> int:
@@ -200,6 +210,8 @@ class Worker:
                 if self.session.core.withdraw(request):
                     self._finish(state)
             case MemberLost(quorum_id) | RoundBroken(quorum_id):
+                if isinstance(message, MemberLost) and self._troubles is not None:
+                    self._troubles.member_lost(self, quorum_id)
                 if self.plan is not None and self.plan.quorum_id == quorum_id and not self.plan.finishing:
                     self._abort()
             case Drain(reason):
@@ -236,11 +248,12 @@ class Worker:
                 root=self.root,
                 allow_heal=self.takes_no_step or self.sim.allows_heal(),
                 final=self.takes_no_step,
+                failure=self.failure,
                 retry=retry,
                 replace=self.leaves_soon,
             )
         )
-        self.shrink_next = False
+        self.shrink_next, self.failure = False, None
         if session.welcomed and (sent := session.core.to_send(REQUEST_TIMEOUT_MS)) is not None:
             session.send(sent)
         self.soon(REQUEST_TIMEOUT, self.cancel, number)
@@ -265,7 +278,7 @@ class Worker:
             self.progress.diverge()
             self.sim.logs.step(self, "diverged", lineage=self.lineage)
         self._attempt += 1
-        self._errored = self._own_error = self.fail_next
+        self._errored = self._own_error = self.fail_next or self._has("fails")
         self.fail_next = False
         self._backward_done, self._collective, self._result = False, None, None
         objects = not self.following.check(plan)
@@ -319,6 +332,7 @@ class Worker:
         if self._fetched is None:
             self._fetch(attempt)
         self._healed = self._fetched is not None and self.sim.workers[plan.members[plan.source].replica_id].alive
+        self._healed = self._healed and not self._has("heals in vain")
         if self._healed and self._fetched is not None:
             self.progress.step, self.progress.lineage, self.state = plan.max_step, plan.lineage, self._fetched
             self.flipped = False
@@ -357,6 +371,8 @@ class Worker:
         self._gradient = self._gradient or (hash((self.state, self.replica_id)), self.state)
         self._collective = self.sim.collectives.begin((quorum_id, done), plan, self)
         self.sim.collectives.contribute(self._collective, self, None if heals_later else self._gradient[0])
+        if self._troubles is not None:
+            self.soon(TIMEOUT_SECONDS, self.on_reduced, self._collective, None)
 
     def on_reduced(self, collective: Collective, result: int | None) -> None:
         """The all-reduce ended for this group. ``result`` None: it failed here."""
@@ -386,6 +402,8 @@ class Worker:
             return
         self.session.core.finished_step()
         if self._errored or not self._healed or self._result is None:
+            if self._troubles is not None:
+                self.failure = self._troubles.evidence(self, plan, own=self._own_error)
             failed = FailedTry(self._retries, self._own_error, plan.behind, ending=False, unrepeatable="")
             if self.sim.retries and self._gradient is not None and not obstacle(failed):
                 self.sim.logs.step(self, "retried")

@@ -46,15 +46,17 @@ ALONE: Mapping[Act, int] = {**groups.WEIGHTS, **lighthouses.WEIGHTS}
 """Faults of a job that has one lighthouse, and how often each is drawn."""
 SEVERAL: Mapping[Act, int] = {**ALONE, **lighthouses.STANDBY_WEIGHTS}
 """Faults of a job that has several lighthouses."""
-ACTS = {act.__name__: act for act in (*SEVERAL, *groups.REPLACING)}
+ACTS = {act.__name__: act for act in (*SEVERAL, *groups.REPLACING, *groups.TROUBLE_WEIGHTS)}
 
 
 MAX_REPLACEMENTS = 4
 
 
-def draw_faults(seed: int, lighthouses: int, *, spares: bool = False) -> tuple[Fault, ...]:
+def draw_faults(seed: int, lighthouses: int, *, spares: bool = False, troubles: bool = False) -> tuple[Fault, ...]:
     random = Random(f"faults {seed}")
     weights = ALONE if lighthouses == 1 else SEVERAL
+    if troubles:
+        weights = {**weights, **groups.TROUBLE_WEIGHTS}
     kinds = [act.__name__ for act, weight in weights.items() for _ in range(weight)]
     moments = [
         FIRST_SECOND + (LAST_SECOND - FIRST_SECOND) * random.random() for _ in range(random.randint(1, MAX_FAULTS))

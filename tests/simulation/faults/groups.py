@@ -14,6 +14,7 @@ from keepstep_lighthouse.quorum.events import (
 )
 
 if TYPE_CHECKING:
+    from tests.simulation.actors.troubles import Trouble
     from tests.simulation.actors.worker import Worker
     from tests.simulation.faults.drawing import Act, Fault
     from tests.simulation.simulation import Simulation
@@ -148,6 +149,28 @@ def change_the_policy(sim: Simulation, _: Worker, fault: Fault) -> None:
     sim.order(PolicyOrdered(Policy(minimum, old.max_replicas, old.join_timeout, old.heal_timeout), "ann"))
 
 
+# ---- troubles
+
+
+def fail_every_step(sim: Simulation, worker: Worker, fault: Fault) -> None:
+    _trouble(sim, worker, fault, "fails")
+
+
+def lie(sim: Simulation, worker: Worker, fault: Fault) -> None:
+    _trouble(sim, worker, fault, "lies")
+
+
+def heal_in_vain(sim: Simulation, worker: Worker, fault: Fault) -> None:
+    _trouble(sim, worker, fault, "heals in vain")
+    kill(sim, worker, fault)
+
+
+def _trouble(sim: Simulation, worker: Worker, fault: Fault, trouble: Trouble) -> None:
+    if sim.troubles is not None:
+        sim.troubles.begin(worker.name, trouble)
+        sim.time.after(2 * fault.seconds, sim.troubles.end, worker.name)
+
+
 WEIGHTS: dict[Act, int] = {
     kill: 4,
     kill_and_heal_slowly: 1,
@@ -171,3 +194,10 @@ WEIGHTS: dict[Act, int] = {
 """How often each is drawn."""
 REPLACING = (replace_a_group, give_notice)
 """Faults of jobs with spares."""
+TROUBLE_WEIGHTS: dict[Act, int] = {
+    fail_every_step: 6,
+    lie: 3,
+    heal_in_vain: 3,
+    partition_two_groups: 10,
+}
+"""The same where groups keep others from committing."""
