@@ -11,15 +11,13 @@ from contextlib import asynccontextmanager
 
 import psutil
 
-from tests.faults.row import STEPS_AFTER, TURN_SECONDS, Run, first_event_after
+from tests.faults.row import TURN_SECONDS, Run
 from tests.support.jobs.endings import finish_under_kills
 from tests.support.jobs.job import DEADLINE, Group, Job, lost_steps
 from tests.support.jobs.mesh import Mesh
 from tests.support.jobs.samples import taken_once
 from tests.support.services.relay_driver import metric, relay_process
 
-PARTED_SECONDS = 20.0
-"""Less than the collective timeout of ``trainer.py``."""
 SEVERAL_CHUNKS = {"TRAINER_WIDTH": "12000"}
 """10 MiB of state."""
 RETRIES = {"KEEPSTEP_RETRY_ALLREDUCE": "1", "TRAINER_PACE": "0.005"}
@@ -123,19 +121,6 @@ async def group_isolated(run: Run) -> None:
                 mesh.isolate(victim)
             mesh.mend()
             await mesh.advance(*groups)
-
-
-async def groups_parted(run: Run) -> None:
-    async with run.mesh("a", "b", "c") as (mesh, groups):
-        for turn in run.turns:
-            one, other = groups[turn % 3], groups[(turn + 1) % 3]
-            async with asyncio.timeout(TURN_SECONDS):
-                mesh.part(one, other)
-                await asyncio.sleep(PARTED_SECONDS)  # the row measures a partition of this length
-                mesh.mend()
-                mended = time.time()
-                await mesh.advance(*groups, steps=STEPS_AFTER)
-            run.note(first_event_after(mended, *groups) - mended)
 
 
 async def group_killed_while_it_catches_up(run: Run) -> None:

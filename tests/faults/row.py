@@ -131,6 +131,10 @@ class Run:
             await mesh.advance(*groups, steps=STEPS_AFTER)
         self.note(max(group.longest_gap(since) for group in groups))
 
+    def remark(self, text: str) -> None:
+        """Print a figure that is in no column of the table."""
+        self._say(f"  {self._row.name}: {text}")
+
     def note(self, seconds: float) -> None:
         self.outcome.seconds.append(seconds)
         self._say(f"  {self._row.name} {len(self.outcome.seconds)}/{self.outcome.wanted}: {seconds:.3f} s")

@@ -7,12 +7,14 @@ from pathlib import Path
 
 from tests.faults import group_rows as groups
 from tests.faults import lighthouse_rows as lighthouses
+from tests.faults import probation_rows as probation
 from tests.faults import spare_rows as spares
 from tests.faults.outcome import Limit, Outcome
 from tests.faults.row import HEARTBEAT_TIMEOUT, Row, Run
 from tests.support.network import namespaces
 
 P95_1_S = Limit("p95", 1.0)
+KEEP_PACE = "the others keep 90 % of their commits per second over 60 s; all are equal later"
 SILENCE = Limit("worst", HEARTBEAT_TIMEOUT + 0.5)
 
 ROWS = {
@@ -151,12 +153,30 @@ ROWS = {
             namespaces_only=True,
         ),
         Row(
-            "groups_parted",
-            "2 of 3 groups cut off from each other for 20 s; from the repair on",
-            *(3, groups.groups_parted),
-            holds="it goes on by itself",
+            *("groups_cut_off", "2 of 3 groups cut off from each other; timeout 5 s", 3, probation.groups_cut_off),
+            *(Limit("worst", probation.TWO_ROUNDS), KEEP_PACE),
             cuts_network=True,
             namespaces_only=True,
+        ),
+        Row(
+            *("groups_cut_off_one_way", "1 of 3 groups does not reach another; timeout 5 s", 3),
+            *(probation.groups_cut_off_one_way, Limit("worst", probation.TWO_ROUNDS), KEEP_PACE),
+            cuts_network=True,
+            namespaces_only=True,
+        ),
+        Row(
+            *("link_flaps", "the link of 2 of 3 groups: 4 s down, 2 s up, again and again; timeout 5 s", 3),
+            *(probation.link_flaps, Limit("worst", probation.TWO_ROUNDS), KEEP_PACE),
+            cuts_network=True,
+            namespaces_only=True,
+        ),
+        Row(
+            *("group_fails_by_itself", "1 of 3 groups reports an error of its own in each step", 3),
+            *(probation.group_fails_by_itself, Limit("worst", probation.TWO_STEPS), KEEP_PACE),
+        ),
+        Row(
+            *("heals_fail", "a third group joins, and each of its heals fails; it is started again", 3),
+            *(probation.heals_fail, Limit("worst", probation.TWO_STEPS), KEEP_PACE),
         ),
     )
 }

@@ -182,6 +182,11 @@ class Mesh(Job):
         assert self._network is not None
         self._network.cut(f"group-{one.name}", f"group-{other.name}")
 
+    def drop(self, source: Group, target: Group) -> None:
+        """Drop what one group sends to the other, until ``mend``. It needs a ``network``."""
+        assert self._network is not None
+        self._network.drop(f"group-{source.name}", f"group-{target.name}")
+
     def mend(self) -> None:
         if self._network is not None:
             self._network.mend()

@@ -124,9 +124,13 @@ class Namespaces:
     def cut(self, one: str, other: str) -> None:
         """Drop all packets between these two hosts, until ``mend``."""
         for source, target in ((one, other), (other, one)):
-            if (source, target) not in self._cuts:
-                self._rule("add", source, target)
-                self._cuts.add((source, target))
+            self.drop(source, target)
+
+    def drop(self, source: str, target: str) -> None:
+        """Drop all packets from one host to the other, until ``mend``."""
+        if (source, target) not in self._cuts:
+            self._rule("add", source, target)
+            self._cuts.add((source, target))
 
     @property
     def own_address(self) -> str:
