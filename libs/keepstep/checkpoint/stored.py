@@ -113,6 +113,7 @@ class StoredCheckpoint:
     Raises:
         CheckpointNotFound: the checkpoint does not exist, or is not committed.
         CheckpointError: the manifests contradict each other.
+        ManifestError: the tree of a manifest is damaged.
     """
 
     def __init__(self, reader: CheckpointReader) -> None:
@@ -146,14 +147,18 @@ class StoredCheckpoint:
         if top.get("format") != FORMAT:
             self._add_natural(rank, tree, ())
             return
-        for key, node in _pairs(top["tensors"], "tensors").items():
-            for one in node[1:] if node[0] == "list" else [node]:
-                self._add_shard(rank, key, one)
-            if node == ["list"]:
+        for key, node in _section(top, "tensors", rank).items():
+            shards = node[1:] if type(node) is list and node[:1] == ["list"] else [node]
+            if not shards:
                 raise ManifestError(f"tensor {key} has no shard")
-        for key, node in _pairs(top["objects"], "objects").items():
+            for one in shards:
+                self._add_shard(rank, key, one)
+        for key, node in _section(top, "objects", rank).items():
             self.objects.setdefault(key, StoredObject(rank, node))
-        for key, packed in build_value(top["paths"], None, "paths", _no_tensor).items():
+        for key, node in _section(top, "paths", rank).items():
+            packed = build_value(node, None, f"path of {key}", _no_tensor)
+            if type(packed) is not tuple or not packed:
+                raise ManifestError(f"path of {key} is a {type(packed).__name__}, expected a tuple of its keys")
             self.paths.setdefault(key, unpack_path(packed))
 
     def _add_natural(self, rank: int, node: Any, path: Path) -> None:
@@ -337,6 +342,18 @@ def _contiguous(shape: Sizes) -> Sizes:
 # ---- nodes of a tree
 
 
+def _section(top: dict[Any, Any], name: str, rank: int) -> dict[str, Any]:
+    """Return the items of a dict that every tree of ``FORMAT`` has, by key."""
+    node = top.get(name)
+    if type(node) is not list or node[:1] != ["dict"]:
+        raise ManifestError(f"the tree of rank {rank} has no dict of {name}: the manifest is damaged, save it again")
+    found = _pairs(node, f"{name} of rank {rank}")
+    for key in found:
+        if type(key) is not str:
+            raise ManifestError(f"{name} of rank {rank} has the key {str(key)[:100]!r}, expected a string")
+    return found
+
+
 def _pairs(node: Any, what: str) -> dict[Any, Any]:
     """Return the items of a dict node, with decoded keys."""
     if type(node) is not list or node[:1] not in (["dict"], ["odict"]):
@@ -344,10 +361,11 @@ def _pairs(node: Any, what: str) -> dict[Any, Any]:
     pairs = node[1:] if node[0] == "dict" else node[2:]
     if len(pairs) % 2:
         raise ManifestError(f"{what} has a key without a value")
-    return {
-        build_value(key, None, f"key of {what}", _no_tensor): item
-        for key, item in zip(pairs[::2], pairs[1::2], strict=True)
-    }
+    keys = [build_value(key, None, f"key of {what}", _no_tensor) for key in pairs[::2]]
+    try:
+        return dict(zip(keys, pairs[1::2], strict=True))
+    except TypeError as error:
+        raise ManifestError(f"{what} has a key that cannot be one: {error}") from error
 
 
 def _is_part(node: Any) -> bool:

@@ -19,12 +19,15 @@ from keepstep.checkpoint.loading import load_leaves
 from keepstep.checkpoint.places.directory import DirectorySource
 from keepstep.checkpoint.reading import VerifiedReader, Wanted
 from keepstep.checkpoint.saving import pack_of
+from keepstep.checkpoint.stored import FORMAT
 from keepstep_mesh.errors import ManifestError
 from keepstep_mesh.protocol.manifest import (
     CHUNK_BYTES,
     MIN_PART_BYTES,
+    Origin,
     PackHasher,
     chunk_digest,
+    pack_envelope,
     part_size,
     read_envelope,
 )
@@ -145,6 +148,38 @@ def test_damaged_parts_of_a_manifest_are_refused(saved, parts, message):
     manifest["parts"] = [manifest["parts"][1][::-1] if one is None else one for one in parts]
     with pytest.raises(ManifestError, match=message):
         read_envelope(msgpack.packb(manifest))
+
+
+EMPTY = ["dict"]
+TREE = {"format": FORMAT, "tensors": EMPTY, "objects": EMPTY, "paths": EMPTY}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tensors": None}, "the tree of rank 0 has no dict of tensors: the manifest is damaged"),
+        ({"objects": None}, "has no dict of objects"),
+        ({"paths": None}, "has no dict of paths"),
+        ({"objects": ["list"]}, "has no dict of objects"),
+        ({"objects": ["dict", 3, 4]}, "objects of rank 0 has the key '3', expected a string"),
+        ({"objects": ["dict", ["list", 1], 4]}, "objects of rank 0 has a key that cannot be one"),
+        ({"objects": ["dict", "k"]}, "objects of rank 0 has a key without a value"),
+        ({"tensors": ["dict", "w", ["list"]]}, "tensor w has no shard"),
+        ({"tensors": ["dict", "w", []]}, "expected a tensor"),
+        ({"tensors": ["dict", "w", 5]}, "expected a tensor"),
+        ({"paths": ["dict", "w", 5]}, "path of w is a int, expected a tuple"),
+    ],
+)
+def test_a_damaged_tree_is_refused_by_name(change, message):
+    pairs = [item for name, node in (TREE | change).items() if node is not None for item in (name, node)]
+    content = msgpack.packb([["dict", *pairs], [], []])
+
+    class Reader:
+        def manifests(self):
+            return [pack_envelope(Origin(), content, b"")]
+
+    with pytest.raises(ManifestError, match=message):
+        StoredCheckpoint(Reader())
 
 
 def test_large_packs_have_larger_parts():
