@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from keepstep.checkpoint.errors import CheckpointError
-from keepstep.checkpoint.foreign.dcp_directory import read_dcp_directory, write_dcp_directory
+from keepstep.checkpoint.foreign.dcp_directory import DcpDirectory, write_dcp_directory
 from keepstep.checkpoint.foreign.dcp_metadata import METADATA
 from keepstep.checkpoint.foreign.finished_output import check_free
 from keepstep.checkpoint.foreign.foreign_errors import CannotHold, ForeignCheckpointError, RefusedClass
@@ -25,7 +25,8 @@ from keepstep.checkpoint.foreign.pickled_items import load_pickled, save_pickled
 from keepstep.checkpoint.foreign.safetensors_files import SUFFIX, read_safetensors, safetensors_files, write_safetensors
 from keepstep.checkpoint.loading import open_reader
 from keepstep.checkpoint.parts.flattening import Leaf, build, flatten, key_of
-from keepstep.checkpoint.saving import save
+from keepstep.checkpoint.parts.pack import Unread
+from keepstep.checkpoint.saving import save_unread
 from keepstep.checkpoint.stored import StoredCheckpoint
 from keepstep.checkpointing import UnsupportedValue
 from keepstep.checkpointing.state.pack_layout import describe
@@ -178,13 +179,15 @@ def import_checkpoint(
     form = form or _format_to_read(path)
     skipped: list[str] | None = [] if skip_objects else None
     report = _Report("reading", sum(one.stat().st_size for one in _files(path, form)), progress)
+    unread: Unread = {}
     match form:
         case Format.SAFETENSORS:
             state: Any = read_safetensors(path, report.add)
         case Format.TORCH:
             state = load_pickled(path, str(path), allow_pickle=allow_pickle)
         case Format.DCP:
-            state = read_dcp_directory(path, skip_objects=skipped, report=report.add)
+            directory = DcpDirectory(path, skip_objects=skipped, report=report.add)
+            state, unread = directory.state, directory.unread
     if not isinstance(state, Mapping):
         raise ForeignCheckpointError(f"{path} has a {type(state).__name__}, expected a dict: save a state_dict()")
     for step_of_path in reversed(part.split(".") if part else []):
@@ -199,8 +202,9 @@ def import_checkpoint(
             del leaves[key]
     done = _converted(form, leaves, skipped or [])
     describe({key: leaf.value for key, leaf in leaves.items()})  # raises before anything is written
-    progress("writing", 0, 0)
-    save(build(leaves), checkpoint_id, step=step, rank=0, world_size=1, timeout=timeout, token=token)
+    if not unread:
+        progress("writing", 0, 0)
+    save_unread(build(leaves), checkpoint_id, unread, step=step, timeout=timeout, token=token)
     return done
 
 

@@ -15,7 +15,7 @@ import torch
 from keepstep.checkpoint.errors import CheckpointError
 from keepstep.checkpoint.parts.flattening import expand, flatten
 from keepstep.checkpoint.parts.local_parts import ObjectPart, Part, TensorPart, local_parts
-from keepstep.checkpoint.parts.pack import Pack
+from keepstep.checkpoint.parts.pack import Pack, Unread
 from keepstep.checkpoint.parts.planning import Layout, Plan, plan
 from keepstep.checkpoint.parts.staged_parts import StagedParts
 from keepstep.checkpoint.places.at_relay import RelayTarget
@@ -146,6 +146,31 @@ def async_save(
     return future
 
 
+def save_unread(
+    state_dict: Mapping[str, Any],
+    checkpoint_id: str | os.PathLike[str],
+    unread: Unread,
+    *,
+    step: int = 0,
+    timeout: timedelta = TIMEOUT,
+    token: str | None = None,
+) -> None:
+    """Save a state whose tensors are read while they are written. This process is the only rank. See ``save``.
+
+    Args:
+        state_dict: nested dicts and lists.
+        checkpoint_id: see ``save``.
+        unread: tensors of the state that have no values yet. A save at a relay reads them twice: for their digests, and
+            for their upload.
+        step: see ``save``.
+        timeout: see ``save``.
+        token: see ``save``.
+    """
+    facts = save_facts(0, 1, step, "durable")
+    target = open_target(checkpoint_id, facts, timeout=timeout, token=token)
+    _save(target, facts, lambda: _parts_of(state_dict), False, unread)
+
+
 # ---- one rank
 
 
@@ -189,7 +214,11 @@ def ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
 
 
 def _save(
-    target: CheckpointTarget, facts: SaveFacts, local: Callable[[], dict[str, Part]], check_replicas: bool
+    target: CheckpointTarget,
+    facts: SaveFacts,
+    local: Callable[[], dict[str, Part]],
+    check_replicas: bool,
+    unread: Unread | None = None,
 ) -> None:
     try:
         target.begin()
@@ -197,7 +226,7 @@ def _save(
             parts = local()
             _check_objects(parts)
             layout = Layout.of(parts, {key: digest_of(part) for key, part in parts.items()} if check_replicas else {})
-            target.store(written(parts, facts.rank, _plan(target, facts, layout)))
+            target.store(written(parts, facts.rank, _plan(target, facts, layout), unread))
             target.commit()
         except BaseException as error:
             target.fail(f"{type(error).__name__}: {error}")
@@ -231,14 +260,14 @@ def _plan(target: CheckpointTarget, facts: SaveFacts, layout: Layout) -> Plan:
     return plan([Layout.unpack(one) for one in exchanged.layouts], exchanged.of_rank)
 
 
-def written(parts: Mapping[str, Part], rank: int, the_plan: Plan) -> Pack:
+def written(parts: Mapping[str, Part], rank: int, the_plan: Plan, unread: Unread | None = None) -> Pack:
     """Return the pack that ``rank`` writes of the parts that it holds."""
     mine = {key: one for key, part in parts.items() if (one := the_plan.writes(rank, key, part)) is not None}
-    return pack_of(mine)
+    return pack_of(mine, unread)
 
 
-def pack_of(parts: Mapping[str, Part]) -> Pack:
-    """Return the pack with all of ``parts``.
+def pack_of(parts: Mapping[str, Part], unread: Unread | None = None) -> Pack:
+    """Return the pack with all of ``parts``. ``Pack`` has ``unread``.
 
     Raises:
         UnsupportedValue: a part cannot be stored; the error names its key.
@@ -246,7 +275,7 @@ def pack_of(parts: Mapping[str, Part]) -> Pack:
     tensors = {key: _stored(part) for key, part in parts.items() if isinstance(part, TensorPart) and part.pieces}
     objects = {key: part.value for key, part in parts.items() if isinstance(part, ObjectPart)}
     paths = {key: part.path for key, part in parts.items() if isinstance(part, ObjectPart) or _is_first(part)}
-    return Pack(describe(stored_state(tensors, objects, paths)))
+    return Pack(describe(stored_state(tensors, objects, paths)), unread)
 
 
 def _is_first(part: TensorPart) -> bool:

@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from keepstep.checkpoint.foreign.dcp_directory import DcpDirectory
+
 BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+def read_directory(path: Path) -> dict[str, Any]:
+    """Return the state of a directory of DCP, with all tensors."""
+    directory = DcpDirectory(path)
+
+    def filled(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: filled(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [filled(item) for item in value]
+        if isinstance(value, torch.Tensor) and value.data_ptr() in directory.unread:
+            return directory.unread[value.data_ptr()]()
+        return value
+
+    return filled(directory.state)
 
 
 def training_state() -> dict[str, Any]:

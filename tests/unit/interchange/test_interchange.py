@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
 from keepstep.checkpoint import CheckpointDamaged, CheckpointError, StoredCheckpoint, load, open_reader, save
-from keepstep.checkpoint.foreign.dcp_directory import read_dcp_directory
+from keepstep.checkpoint.foreign.dcp_directory import DcpDirectory
 from keepstep.checkpoint.foreign.pickled_items import load_pickled
 from keepstep.checkpoint.foreign.safetensors_files import INDEX
 from keepstep.checkpoint.interchange import (
@@ -27,8 +29,10 @@ from keepstep.checkpoint.interchange import (
     export_checkpoint,
     import_checkpoint,
 )
+from keepstep.checkpoint.parts.pack import KEPT_TENSORS
 from keepstep.checkpointing import UnsupportedValue
-from tests.unit.interchange.states import equal, every_dtype, training_state
+from tests.support.services.relay_driver import relay
+from tests.unit.interchange.states import equal, every_dtype, read_directory, training_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -113,7 +117,7 @@ def test_shards_of_several_files_are_joined(tmp_path: Path) -> None:
     whole = torch.randn(4, 3)
     _save_shards(tmp_path, whole)
     assert len([name for name in files(tmp_path) if name.endswith(".distcp")]) == 2
-    assert equal(read_dcp_directory(tmp_path), {"w": whole})
+    assert equal(read_directory(tmp_path), {"w": whole})
 
 
 def _save_shards(path: Path, whole: torch.Tensor) -> None:
@@ -149,7 +153,7 @@ def test_the_safetensors_variant_of_dcp_is_read(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
     state = {"model": {key: tensor.contiguous() for key, tensor in every_dtype().items()}}
     dcp.save(state, storage_writer=FileSystemWriter(tmp_path, serialization_format=SerializationFormat.SAFETENSORS))
-    assert equal(read_dcp_directory(tmp_path), state)
+    assert equal(read_directory(tmp_path), state)
 
 
 def test_a_flipped_byte_of_a_shard_is_named(tmp_path: Path) -> None:
@@ -157,7 +161,7 @@ def test_a_flipped_byte_of_a_shard_is_named(tmp_path: Path) -> None:
     file = tmp_path / "__0_0.distcp"
     flip(file, file.read_bytes().rindex(torch.ones(8).numpy().tobytes()))
     with pytest.raises(ForeignCheckpointError, match=r"'w' in .*__0_0.distcp is damaged: .* check sum"):
-        read_dcp_directory(tmp_path)
+        read_directory(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +176,7 @@ def test_a_missing_or_short_file_is_named(tmp_path: Path, damage: Any, words: st
     dcp.save({"w": torch.ones(1000)}, checkpoint_id=tmp_path)
     damage(tmp_path / "__0_0.distcp")
     with pytest.raises(ForeignCheckpointError, match=words):
-        read_dcp_directory(tmp_path)
+        read_directory(tmp_path)
 
 
 def test_a_value_of_another_class_is_refused_by_name_or_left_out(tmp_path: Path) -> None:
@@ -423,6 +427,41 @@ def test_an_export_holds_one_tensor_at_a_time(tmp_path: Path, name: str, monkeyp
         assert equal(torch.load(tmp_path / name, weights_only=True, mmap=True), state)
     import_checkpoint(tmp_path / name, tmp_path / "again")
     assert equal(stored(tmp_path / "again"), state)
+
+
+async def test_an_import_of_a_directory_holds_the_tensors_of_a_chunk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {f"w{number}": torch.full((300_000,), float(number)) for number in range(20)}
+    dcp.save(state, checkpoint_id=tmp_path / "theirs")
+    usual, alive, most, reads = DcpDirectory._read, 0, 0, 0
+    counting = threading.RLock()  # a finalizer runs anywhere
+
+    def end() -> None:
+        nonlocal alive
+        with counting:
+            alive -= 1
+
+    def read(self: DcpDirectory, key: str) -> torch.Tensor:
+        nonlocal alive, most, reads
+        array = usual(self, key).numpy()
+        weakref.finalize(array, end)
+        with counting:
+            alive, reads = alive + 1, reads + 1
+            most = max(most, alive)
+        return torch.from_numpy(array)
+
+    monkeypatch.setattr(DcpDirectory, "_read", read)
+    monkeypatch.setattr("keepstep.checkpoint.parts.pack.KEPT_BYTES", 0)
+    import_checkpoint(tmp_path / "theirs", tmp_path / "ours")
+    assert (alive, reads) == (0, 20)
+    assert most <= 8 + KEPT_TENSORS, "a chunk has bytes of eight of them"
+    assert equal(stored(tmp_path / "ours"), state)
+    async with relay(data_dir=tmp_path / "relay") as one:
+        place = f"{one.address}/v1/jobs/j/checkpoints/c"
+        await asyncio.to_thread(import_checkpoint, tmp_path / "theirs", place)
+        assert equal(await asyncio.to_thread(stored, place), state)
+    assert alive == 0
 
 
 def test_the_conversions_of_the_recipe_take_what_an_export_wrote(tmp_path: Path) -> None:

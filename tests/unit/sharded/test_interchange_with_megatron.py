@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from keepstep.checkpoint.foreign.dcp_directory import read_dcp_directory
 from keepstep.sharded import CheckpointingException, load, load_plain_tensors, maybe_load_config
 from tests.support import checkpoints
 from tests.support.checkpoints.library_peer import World
+from tests.unit.interchange.states import read_directory
 
 VARIABLE = "KEEPSTEP_MEGATRON_PYTHON"
 PEERS = [one for one in os.environ.get(VARIABLE, "").split(os.pathsep) if one]
@@ -42,7 +42,7 @@ def test_a_directory_of_megatron_is_read_with_every_value(stored) -> None:
 
 def test_an_import_reads_the_tensors_in_their_original_shape(stored) -> None:
     directory, _ = stored
-    imported, plain = read_dcp_directory(directory), load_plain_tensors(directory)
+    imported, plain = read_directory(directory), load_plain_tensors(directory)
     assert plain
     for key, tensor in plain.items():
         assert torch.equal(imported[key], tensor)

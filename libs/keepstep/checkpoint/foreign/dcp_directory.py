@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import io
 import json
-from collections.abc import Mapping
-from itertools import groupby
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from keepstep.checkpoint.foreign.dcp_metadata import ByteRange, DcpContent, chunk_shape, read_dcp_metadata
+from keepstep.checkpoint.foreign.dcp_metadata import ByteRange, chunk_shape, read_dcp_metadata
 from keepstep.checkpoint.foreign.finished_output import finished_output
 from keepstep.checkpoint.foreign.foreign_errors import CannotHold, ForeignCheckpointError, RefusedClass
 from keepstep.checkpoint.foreign.pickled_items import load_pickled, write_pickled
@@ -34,72 +34,83 @@ FILE = "__0_0.distcp"
 """Of rank 0, as torch names it."""
 
 
-def read_dcp_directory(
-    directory: Path, *, skip_objects: list[str] | None = None, report: Report = lambda _: None
-) -> dict[str, Any]:
-    """Return the state of a directory, nested as it was saved, with whole tensors on the CPU.
+class DcpDirectory:
+    """A directory of DCP whose tensors are read one at a time.
 
     Args:
-        directory: written by ``dcp.save`` (torch 2.0 to 2.13) with torch.save or safetensors, or by Megatron Core.
+        path: written by ``dcp.save`` (torch 2.0 to 2.13) with torch.save or safetensors, or by Megatron Core.
         skip_objects: receives the keys of values that cannot be read without running code. None: they are an error.
-        report: receives the bytes that were read.
+        report: receives the bytes of files, when a tensor is read for the first time.
+
+    Attributes:
+        state: as it was saved, with whole tensors of the CPU that have no values yet: ``unread`` returns them. Their
+            memory is reserved, but none of it is used.
+        unread: functions that read the tensors of ``state``, by their address.
 
     Raises:
         RefusedClass: ``.metadata`` or a value has objects of other classes.
-        ForeignCheckpointError: a file is missing or damaged, or does not fit ``.metadata``.
+        ForeignCheckpointError: a file is missing or damaged, or does not fit ``.metadata``. ``unread`` raises it too.
     """
-    content = read_dcp_metadata(directory)
-    values = _Items(directory, content, skip_objects, report).read()
-    try:
-        return build({key: Leaf(content.paths[key], value) for key, value in values.items()})
-    except (AttributeError, TypeError) as error:
-        raise ForeignCheckpointError(f"{directory}: the paths in planner_data contradict each other") from error
 
-
-class _Items:
-    def __init__(self, directory: Path, content: DcpContent, skipped: list[str] | None, report: Report) -> None:
-        self._directory = directory
-        self._content = content
-        self._skipped = skipped
+    def __init__(self, path: Path, *, skip_objects: list[str] | None = None, report: Report = lambda _: None) -> None:
+        self._path = path
+        self._content = read_dcp_metadata(path)
         self._report = report
-        self._header: Header | None = None
-        """Of the current file, if it is safetensors."""
-
-    def read(self) -> dict[str, Any]:
-        wanted: list[tuple[str, Box | None, ByteRange]] = [(key, None, at) for key, at in self._content.objects.items()]
-        for key, tensor in self._content.tensors.items():
-            wanted += [(key, box, at) for box, at in tensor.shards.items()]
-        wanted.sort(key=lambda one: (one[2].file, one[2].offset))
-        values: dict[str, Any] = {
-            key: torch.empty(one.shape, dtype=one.dtype) for key, one in self._content.tensors.items()
+        self._headers: dict[str, Header | None] = {}
+        """Of each file that was opened. None: torch.save wrote it."""
+        self._reported: set[str] = set()
+        for name in {at.file for one in self._content.tensors.values() for at in one.shards.values()}:
+            _opened(path / name).close()  # before anything is written
+        leaves = {key: self._leaf(key, self._place(key)) for key in self._content.tensors}
+        self.unread: dict[int, Callable[[], torch.Tensor]] = {
+            leaf.value.data_ptr(): partial(self._read, key) for key, leaf in leaves.items() if leaf.value.numel()
         }
-        for name, items in groupby(wanted, key=lambda one: one[2].file):
-            path = self._directory / name
-            with _opened(path) as file:
-                self._header = _header_of(file, path)
-                for key, box, at in items:
-                    self._read_item(values, file, key, box, at)
-                    self._report(at.length)
-        for key, original in self._content.flattened.items():
-            values[key] = _unflattened(values[key], original, key)
-        order = [*self._content.tensors, *self._content.objects]
-        return {key: values[key] for key in order if key in values}
-
-    def _read_item(self, values: dict[str, Any], file: IO[bytes], key: str, box: Box | None, at: ByteRange) -> None:
-        what = f"{key!r} in {self._directory / at.file}"
-        if box is not None:
-            shape = self._content.tensors[key].shape
-            shard = _shard(file, self._header, key, box, at, what)
-            _check_shard(shard, values[key].dtype, box, what)
-            with torch.no_grad():
-                values[key][box.within(whole(shape))].copy_(shard)
-            return
+        for key, at in self._content.objects.items():
+            try:
+                leaves[key] = self._leaf(key, read_value(path, at, key))
+            except RefusedClass as error:
+                if skip_objects is None:
+                    raise RefusedClass(f"{error}. --skip-objects leaves such values out.") from error
+                skip_objects.append(key)
         try:
-            values[key] = _value(file, self._header, at, what)
-        except RefusedClass as error:
-            if self._skipped is None:
-                raise RefusedClass(f"{error}. --skip-objects leaves such values out.") from error
-            self._skipped.append(key)
+            self.state = build(leaves)
+        except (AttributeError, TypeError) as error:
+            raise ForeignCheckpointError(f"{path}: the paths in planner_data contradict each other") from error
+
+    def _leaf(self, key: str, value: Any) -> Leaf:
+        return Leaf(self._content.paths[key], value)
+
+    def _place(self, key: str) -> torch.Tensor:
+        tensor = self._content.tensors[key]
+        return torch.empty(self._content.flattened.get(key, tensor.shape), dtype=tensor.dtype)
+
+    def _read(self, key: str) -> torch.Tensor:
+        stored = self._content.tensors[key]
+        values = torch.empty(stored.shape, dtype=stored.dtype)
+        for box, at in sorted(stored.shards.items(), key=lambda one: (one[1].file, one[1].offset)):
+            try:
+                self._read_shard(key, box, at, values[box.within(whole(stored.shape))])
+            except OSError as error:
+                path = self._path / at.file
+                raise ForeignCheckpointError(f"{key!r} in {path} cannot be read: {error.strerror or error}") from error
+        if key not in self._reported:
+            self._reported.add(key)
+            self._report(sum(at.length for at in stored.shards.values()))
+        original = self._content.flattened.get(key)
+        return values if original is None else _unflattened(values, original, key)
+
+    def _read_shard(self, key: str, box: Box, at: ByteRange, into: torch.Tensor) -> None:
+        path = self._path / at.file
+        with _opened(path) as file:
+            if at.file not in self._headers:
+                self._headers[at.file] = _header_of(file, path)
+            header = self._headers[at.file]
+            if header is None and into.is_contiguous() and read_plain_tensor(file, at.offset, at.length, into):
+                return
+            what = f"{key!r} in {path}"
+            shard = _check_shard(_shard(file, header, key, box, at, what), into.dtype, box, what)
+        with torch.no_grad():
+            into.copy_(shard)
 
 
 def read_shard(directory: Path, where: ByteRange, key: str, box: Box, dtype: torch.dtype) -> torch.Tensor:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_right
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -25,6 +28,11 @@ from keepstep_mesh.protocol.state_content import pack_content
 _GAP = memoryview(bytes(ALIGNMENT))
 """Between two regions."""
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+Unread: TypeAlias = Mapping[int, Callable[[], torch.Tensor]]
+"""Tensors whose memory has no values yet, by its address: functions that read them."""
+KEPT_BYTES = 64 << 20
+KEPT_TENSORS = 2
+"""Tensors that were read are kept, because chunks share them: at least so many, and more up to ``KEPT_BYTES``."""
 
 
 class Pack:
@@ -32,12 +40,14 @@ class Pack:
 
     Args:
         layout: the state. Tensors with gaps are copied, and tensors of CUDA devices when their chunk is read.
+        unread: tensors of the state that are read when a chunk needs them, perhaps several times.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, unread: Unread | None = None) -> None:
         *self._starts, self.nbytes = layout.content.positions()
         self.content_bytes = pack_content(layout.content)
         self._sources = [_flat(source) for source in layout.sources]
+        self._reads = None if unread is None else _Reads(unread)
         self.chunks = chunk_count(self.nbytes)
 
     def digests(self) -> PackHasher:
@@ -69,8 +79,40 @@ class Pack:
     def _part(self, region: int, start: int, end: int) -> Bytes:
         """Return the bytes of a region that are between two positions of the pack."""
         source, begin = self._sources[region], self._starts[region]
+        if self._reads is not None and not isinstance(source, torch.Tensor):
+            source = self._reads.values(source)
         part = source[max(start - begin, 0) : max(end - begin, 0)]
         return part.cpu().numpy() if isinstance(part, torch.Tensor) else part
+
+
+class _Reads:
+    """Values of ``Unread`` tensors. Safe to use from several threads."""
+
+    def __init__(self, unread: Unread) -> None:
+        self._unread = unread
+        self._kept: OrderedDict[int, Bytes] = OrderedDict()
+        """By address; the last one was used last."""
+        self._kept_bytes = 0
+        self._lock = threading.Lock()
+
+    def values(self, memory: Bytes) -> Bytes:
+        """Return the values of a tensor, by its memory."""
+        address = int(memory.ctypes.data)
+        read = self._unread.get(address)
+        if read is None:
+            return memory
+        with self._lock:
+            found = self._kept.get(address)
+            if found is None:
+                values = _flat(read())
+                assert not isinstance(values, torch.Tensor), "the values are on the CPU"
+                found = self._kept[address] = values
+                self._kept_bytes += found.nbytes
+                while len(self._kept) > KEPT_TENSORS and self._kept_bytes > KEPT_BYTES:
+                    self._kept_bytes -= self._kept.popitem(last=False)[1].nbytes
+            else:
+                self._kept.move_to_end(address)
+            return found
 
 
 def manifest_of(pack: Pack, hasher: PackHasher, origin: Origin, rank: int) -> bytes:

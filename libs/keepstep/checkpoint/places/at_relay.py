@@ -162,6 +162,7 @@ class RelayTarget:
 
     def close(self) -> None:
         """See ``CheckpointTarget``."""
+        self._stored = lambda: None  # it holds the pack, and this object: a cycle
         self._link.close()
 
     # ---- requests
