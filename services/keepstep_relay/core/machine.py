@@ -140,12 +140,15 @@ class RelayCore:
                 return self._tick(now)
 
     def restore(self, key: Key, facts: Facts, tables: dict[int, Table], committed_at: float | None, now: float) -> None:
-        """Add a checkpoint from an earlier process. The shell then sends ``ChunkArrived`` for each chunk."""
+        """Add a checkpoint from an earlier process. The shell then sends ``ChunkArrived`` for each chunk.
+
+        A commit after ``now``, by a clock that was set back since, counts as one of ``now``: it would never be old.
+        """
         one = Checkpoint(key, facts, now)
         self.checkpoints[key] = one
         for rank, table in tables.items():
             self._use(one, rank, table)
-        one.committed_at = committed_at
+        one.committed_at = None if committed_at is None else min(committed_at, now)
 
     # ---- questions
 

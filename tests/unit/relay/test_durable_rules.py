@@ -77,6 +77,19 @@ def test_the_last_good_checkpoint_stays_whatever_its_age_while_later_uploads_fai
     assert core.ended[failed].state is State.ABORTED
 
 
+def test_two_jobs_of_one_name_are_one_job_whose_names_cannot_be_used_twice() -> None:
+    core = RelayCore(Limits(keep_durable=2))
+    for at, (step, quorum_id) in enumerate([(10, 1), (90, 7), (11, 1)]):  # of job A, B, A
+        commit(core, step, quorum_id, at=float(at))
+    assert {key.id for key in core.checkpoints} == {"step-90-q7", "step-11-q1"}, "counted together"
+    taken = Key("job", "step-11-q1")
+    with pytest.raises(RefusedError, match=r"exists already with .*, not with .*: use another id") as refused:
+        core.step(Begun(taken, Facts(11, Kind.DURABLE, 2, 1)), 9.0)
+    assert refused.value.cause is Cause.CONFLICT
+    with pytest.raises(RefusedError, match="another state"):
+        core.step(TableArrived(taken, 0, table(ROOT_B, 9)), 9.0)
+
+
 def begun(core: RelayCore) -> None:
     send(core, Begun(C1, Facts(1, Kind.DURABLE, 2, 1, one_producer=True)))
 
