@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 from keepstep.sharded.dict_utils import dict_list_map_inplace, nested_values
@@ -107,8 +108,9 @@ def load_plain_tensors(checkpoint_dir: CheckpointDir) -> StateDict:
     """
 
     def read() -> StateDict:
-        strategy = load_strategies(checkpoint_dir).sharded
-        return strategy.load(dict(strategy.load_tensors_metadata(checkpoint_dir)), checkpoint_dir)
+        with ExitStack() as opened:
+            strategy = load_strategies(checkpoint_dir).opening_once(opened).sharded
+            return strategy.load(dict(strategy.load_tensors_metadata(checkpoint_dir)), checkpoint_dir)
 
     return _alone(checkpoint_dir, read)
 

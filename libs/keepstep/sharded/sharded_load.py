@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any, TypeAlias
 
 import torch
@@ -73,6 +74,27 @@ def load(
         CheckpointingException: the checkpoint is not complete, a key is missing or has another shape, stored bytes are
             damaged, or a rank failed or was lost.
     """
+    with ExitStack() as opened:
+        return _load(
+            opened,
+            sharded_state_dict,
+            checkpoint_dir,
+            sharded_strategy,
+            common_strategy,
+            validate_access_integrity,
+            strict,
+        )
+
+
+def _load(
+    opened: ExitStack,
+    sharded_state_dict: ShardedStateDict,
+    checkpoint_dir: CheckpointDir,
+    sharded_strategy: LoadShardedStrategy | tuple[str, int] | None,
+    common_strategy: LoadCommonStrategy | tuple[str, int] | None,
+    validate_access_integrity: bool,
+    strict: str | StrictHandling,
+) -> Loaded:
     has_all = validate_access_integrity or _needs_all_ranks(strict)
     timeout = sharded_strategy.timeout if isinstance(sharded_strategy, LoadShardedStrategy) else TIMEOUT
     ranks = Ranks(f"{checkpoint_dir} was not loaded", timeout, alone=not has_all)
@@ -85,7 +107,7 @@ def load(
     def prepare() -> bytes:
         nonlocal handling, strategies, parts, state, stored
         handling = parse_strict_flag(strict)
-        strategies = load_strategies(checkpoint_dir, sharded_strategy, common_strategy)
+        strategies = load_strategies(checkpoint_dir, sharded_strategy, common_strategy).opening_once(opened)
         state = strategies.common.load_common(checkpoint_dir)
         parts = parts_to_load(sharded_state_dict)
         merge(state, parts.nonpersistent)

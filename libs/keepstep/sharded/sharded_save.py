@@ -23,6 +23,7 @@ from keepstep.sharded.strategies.interfaces import (
     SaveCommonStrategy,
     SaveShardedStrategy,
 )
+from keepstep.sharded.strategies.outcome import naming_outcome
 from keepstep.sharded.strategies.stored_state import common_object
 from keepstep.sharded.validation import check_integrity, pack_rows, row_of, unpack_rows
 from keepstep_mesh.config.logging import get_logger
@@ -140,7 +141,8 @@ class _Save:
             else:
                 strategy.save(sharded, self._dir)
 
-        self._ranks.stage(write)
+        with naming_outcome(self._dir):
+            self._ranks.stage(write)
         if request is None:
             self._complete()
             return None
@@ -174,7 +176,8 @@ class _Save:
             if self._ranks.rank == 0:
                 self.strategies.write_config(self._dir)
 
-        self._ranks.stage(mark)
+        with naming_outcome(self._dir):
+            self._ranks.stage(mark)
 
 
 def _check_same_place(places: Sequence[Sequence[bytes]]) -> None:

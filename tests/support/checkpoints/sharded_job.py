@@ -158,6 +158,15 @@ def ranks_share_what_they_hold_both() -> None:
         assert (loaded["o"], loaded["half"].tolist()) == ("state", [at, at])
 
 
+def complex_and_real_requests_of_one_part_are_refused_by_both() -> None:
+    at, path = dist.get_rank(), folder / "complex"
+    save({"c": part("c", torch.tensor([1 + 2j]), replicated=True)}, path)
+    request = {"c": part("c", torch.zeros(1, dtype=(torch.complex64, torch.float32)[at]), replicated=True)}
+    loader = FullyParallelLoadStrategyWrapper(NativeLoadStrategy())
+    text = refused(partial(load, request, path, loader, validate_access_integrity=False))
+    assert "some ranks request 'c' as complex numbers, others as real ones" in text, text
+
+
 def ranks_share_layers_of_a_pipeline() -> None:
     at = dist.get_rank()
     layer: Any = partial(ShardedTensor.from_rank_offsets, "layers", prepend_axis_num=1)
@@ -246,7 +255,7 @@ def a_relay_is_a_place_too() -> None:
     assert "plain" in refused(partial(save, state(2.0), place + "plain"))
     check("plain", NativeLoadStrategy())
     needs_files = refused(partial(save, state(1.0), place + "files", FORMATS[1]))
-    assert "is not a directory: the format torch_dist needs one" in needs_files, needs_files
+    assert "is not a directory: only keepstep's format can be at a relay" in needs_files, needs_files
     broken = {"o": ShardedObject("o", (lambda: 1) if at else 1, (2,), (at,))}
     assert "o/shard_" in refused(partial(save, broken, place + "again"))
     assert "again" in refused(partial(load_plain_tensors, place + "again"))
@@ -316,6 +325,7 @@ def main() -> None:
             every_rank_refuses_what_one_of_them_has_wrong()
             a_damaged_part_of_one_rank_is_an_error_of_both()
             ranks_share_what_they_hold_both()
+            complex_and_real_requests_of_one_part_are_refused_by_both()
             ranks_share_layers_of_a_pipeline()
             a_save_in_the_background_is_finalized_by_both()
             an_error_of_a_background_save_is_known_to_both()

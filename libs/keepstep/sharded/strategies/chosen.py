@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from keepstep.sharded.strategies.interfaces import (
     SaveShardedStrategy,
     StrategyAction,
 )
-from keepstep.sharded.strategies.native import BACKEND
+from keepstep.sharded.strategies.native import BACKEND, NativeLoad, NativeLoadStrategy
 from keepstep.sharded.strategies.registry import get_default_strategy
 
 
@@ -46,6 +47,14 @@ class LoadStrategies:
 
     sharded: LoadShardedStrategy
     common: LoadCommonStrategy
+
+    def opening_once(self, opened: ExitStack) -> LoadStrategies:
+        """Return the strategies of one load, until ``opened`` is closed: keepstep's own read each manifest once."""
+        sharded: object = self.sharded
+        if type(sharded) is not NativeLoadStrategy or type(self.common) is not NativeLoadStrategy:
+            return self
+        native = NativeLoad(sharded, opened)
+        return LoadStrategies(native, native)
 
 
 def save_strategies(sharded: SaveShardedStrategy | tuple[str, int] | None, common: Any) -> SaveStrategies:

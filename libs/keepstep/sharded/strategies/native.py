@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import cached_property
 from typing import Any
@@ -27,6 +28,7 @@ from keepstep.sharded.strategies.interfaces import (
     CheckpointDir,
     LoadCommonStrategy,
 )
+from keepstep.sharded.strategies.outcome import naming_outcome
 from keepstep.sharded.strategies.stored_state import (
     COMMON_STATE_KEY,
     Destination,
@@ -95,7 +97,7 @@ class NativeSaveStrategy(AsyncSaveShardedStrategy):
         facts = save_facts(None, None, self._step, self._kind)
         target = open_target(checkpoint_dir, facts, timeout=self.timeout, token=self._token)
         what = f"{checkpoint_dir} was not saved"
-        one = _OneSave(target, parts, facts.world_size, Ranks(what, self.timeout), staged)
+        one = _OneSave(checkpoint_dir, target, parts, facts.world_size, Ranks(what, self.timeout), staged)
         return AsyncRequest(one.write, (), [one.finalize], timeout=self.timeout, what=what)
 
 
@@ -104,12 +106,14 @@ class _OneSave:
 
     def __init__(
         self,
+        checkpoint_dir: CheckpointDir,
         target: CheckpointTarget,
         parts: Mapping[str, Part],
         world_size: int,
         ranks: Ranks,
         staged: StagedParts | None,
     ) -> None:
+        self._dir = checkpoint_dir
         self._target = target
         self._parts = parts
         self._world_size = world_size
@@ -131,16 +135,21 @@ class _OneSave:
     def finalize(self) -> None:
         """Commit if all ranks have stored their parts. Otherwise, raise on all of them."""
         try:
+            with naming_outcome(self._dir):
+                self._commit()
+        finally:
+            self._target.close()
+            if self._staged is not None:
+                self._staged.release()
+
+    def _commit(self) -> None:
+        try:
             self._ranks.stage(self._raise)
             self._ranks.stage(self._target.commit)
         except BaseException as error:
             if self._problem is None:
                 self._target.fail(str(error))
             raise
-        finally:
-            self._target.close()
-            if self._staged is not None:
-                self._staged.release()
 
     def _raise(self) -> None:
         if self._problem is not None:
@@ -194,6 +203,23 @@ class NativeLoadStrategy(StoredLoadStrategy, LoadCommonStrategy):
         if not isinstance(state, dict):
             raise CheckpointingException(f"{checkpoint_dir} has a common state that is no dict: {type(state).__name__}")
         return state
+
+
+class NativeLoad(NativeLoadStrategy):
+    """The strategy of one load: it opens a checkpoint once, until ``opened`` is closed."""
+
+    def __init__(self, strategy: NativeLoadStrategy, opened: ExitStack) -> None:
+        super().__init__(timeout=strategy.timeout, token=strategy._token)  # noqa: SLF001  of its base class
+        self._opened = opened
+        self._states: dict[str, _NativeState] = {}
+
+    @contextmanager
+    def open(self, checkpoint_dir: CheckpointDir) -> Iterator[_NativeState]:
+        """See ``StoredLoadStrategy``."""
+        place = os.fspath(checkpoint_dir)
+        if place not in self._states:
+            self._states[place] = self._opened.enter_context(super().open(checkpoint_dir))
+        yield self._states[place]
 
 
 class _NativeState:

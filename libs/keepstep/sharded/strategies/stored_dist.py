@@ -6,9 +6,8 @@ import math
 import threading
 from collections import defaultdict
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,9 @@ from keepstep.checkpoint.foreign.dcp_directory import read_shard_into, read_valu
 from keepstep.checkpoint.foreign.dcp_metadata import ByteRange, chunk_shape, read_dcp_metadata
 from keepstep.checkpoint.foreign.foreign_errors import ForeignCheckpointError
 from keepstep.sharded.pieces import boxes_of_range
+from keepstep.sharded.strategies.directory_loading import read_all
 from keepstep.sharded.strategies.stored_state import Destination, StoredTensorFacts
 from keepstep_mesh.protocol.boxes import Box, Sizes, uncovered
-
-STREAMS = 4
 
 
 @dataclass(frozen=True)
@@ -99,13 +97,7 @@ class TorchDistState:
             if one.key in self._content.incomplete:
                 self._check_covered(one, overlaps)
         ordered = sorted(copies.items(), key=lambda item: (item[0][1].file, item[0][1].offset))
-        with ThreadPoolExecutor(STREAMS, "keepstep-load") as pool:
-            running = [pool.submit(self._read_shard, key, found) for (key, _), found in ordered]
-            try:
-                for one_read in running:
-                    one_read.result()
-            finally:
-                pool.shutdown(cancel_futures=True)
+        read_all(partial(self._read_shard, key, found) for (key, _), found in ordered)
 
     def _check_covered(self, wanted: Destination, found: list[Box]) -> None:
         """Raise if shards do not tile a box of a tensor that they do not tile."""

@@ -14,10 +14,8 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -27,16 +25,14 @@ import torch
 from keepstep.checkpoint.foreign.foreign_errors import ForeignCheckpointError
 from keepstep.checkpoint.foreign.pickled_items import load_pickled
 from keepstep.sharded.mapping import ShardedObject
-from keepstep.sharded.strategies.interfaces import CheckpointDir
-from keepstep.sharded.strategies.stored_state import Destination, StoredLoadStrategy, StoredState, StoredTensorFacts
-from keepstep.sharded.strategies.torch_dist import directory_of
+from keepstep.sharded.strategies.directory_loading import DirectoryLoadStrategy, read_all
+from keepstep.sharded.strategies.stored_state import Destination, StoredState, StoredTensorFacts
 from keepstep_mesh.protocol.boxes import Box, Sizes
 from keepstep_mesh.text import listed
 
 ARRAY = ".zarray"
 MAX_ARRAY_BYTES = 1 << 20
 MAX_DIMENSIONS = 64
-STREAMS = 4
 DTYPES = {
     "|b1": torch.bool,
     "|u1": torch.uint8,
@@ -148,13 +144,7 @@ class ZarrState:
         for one in destinations:
             for number in self._arrays[one.key].parts_of(one.box):
                 wanted[one.key, number].append(one)
-        with ThreadPoolExecutor(STREAMS, "keepstep-load") as pool:
-            running = [pool.submit(self._copy, self._arrays[key], number, to) for (key, number), to in wanted.items()]
-            try:
-                for one_read in running:
-                    one_read.result()
-            finally:
-                pool.shutdown(cancel_futures=True)
+        read_all(partial(self._copy, self._arrays[key], number, to) for (key, number), to in wanted.items())
 
     @staticmethod
     def _copy(array: _Array, number: Sizes, destinations: list[Destination]) -> None:
@@ -201,17 +191,13 @@ def _sizes(value: Any) -> Sizes:
     return tuple(value)
 
 
-class ZarrLoadShardedStrategy(StoredLoadStrategy):
+class ZarrLoadShardedStrategy(DirectoryLoadStrategy):
     """Loads a directory that Megatron Core wrote as ``("zarr", 1)``, up to version 0.15.
 
     Args:
         allow_pickle: run the code that objects name. Only for a checkpoint of one's own.
     """
 
-    def __init__(self, *, allow_pickle: bool = False) -> None:
-        self._allow_pickle = allow_pickle
-
-    @contextmanager
-    def open(self, checkpoint_dir: CheckpointDir) -> Iterator[StoredState]:
-        """See ``StoredLoadStrategy``."""
-        yield ZarrState(directory_of(checkpoint_dir), allow_pickle=self._allow_pickle)
+    def state_of(self, directory: Path, *, allow_pickle: bool) -> StoredState:
+        """See ``DirectoryLoadStrategy``."""
+        return ZarrState(directory, allow_pickle=allow_pickle)

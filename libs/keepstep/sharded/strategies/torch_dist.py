@@ -8,33 +8,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
 from keepstep.checkpoint.foreign.dcp_metadata import METADATA
 from keepstep.checkpoint.foreign.dcp_metadata_file import dcp_metadata_file
 from keepstep.checkpoint.places.durable_files import write_whole
-from keepstep.checkpoint.places.location import InDirectory, parse
 from keepstep.sharded.core import CheckpointingException
 from keepstep.sharded.exchange import TIMEOUT, Ranks
 from keepstep.sharded.mapping import ShardedStateDict
 from keepstep.sharded.strategies.async_requests import AsyncRequest
+from keepstep.sharded.strategies.directory_loading import DirectoryLoadStrategy, directory_of
 from keepstep.sharded.strategies.distcp_files import Item, items_of, merged, pack_written, remove_files, write_items
 from keepstep.sharded.strategies.interfaces import AsyncSaveShardedStrategy, CheckpointDir
 from keepstep.sharded.strategies.stored_dist import TorchDistState
-from keepstep.sharded.strategies.stored_state import StoredLoadStrategy, StoredState
+from keepstep.sharded.strategies.stored_state import StoredState
 
 BACKEND = "torch_dist"
-
-
-def directory_of(checkpoint_dir: CheckpointDir) -> Path:
-    """Return the path of a directory. Raises ``CheckpointingException`` for a relay."""
-    location = parse(checkpoint_dir)
-    if not isinstance(location, InDirectory):
-        raise CheckpointingException(f"{location} is not a directory: the format {BACKEND} needs one")
-    return location.path
 
 
 class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
@@ -138,7 +128,7 @@ class _OneSave:
             write_whole(self._path / METADATA, dcp_metadata_file(self._path, merged(written)))
 
 
-class TorchDistLoadShardedStrategy(StoredLoadStrategy):
+class TorchDistLoadShardedStrategy(DirectoryLoadStrategy):
     """Loads a directory of Megatron Core 0.7 to 0.19, or of ``TorchDistSaveShardedStrategy``.
 
     A directory of plain ``dcp.save`` has no ``metadata.json``; ``keepstep checkpoint import`` reads it.
@@ -147,10 +137,6 @@ class TorchDistLoadShardedStrategy(StoredLoadStrategy):
         allow_pickle: run the code that objects name. Only for a checkpoint of one's own.
     """
 
-    def __init__(self, *, allow_pickle: bool = False) -> None:
-        self._allow_pickle = allow_pickle
-
-    @contextmanager
-    def open(self, checkpoint_dir: CheckpointDir) -> Iterator[StoredState]:
-        """See ``StoredLoadStrategy``."""
-        yield TorchDistState(directory_of(checkpoint_dir), allow_pickle=self._allow_pickle)
+    def state_of(self, directory: Path, *, allow_pickle: bool) -> StoredState:
+        """See ``DirectoryLoadStrategy``."""
+        return TorchDistState(directory, allow_pickle=allow_pickle)
