@@ -8,6 +8,7 @@ from tests.gpu import (
     device_checks,
     native_checks,
     sharded_checks,
+    torchft_checks,
     training_checks,
 )
 
@@ -27,6 +28,8 @@ _FIRST = (
     "abort_missing",
     "time_two",
     "native",
+    "members",
+    "catch_up",
     "baby",
     "fork",
 )
@@ -42,6 +45,7 @@ _ALL = {
         *training_checks.CHECKS,
         *sharded_checks.CHECKS,
         *native_checks.CHECKS,
+        *torchft_checks.CHECKS,
     )
 }
 CHECKS = {name: _ALL[name] for name in (*_FIRST, *(one for one in _ALL if one not in (*_FIRST, *_LAST)), *_LAST)}

@@ -89,6 +89,10 @@ class Rank:
         if self.on_gpu:
             torch.cuda._sleep(int(seconds * CYCLES_PER_SECOND))
 
+    def address(self, prefix: str) -> str:
+        """Return the address of a store that the ranks share, as ``configure`` of a process group takes it."""
+        return f"{self._store_address}/{prefix}"
+
     # ---- the other ranks
 
     def store(self, prefix: str) -> Store:

@@ -35,7 +35,15 @@ COMMIT_LIMIT_SECONDS = 5.0
 class Training:
     """One group: a model, its optimizer, and a Manager."""
 
-    def __init__(self, rank: Rank, model: nn.Module, *, fused: bool | None = None, min_groups: int = 2) -> None:
+    def __init__(
+        self,
+        rank: Rank,
+        model: nn.Module,
+        *,
+        fused: bool | None = None,
+        min_groups: int = 2,
+        catch_up: bool = False,
+    ) -> None:
         self.rank = rank
         self.model = model.to(rank.device)
         self.inner = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=fused)
@@ -52,7 +60,7 @@ class Training:
             replica_id=f"g{rank.index}",
         )
         self.ddp = DistributedDataParallel(self.manager, self.model)
-        self.optimizer = Optimizer(self.manager, self.inner)
+        self.optimizer = Optimizer(self.manager, self.inner, catch_up=catch_up)
 
     def _load(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
@@ -88,8 +96,8 @@ def loss_of(rank: Rank, module: Callable[[torch.Tensor], torch.Tensor]) -> torch
     return nn.functional.cross_entropy(module(inputs), targets)
 
 
-def kill_and_heal(rank: Rank) -> Result:
-    training = Training(rank, small_model(rank.index + 10 * rank.life))
+def kill_and_heal(rank: Rank, *, catch_up: bool = False) -> Result:
+    training = Training(rank, small_model(rank.index + 10 * rank.life), catch_up=catch_up)
     manager, victim = training.manager, rank.index == rank.ranks - 1
     commits, goal = [], None
     while goal is None or manager.current_step() < goal:
@@ -202,6 +210,15 @@ CHECKS = (
         "kill_and_heal",
         "Three groups train; one is killed, heals, and all weights are equal bit for bit.",
         kill_and_heal,
+        ranks=3,
+        seconds=90.0,
+        restarted=frozenset({2}),
+        lighthouse=True,
+    ),
+    Check(
+        "catch_up",
+        "The same with a group that catches up beside the others, which do not wait for it.",
+        partial(kill_and_heal, catch_up=True),
         ranks=3,
         seconds=90.0,
         restarted=frozenset({2}),

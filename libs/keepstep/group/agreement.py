@@ -8,6 +8,7 @@ group whose digest differs reads the lines of another group.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 
 from keepstep.group.quorum_plan import WorldSizeMode
 from keepstep_mesh.protocol.job_settings import differ, difference, settings_text
@@ -30,8 +31,12 @@ def group_settings(
     refuse_nonfinite: bool,
     durable_every: int = 0,
     retry_allreduce: bool = False,
+    process_group: Mapping[str, str] | None = None,
 ) -> str:
-    """Return the settings that decide the arithmetic, as groups compare them. Add new settings here."""
+    """Return the settings that decide the arithmetic, as groups compare them. Add new settings here.
+
+    ``process_group``: those without which the process groups do not connect.
+    """
     spares = f" of {min_replica_size}" if world_size_mode is WorldSizeMode.FIXED_WITH_SPARES else ""
     return settings_text(
         {
@@ -42,6 +47,7 @@ def group_settings(
             "refuse_nonfinite": refuse_nonfinite,
             **({"durable_every": durable_every} if durable_every else {}),
             **({"retry_allreduce": True} if retry_allreduce else {}),
+            **(process_group or {}),
         }
     )
 

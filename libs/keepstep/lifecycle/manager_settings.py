@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -151,9 +152,12 @@ class ManagerSettings:
             uplink=environment.rate("UPLINK_BYTES_PER_SECOND"),
         )
 
-    @property
-    def of_job(self) -> str:
-        """The settings that must be equal in all groups of the job, as text."""
+    def of_job(self, process_group: Mapping[str, str]) -> str:
+        """Return the settings that must be equal in all groups of the job, as text.
+
+        Args:
+            process_group: those of the process group.
+        """
         return group_settings(
             use_async_quorum=self.use_async_quorum,
             world_size_mode=self.world_size_mode,
@@ -162,4 +166,5 @@ class ManagerSettings:
             refuse_nonfinite=self.refuse_nonfinite,
             durable_every=self.durable.every,
             retry_allreduce=self.retry_allreduce,
+            process_group=process_group,
         )

@@ -89,7 +89,7 @@ def connect(
             evidence=FailureEvidence(settings.timeout.total_seconds()),
             min_replica_size=settings.min_replica_size,
             world_size_mode=settings.world_size_mode,
-            job_settings=settings.of_job,
+            job_settings=settings.of_job(getattr(pg, "job_settings", {})),
             refuse_nonfinite=settings.refuse_nonfinite,
             store=store,
             stands_by=own.stands_by,

@@ -6,6 +6,7 @@ calls ``_run``, which subclasses implement.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, cast
 
@@ -97,6 +98,11 @@ class ProcessGroup(TorchProcessGroup):  # its metaclass is not ABCMeta: abstract
             ProcessGroupError: the members could not connect. After any error the group is not configured.
         """
         raise NotImplementedError  # torch's metaclass of ProcessGroup is not ABCMeta: no abstractmethod
+
+    @property
+    def job_settings(self) -> Mapping[str, str]:
+        """Settings, by name, that all groups of a job must share. A group with other ones is refused."""
+        return {}
 
     @property
     def supports_reconfigure(self) -> bool:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import uuid as uuids
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
-from torch.distributed.distributed_c10d import Store, Work
+from torch.distributed import TCPStore
+from torch.distributed.distributed_c10d import PrefixStore, Store, Work
 
 from keepstep.process_group.base import DEFAULT_TIMEOUT
 from keepstep.process_group.reconfiguration import ReconfigureOptions
-from keepstep.process_group.torch_backends.backend import store_at
+from keepstep_mesh.net.fork_safety import claim_opened, sockets_at
 
 UUID_BITS = 63
 
@@ -74,3 +76,14 @@ def reconfigure_over(
     options.handles = [bytes(store.get(key)).decode() for key in keys]
     options.timeout = timeout
     pg.reconfigure(options).wait()
+
+
+def store_at(address: str, timeout: timedelta) -> Store:
+    """Connect to the store at ``host:port/prefix``."""
+    endpoint, _, prefix = address.partition("/")
+    host, _, port = endpoint.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ValueError(f"invalid store address {address!r}: expected host:port/prefix")
+    with claim_opened(partial(sockets_at, int(port))):
+        tcp = TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+    return PrefixStore(prefix, tcp)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
@@ -81,6 +81,10 @@ class ProcessGroupWrapper(ProcessGroup):
     @property
     def works_report_all_errors(self) -> bool:  # type: ignore[override]
         return self._pg.works_report_all_errors
+
+    @property
+    def job_settings(self) -> Mapping[str, str]:
+        return self._pg.job_settings
 
     @property
     def parent(self) -> ProcessGroup:

@@ -22,6 +22,8 @@ OF_TRAINERS: Mapping[str, str] = {
     "KEEPSTEP_MANAGER_PORT": "port of the group server on rank 0; any free one unless said",
     "KEEPSTEP_UPLINK_BYTES_PER_SECOND": "most that a process sends of its state, such as `1e9`; no limit unless said",
     "KEEPSTEP_RETRY_ALLREDUCE": "1: groups that lose another one in a step reduce their gradients again and commit it",
+    "KEEPSTEP_NCCL_MEMBERS": "how groups on NCCL change their members: `torch` (its own `reconfigure`), `rebuild`, or "
+    "`auto`, which is `torch` where torch has it; equal in all groups",
     "KEEPSTEP_DURABLE_EVERY": "number of steps between two durable checkpoints; 0: never",
     "KEEPSTEP_DURABLE_RELAYS": "addresses of the relays that store durable checkpoints, separated by commas; those "
     "registered with the lighthouse unless said",

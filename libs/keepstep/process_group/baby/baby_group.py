@@ -7,6 +7,7 @@ writes when it is killed never writes to a tensor of the caller.
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -16,8 +17,10 @@ from torch.distributed.distributed_c10d import Store, Work
 from keepstep.process_group.baby.children import Spawner
 from keepstep.process_group.baby.connection import Connection
 from keepstep.process_group.base import DEFAULT_TIMEOUT, ProcessGroup, ProcessGroupAbortedError, ProcessGroupError
-from keepstep.process_group.torch_backends.backend import check_rank, store_at
+from keepstep.process_group.store_exchange import store_at
+from keepstep.process_group.torch_backends.backend import check_rank
 from keepstep.process_group.torch_backends.gloo import host_of
+from keepstep.process_group.torch_backends.membership_changes import job_settings
 from keepstep.process_group.torch_backends.nccl import require_accelerator
 
 
@@ -168,6 +171,10 @@ class ProcessGroupBabyNCCL(ProcessGroupBaby):
     def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
         require_accelerator(self._backend.upper(), type(self).__name__)
         super().__init__(timeout)
+
+    @property
+    def job_settings(self) -> Mapping[str, str]:
+        return job_settings()  # the child chooses alike
 
 
 class ProcessGroupBabyXCCL(ProcessGroupBabyNCCL):

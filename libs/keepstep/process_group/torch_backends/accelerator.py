@@ -123,9 +123,12 @@ class AcceleratorCommunicator(Communicator):
         self._connecting.cancel()  # no effect once it is connected
         backend: Any = self.backend
         if backend is not None:
-            self._abort = threading.Thread(target=backend.abort, name="keepstep-nccl-abort", daemon=True)
-            self._abort.start()
+            self._abort_backend(backend)
         self._limit_stream_wait()
+
+    def _abort_backend(self, backend: Any) -> None:
+        self._abort = threading.Thread(target=backend.abort, name="keepstep-nccl-abort", daemon=True)
+        self._abort.start()
 
     def close(self) -> None:
         if self._abort is not None and not self._connecting.cancelled():

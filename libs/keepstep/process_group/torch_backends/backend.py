@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore
-from torch.distributed.distributed_c10d import PrefixStore, Store, Work
+from torch.distributed.distributed_c10d import Store, Work
 
 from keepstep.process_group.base import DEFAULT_TIMEOUT, ProcessGroup, ProcessGroupAbortedError, ProcessGroupError
+from keepstep.process_group.store_exchange import store_at
 from keepstep.process_group.torch_backends.backend_work import BackendWork, plain_message
 from keepstep.process_group.torch_backends.communicator import Communicator
 from keepstep.process_group.works import JointWork
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError
-from keepstep_mesh.net.fork_safety import claim_opened, sockets_at
 
 log = get_logger("keepstep.process_group")
 
@@ -26,6 +24,10 @@ _SINGLE = {
     "reduce_scatter_tensor_coalesced": "_reduce_scatter_base",
 }
 """Collectives that run as one backend call per tensor, by the name of that call."""
+
+
+class ProcessGroupShutDownError(ProcessGroupAbortedError):
+    """The group was shut down, or gets other members, without a failure."""
 
 
 class BackendProcessGroup(ProcessGroup):
@@ -99,7 +101,7 @@ class BackendProcessGroup(ProcessGroup):
     def _end_communicator(self) -> None:
         communicator, self._communicator = self._communicator, None
         if communicator is not None:
-            communicator.fail(ProcessGroupAbortedError("the process group was shut down"))
+            communicator.fail(ProcessGroupShutDownError("the process group was shut down"))
             communicator.close()
         self._wait_turn()  # an operation of several collectives must not begin one in the next configuration
 
@@ -156,14 +158,3 @@ def check_rank(rank: int, world_size: int) -> None:
     """Raise ValueError unless ``rank`` is one of ``world_size`` ranks."""
     if not 0 <= rank < world_size:
         raise ValueError(f"invalid rank {rank}: expected 0 <= rank < world_size ({world_size})")
-
-
-def store_at(address: str, timeout: timedelta) -> Store:
-    """Connect to the store at ``host:port/prefix``."""
-    endpoint, _, prefix = address.partition("/")
-    host, _, port = endpoint.rpartition(":")
-    if not host or not port.isdecimal():
-        raise ValueError(f"invalid store address {address!r}: expected host:port/prefix")
-    with claim_opened(partial(sockets_at, int(port))):
-        tcp = TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=timeout)
-    return PrefixStore(prefix, tcp)

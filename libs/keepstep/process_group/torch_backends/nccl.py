@@ -15,11 +15,21 @@ from keepstep.process_group.torch_backends.accelerator import AcceleratorCommuni
 from keepstep.process_group.torch_backends.backend import BackendProcessGroup
 from keepstep.process_group.torch_backends.backend_work import flat_tensors
 from keepstep.process_group.torch_backends.communicator import Communicator
+from keepstep.process_group.torch_backends.membership_changes import (
+    KeptBackend,
+    MemberChange,
+    ReconfiguredCommunicator,
+    chosen_change,
+    job_settings,
+)
 from keepstep.process_group.torch_backends.torch_variables import nccl_variables, refuse_detailed_debugging
 
 
 class ProcessGroupNCCL(BackendProcessGroup):
     """A process group on NCCL, for CUDA tensors on the device that is current during ``configure``.
+
+    With torch >= 2.14 it keeps torch's backend when members join or leave; ``KEEPSTEP_NCCL_MEMBERS=rebuild`` makes a
+    new one for each membership. All groups of a job must do the same.
 
     Args:
         timeout: limit of the rendezvous and of each operation; default 60 s.
@@ -37,11 +47,21 @@ class ProcessGroupNCCL(BackendProcessGroup):
         torch.complex32: torch.complex64,
     }
     """For each dtype that the backend does not have, a larger one that it has."""
+    _can_change_members = True
+    """Whether some version of torch changes the members of the backend."""
 
     def __init__(self, timeout: timedelta = timedelta(seconds=60)) -> None:
         super().__init__(timeout)
         self._torch_class = require_accelerator(self._backend_name, type(self).__name__)
         refuse_detailed_debugging(type(self).__name__)
+        self._kept: KeptBackend | None = None
+        """The backend that changes its members; None: each membership has one of its own."""
+        if self._can_change_members and chosen_change() is MemberChange.TORCH:
+            self._kept = KeptBackend(self._create_kept)
+
+    @property
+    def job_settings(self) -> Mapping[str, str]:
+        return job_settings() if self._can_change_members else {}
 
     def getBackendName(self) -> str:  # noqa: N802
         return f"keepstep-{self._backend_name.lower()}"
@@ -74,6 +94,8 @@ class ProcessGroupNCCL(BackendProcessGroup):
         name: str,
         global_ranks: list[int] | None,
     ) -> AcceleratorCommunicator:
+        if self._kept is not None:
+            return ReconfiguredCommunicator(self._kept, store, rank, world_size, self._timeout, self._variables())
         options = self._options()
         options.group_name = name
         options.global_ranks_in_group = global_ranks or []
@@ -85,6 +107,19 @@ class ProcessGroupNCCL(BackendProcessGroup):
         options = self._torch_class.Options()
         options.config.blocking = 0
         return options
+
+    def _create_kept(self, store: Store) -> Any:
+        """Return a backend without members. Its rank and size are those of its next membership."""
+        options = self._torch_class.Options()
+        options.enable_reconfigure = True
+        options.group_name = "keepstep"
+        options._timeout = self._timeout  # noqa: SLF001  its only name in torch
+        return getattr(dist, "ProcessGroupNCCL2")(store, 0, 1, options, None)  # noqa: B009  # missing in torch 2.13
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self._kept is not None:
+            self._kept.close()
 
     def _variables(self) -> dict[str, str]:
         """Return the environment variables for the creation of a backend."""
@@ -119,6 +154,7 @@ class ProcessGroupXCCL(ProcessGroupNCCL):
     """
 
     _backend_name = "XCCL"
+    _can_change_members = False
     _missing_dtypes: Mapping[torch.dtype, torch.dtype] = {}
 
     def _options(self) -> Any:
