@@ -41,11 +41,12 @@ def average_over_groups(model: nn.Module, manager: Manager) -> None:
 
     Args:
         model: a model with at least one module that ``fully_shard`` has sharded.
-        manager: the Manager of this rank.
+        manager: the Manager of this rank. With ``retry_allreduce`` the gradients must be reduced in the dtype of the
+            parameters, and not in float16.
 
     Raises:
-        ValueError: ``fully_shard`` was not called, or a trainable parameter is in no sharded module, so that its
-            gradient would not be averaged.
+        ValueError: ``fully_shard`` was not called, a trainable parameter is in no sharded module, so that its gradient
+            would not be averaged, or ``retry_allreduce`` cannot repeat its reduction.
     """
     sharded: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
     if not sharded:
@@ -57,6 +58,8 @@ def average_over_groups(model: nn.Module, manager: Manager) -> None:
             f"{len(missed)} parameters are in no sharded module, such as {missed[0]!r}, and their gradients would not "
             "be averaged: call fully_shard on the whole model too"
         )
+    if manager.retry_allreduce:
+        _check_repeatable(model, sharded)
     hook = all_reduce_hook(manager)
     for module in sharded.values():
         module.set_all_reduce_hook(hook)
@@ -65,11 +68,31 @@ def average_over_groups(model: nn.Module, manager: Manager) -> None:
     manager.add_layout(lines + [_describe_parameter(name, one) for name, one in model.named_parameters()])
 
 
+def _check_repeatable(model: nn.Module, sharded: dict[str, Any]) -> None:
+    """Require that FSDP2 takes the memory of each reduction as the gradient, and changes nothing in it afterwards."""
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        owner = max((one for one in sharded if not one or name.startswith(f"{one}.")), key=len)
+        dtype = _reduced_dtype(sharded[owner]) or parameter.dtype
+        if dtype is not parameter.dtype or dtype is torch.float16:
+            raise ValueError(
+                f"retry_allreduce cannot repeat the reduction of {name!r}: FSDP2 reduces it in {dtype}, and changes "
+                f"the result before it is the gradient, in {parameter.dtype}; reduce in the dtype of the parameters, "
+                f"but not in float16 (MixedPrecisionPolicy(reduce_dtype=...)), or make the Manager without "
+                f"retry_allreduce"
+            )
+
+
+def _reduced_dtype(module: Any) -> torch.dtype | None:
+    """Return the dtype in which a sharded module reduces; None: that of its parameters."""
+    policy = getattr(module._get_fsdp_state(), "_mp_policy", None)  # noqa: SLF001  torch has no public name for it
+    return None if policy is None else policy.reduce_dtype or policy.param_dtype
+
+
 def _describe_module(name: str, module: Any) -> str:
     """Describe a sharded module, whose gradients are reduced together."""
-    policy = getattr(module._get_fsdp_state(), "_mp_policy", None)  # noqa: SLF001  torch has no public name for it
-    dtype = policy and (policy.reduce_dtype or policy.param_dtype)
-    return f"sharded module {name!r} reduces {dtype or 'the dtype of its parameters'}"
+    return f"sharded module {name!r} reduces {_reduced_dtype(module) or 'the dtype of its parameters'}"
 
 
 def _describe_parameter(name: str, parameter: nn.Parameter) -> str:

@@ -22,6 +22,7 @@ from keepstep import DistributedDataParallel, Manager
 from keepstep.device_mesh import average_over_groups
 from keepstep.process_group import ProcessGroupDummy
 from tests.services.manager.groups import manager, together
+from tests.services.manager.steps.test_retried_steps import RETRY, Lossy
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 """torch.compile reads it."""
@@ -94,7 +95,7 @@ def loss_of(model: nn.Module, value: float) -> torch.Tensor:
 
 
 def gradients(model: nn.Module) -> torch.Tensor:
-    grads: list[Any] = [parameter.grad for parameter in model.parameters()]
+    grads: list[Any] = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
     return torch.cat([(one.full_tensor() if hasattr(one, "full_tensor") else one).view(-1) for one in grads])
 
 
@@ -218,6 +219,50 @@ def test_gradients_of_bfloat16_are_averaged_in_the_dtype_of_the_reduction(lighth
         assert grads.dtype is torch.float32
         assert grads.equal(results[0]), "equal in all groups, bit for bit"
         torch.testing.assert_close(grads, expected(), rtol=0.05, atol=0.05 * float(expected().abs().max()))
+
+
+def test_a_step_of_a_sharded_model_is_retried_with_the_same_gradients(lighthouse):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    found = []
+    for failures in (0, 1, 2):
+        with manager(lighthouse, f"r{failures}", pg=Lossy(failures), **RETRY) as m:
+            model = network()
+            model[1].up.bias.requires_grad_(False)
+            shard(m, model, mp_policy=policy)
+            m.start_quorum()
+            for last in (False, True):
+                model.set_requires_gradient_sync(last)
+                loss_of(model, PASSES["a"][last]).backward()
+            assert m.should_commit(), m.errored()
+            assert m._attempt.retries == failures
+            found.append(gradients(model))
+    assert found[0].abs().max() > 0
+    assert all(one.equal(found[0]) for one in found)
+
+
+def test_a_step_that_reduces_each_micro_batch_is_discarded_and_not_retried(lighthouse, caplog):
+    with manager(lighthouse, "a", pg=Lossy(1), **RETRY) as m:
+        model = shard(m, network())
+        m.start_quorum()
+        for value in PASSES["a"]:
+            loss_of(model, value).backward()
+        assert not m.should_commit()
+    assert "step not retried" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_reductions_that_cannot_be_repeated_are_refused_with_retries(lighthouse, dtype):
+    model = network()
+    if dtype is torch.float16:
+        model.half()
+    policy = MixedPrecisionPolicy(reduce_dtype=dtype)
+    with (
+        manager(lighthouse, "a", **RETRY) as m,
+        pytest.raises(
+            ValueError, match=rf"retry_allreduce cannot repeat the reduction of '0.up.weight': .* in {dtype}"
+        ),
+    ):
+        shard(m, model, mp_policy=policy)
 
 
 def test_all_groups_clip_by_the_norm_of_the_averaged_gradients(lighthouse):

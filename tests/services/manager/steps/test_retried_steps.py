@@ -25,13 +25,13 @@ RETRY: dict[str, Any] = {"init_sync": False, "retry_allreduce": True}
 class Trainer:
     """A model of one weight; the gradient of a batch is its value."""
 
-    def __init__(self, manager: Manager, *layers: nn.Module) -> None:
+    def __init__(self, manager: Manager, *layers: nn.Module, quantize: bool = False) -> None:
         self.manager = manager
         self.model = nn.Sequential(nn.Linear(1, 1, bias=False), *layers)
         self.weight = self.model[0].get_parameter("weight")
         with torch.no_grad():
             self.weight.fill_(1.0)
-        self.ddp = DistributedDataParallel(manager, self.model)
+        self.ddp = DistributedDataParallel(manager, self.model, should_quantize=quantize)
         self.optimizer = Optimizer(manager, torch.optim.SGD(self.model.parameters(), lr=1.0))
 
     def backward(self, value: float) -> None:
@@ -39,7 +39,9 @@ class Trainer:
         torch.autograd.backward(self.ddp(torch.full((1, 1), value)).sum())
 
 
-def lose_one(lighthouse: str, *values: float, change: Any = lambda _: None, **options: Any) -> list[Any]:
+def lose_one(
+    lighthouse: str, *values: float, change: Any = lambda _: None, quantize: bool = False, **options: Any
+) -> list[Any]:
     """Let groups with these gradients take a step, from which one more group is gone before it reduces anything.
 
     Returns:
@@ -49,7 +51,7 @@ def lose_one(lighthouse: str, *values: float, change: Any = lambda _: None, **op
 
     def survivor(number: int) -> tuple[bool, float, int]:
         with manager(lighthouse, f"r{number}", **{**RETRY, **options}) as m:
-            trainer = Trainer(m)
+            trainer = Trainer(m, quantize=quantize)
             ready.wait(30)
             m.start_quorum()
             assert m.num_participants() == len(values) + 1
@@ -60,7 +62,7 @@ def lose_one(lighthouse: str, *values: float, change: Any = lambda _: None, **op
 
     def victim() -> None:
         with manager(lighthouse, "victim", **{**RETRY, **options}) as m:
-            Trainer(m)
+            Trainer(m, quantize=quantize)
             ready.wait(30)
             m.start_quorum()
             assert m.num_participants() == len(values) + 1
@@ -73,6 +75,11 @@ def lose_one(lighthouse: str, *values: float, change: Any = lambda _: None, **op
 @pytest.mark.parametrize("synchronous", [False, True], ids=["async", "sync"])
 def test_the_step_of_a_lost_member_is_that_of_the_others_alone(lighthouse, synchronous):
     assert lose_one(lighthouse, 2.0, 4.0, use_async_quorum=not synchronous) == [(True, -2.0, 2)] * 2
+
+
+def test_quantized_gradients_are_reduced_again(lighthouse):
+    (one, other) = lose_one(lighthouse, 2.0, 4.0, quantize=True)
+    assert one == other == (True, pytest.approx(-2.0, abs=0.01), 2)
 
 
 def test_gradients_that_were_clipped_before_the_commit_are_not_reduced_again(lighthouse, caplog):
