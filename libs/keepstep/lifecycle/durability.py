@@ -275,8 +275,11 @@ class Durability:
         context.load_final = partial(self._load_final, choice, closed)
 
     def _load_final(self, choice: Choice, closed: JobClosed) -> None:
+        progress = self._context.progress
         try:
             self._load(choice)
+            if progress.step != closed.step or not same_weights(progress.lineage, closed.lineage):
+                raise KeepstepError(f"checkpoint {choice['id']} has another one, of step {progress.step}")
         except Exception as error:  # noqa: BLE001  whatever it is, the group came too late
             self._context.end_with(JobClosedExit(f"{closed}; the final state was not loaded: {error}"))
 

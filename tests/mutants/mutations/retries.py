@@ -20,7 +20,7 @@ MUTATIONS = (
         LIGHTHOUSE,
         "    if verdict.code in ANNOUNCING and _deny_late(state):\n",
         "    if verdict.code == 'grace' and _deny_late(state):\n",
-        Test(SIMULATION),
+        Test(SCENARIO),
     ),
     Mutation(
         "a group that was behind retries with gradients of other weights",
@@ -63,6 +63,20 @@ MUTATIONS = (
         "    ready = all_ready(context, not why_not)\n",
         "    ready = not why_not\n",
         Test(f"{STEPS}::test_all_ranks_of_a_group_retry_or_none_does"),
+    ),
+    Mutation(
+        "a step is retried more often than the limit",
+        f"{RETRYING}/retry_rules.py",
+        "    if failed.retries >= MAX_RETRIES:\n",
+        "    if failed.retries > MAX_RETRIES:\n",
+        Test(f"{STEPS}::test_a_step_is_retried_a_few_times_and_then_discarded[4]"),
+    ),
+    Mutation(
+        "a group retries after an error of its own",
+        f"{RETRYING}/retry_rules.py",
+        "    if failed.own_error:\n",
+        "    if failed.own_error and failed.behind:\n",
+        Test(f"{STEPS}::test_an_error_of_the_group_itself_discards_the_step"),
     ),
     Mutation(
         "a slow rank does not learn the no of the others, who poll already",

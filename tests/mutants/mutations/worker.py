@@ -161,6 +161,16 @@ MUTATIONS = (
         Test(f"{GROUPS}::test_the_state_after_a_failed_step_is_not_compared"),
     ),
     Mutation(
+        "a group that comes after the end loads another state than the final one",
+        "libs/keepstep/checkpointing/durable/newest_checkpoint.py",
+        "(one.step, one.quorum_id) == (step, quorum_id))",
+        "one.step <= step)",
+        Test(
+            "tests/services/manager/steps/test_finish.py::"
+            "test_a_group_that_comes_after_the_end_takes_a_published_final_state_from_a_relay"
+        ),
+    ),
+    Mutation(
         "rank 0 omits a member list that has changed",
         "libs/keepstep/group/ranks/rank_lists.py",
         "        if known == self._number:\n",

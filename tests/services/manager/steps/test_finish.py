@@ -81,7 +81,7 @@ def test_a_group_that_comes_while_the_others_finish_ends_with_their_weights(
 
 
 async def test_a_group_that_comes_after_the_end_takes_a_published_final_state_from_a_relay(
-    lighthouse: str, tmp_path: Path
+    lighthouse: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def finish(ready: threading.Barrier, name: str, **options: Any) -> tuple[Finished, torch.Tensor]:
         with manager(lighthouse, name, weights := {"w": torch.zeros(4)}, **options) as one:
@@ -100,7 +100,10 @@ async def test_a_group_that_comes_after_the_end_takes_a_published_final_state_fr
         return str(closed.value)
 
     async with relay_process("--data-dir", str(tmp_path / "relay")) as (_, url):
-        at = {"durable_relays": url, "init_sync": False}  # the late group learns of the end in its first all-reduce
+        at: dict[str, Any] = {
+            "durable_relays": url,
+            "init_sync": False,
+        }  # the late group learns of the end in its first all-reduce
         ready = threading.Barrier(2)
         both = (partial(finish, ready, name, **at) for name in "ab")
         (end, weights), other = await asyncio.to_thread(together, *both)
@@ -111,6 +114,15 @@ async def test_a_group_that_comes_after_the_end_takes_a_published_final_state_fr
         said = await asyncio.to_thread(refused, "d", resume=False, **at)
         assert "2 groups finished together at step 3" in said
         assert "the final state was not loaded: resume=False" in said
+
+        monkeypatch.setenv("KEEPSTEP_JOB", "not-published")
+        at["durable_every"] = LAST - 1
+        await asyncio.to_thread(group, lighthouse, "a", **at)
+        said = await asyncio.to_thread(refused, "b", **at)
+        assert f"another state, of step {LAST - 1}" in said, "of the durable checkpoint"
+        assert "no relay has it" in said
+    monkeypatch.delenv("KEEPSTEP_JOB")
+    del at["durable_every"]
     said = await asyncio.to_thread(refused, "d", **at)
     assert f"no relay has it; finish(publish=True) in all groups stores it there; cannot connect to {url}" in said
 
