@@ -58,6 +58,10 @@ async def test_the_slow_group_is_blamed_and_those_that_wait_for_it_are_not(tmp_p
         mesh.blame = None
         mesh.turn("trainer-1", "lost")
         await page.until(f"{HEADLINE}.includes('trainer-1 is lost')")
+        assert await page.run("document.querySelectorAll('[aria-label^=replace]:not([hidden])').length") == 0
+        mesh.turn("trainer-1", "standby")
+        await page.until(f"{HEADLINE}.includes(' of 5 groups and 1 spare in the quorum')")
+        assert await page.run("document.querySelectorAll('[aria-label^=replace]:not([hidden])').length") == 5
 
 
 async def test_legends_show_the_newest_values_of_each_group_over_time_and_over_steps(tmp_path):

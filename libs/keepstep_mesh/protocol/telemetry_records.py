@@ -175,7 +175,8 @@ class StateRecord:
     kind: ClassVar[str] = "state"
     t: float
     state: str
-    """``training``, ``waiting_quorum``, ``healing``, ``retrying`` or ``draining``; the reader ignores others."""
+    """``training``, ``waiting_quorum``, ``healing``, ``retrying``, ``draining`` or ``standby``; the reader ignores
+    others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -117,6 +117,7 @@ SHAPES = {
     "GET /v1/cluster": Shape(ClusterView),
     f"POST {ONE}/evict": Shape(None, status=202, body=OrderBody),
     f"POST {ONE}/drain": Shape(None, status=202, body=OrderBody),
+    f"POST {ONE}/replace": Shape(None, status=202, body=OrderBody),
     **dashboard_page.SHAPES,
 }
 
@@ -145,6 +146,7 @@ def routes(metrics: MetricsNode, all_routes: Callable[[], list[Route]]) -> list[
         Route("POST", f"{ONE}/readmit", here.pass_on, Access.ADMIN, "lift bans and evictions (forwarded)"),
         Route("POST", f"{ONE}/evict", here.pass_on, Access.ADMIN, "evict a group (forwarded to the lighthouse)"),
         Route("POST", f"{ONE}/drain", here.pass_on, Access.ADMIN, "drain a group (forwarded to the lighthouse)"),
+        Route("POST", f"{ONE}/replace", here.pass_on, Access.ADMIN, "let a spare take a place (forwarded)"),
         Route("GET", "/v1/cluster", here.cluster, Access.READ, "lighthouses, services and store"),
         Route("GET", "/v1/stream", here.stream, Access.READ, "server-sent events: now, event, ping"),
         *dashboard_page.routes(),

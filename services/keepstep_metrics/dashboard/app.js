@@ -17,6 +17,11 @@ const ORDERS = {
     what: "The group finishes its step and leaves. No step is lost; the other groups continue.",
     done: "is draining",
   },
+  replace: {
+    title: "Replace",
+    what: "A spare takes the place of the group, which then finishes its step and leaves. No step is lost.",
+    done: "leaves when a spare has its place",
+  },
   readmit: {
     title: "Readmit",
     what: "Bans and evictions of this name are lifted: the group may join again.",
@@ -35,7 +40,7 @@ const ORDERS = {
   },
 };
 
-const REASONED = ["drain", "evict"];
+const REASONED = ["drain", "replace", "evict"];
 
 const api = new Api(askToken, show);
 let page = null;

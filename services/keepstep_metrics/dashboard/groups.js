@@ -61,6 +61,7 @@ export class Groups {
         "aria-label": `${action} ${name}`,
         onclick: () => this.order(action, name),
       }, action);
+    const replace = button("replace");
     const node = el(
       "tr",
       {},
@@ -77,7 +78,7 @@ export class Groups {
       ),
       el("td", {}, state),
       ...cells,
-      el("td", { class: "orders" }, button("drain"), " ", button("evict")),
+      el("td", { class: "orders" }, replace, " ", button("drain"), " ", button("evict")),
     );
     return {
       node,
@@ -87,6 +88,7 @@ export class Groups {
         say(state, slow ? "slow" : waits ? `waiting for ${this.now.blame.slow[0]}` : stateName(group.state));
         state.className = `state ${slow ? "slow" : Object.hasOwn(STATES, group.state) ? group.state : ""}`;
         straggler.hidden = !group.straggler;
+        replace.hidden = group.state === "standby" || !this.now.groups.some((one) => one.state === "standby");
         const texts = [
           age(this.t - group.since),
           number(group.step),

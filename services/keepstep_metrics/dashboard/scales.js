@@ -49,12 +49,14 @@ export function byStep(times, steps, columns, marks) {
 export function headline(now, name, plural) {
   if (!now.groups.length) return "No group is running.";
   // The waiting group is not the slow one.
-  const normal = (state) => state === "training" || (now.blame && state === "waiting_quorum");
+  const normal = (state) => state === "training" || state === "standby" || (now.blame && state === "waiting_quorum");
   const stuck = Object.entries(Object.groupBy(now.groups, (one) => one.state)).filter(([state]) => !normal(state));
   const others = stuck.map(([state, groups]) =>
     groups.length === 1 ? `${groups[0].name} is ${name(state)}` : `${plural(groups.length, "group")} are ${name(state)}`
   );
   if (now.blame) return [...others, `${now.blame.sentence}.`].join("; ");
-  const of = `${now.participants.length} of ${plural(now.groups.length, "group")} in the quorum`;
+  const spares = now.groups.filter((one) => one.state === "standby").length;
+  const groups = plural(now.groups.length - spares, "group") + (spares ? ` and ${plural(spares, "spare")}` : "");
+  const of = `${now.participants.length} of ${groups} in the quorum`;
   return others.length ? `${of}; ${others.join(", ")}.` : `${of}, all training.`;
 }

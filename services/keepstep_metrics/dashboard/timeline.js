@@ -10,7 +10,14 @@ const TALLEST = 1.7;
 const LOWEST = 5; // px of a row
 const WANTED = 0.55; // share of the window for all rows, if they fit
 const LEGEND = { ...STATES, slow: "slow: the others wait for it" };
-const HATCHES = { waiting_quorum: "dots", healing: "up", retrying: "cross", lost: "down", draining: "bars" };
+const HATCHES = {
+  waiting_quorum: "dots",
+  healing: "up",
+  retrying: "cross",
+  lost: "down",
+  draining: "bars",
+  standby: "dots",
+};
 const STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400];
 
 export class Timeline {

@@ -7,6 +7,7 @@ export const STATES = {
   retrying: "retrying",
   lost: "lost",
   draining: "draining",
+  standby: "standing by",
 };
 
 export const stateName = (state) => STATES[state] ?? String(state);

@@ -16,9 +16,7 @@ MAX_ENDS = 4
 MAX_SLOW = 100
 SHORT_WAIT_SECONDS = 0.05
 """A shorter wait for the quorum counts as training."""
-REPORTED_STATES = {
-    one.value for one in (State.TRAINING, State.WAITING_QUORUM, State.HEALING, State.RETRYING, State.DRAINING)
-}
+REPORTED_STATES = {state.value for state in State} - {State.LOST.value, State.GONE.value}
 
 PLAIN = ("step", "committed_at", "values", "ends", "restarts", "failed_heals", "error", "error_at")
 """Fields that a dump has as they are."""

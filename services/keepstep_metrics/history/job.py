@@ -140,6 +140,8 @@ class Job:
     def set_state(self, replica_id: str, record: StateRecord) -> None:
         if (group := self.group(replica_id)) is not None:
             group.set_state(replica_id, record)
+            if group.timeline.state is State.STANDBY:
+                self.joining.discard(group.name)
 
     def add_durable(self, record: DurableRecord) -> None:
         self.durable = self.durable or DurableProgress(record.t)
@@ -245,6 +247,9 @@ class Job:
                 self.failures.add(Failure(t, group.name, reason, self.quorum_id))
             case "left" | "moved":
                 self._end(group, replica_id, t, State.GONE)
+            case "spare_in":
+                group.timeline.mark(t, State.WAITING_QUORUM)
+                self.joining.add(group.name)
             case "drain":
                 group.end(replica_id, t, State.DRAINING)
             case "heal_began":

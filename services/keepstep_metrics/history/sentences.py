@@ -52,6 +52,10 @@ def sentence(event: str, name: str, detail: Mapping[str, Any]) -> str:
             return f"{name} failed to heal: {reason}"
         case "drain":
             return f"{detail.get('by')} drained {name}: {reason}"
+        case "replace":
+            return f"{detail.get('by')} wants a spare in the place of {name}: {reason}"
+        case "spare_in":
+            return f"the spare {name} takes part: {reason}"
         case "evicted":
             return f"{detail.get('by')} evicted {name}: {reason}"
         case "readmitted":

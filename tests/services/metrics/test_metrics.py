@@ -64,6 +64,7 @@ ACCESS = {
     ("POST", f"{ONE}/readmit"): "admin",
     ("POST", f"{ONE}/evict"): "admin",
     ("POST", f"{ONE}/drain"): "admin",
+    ("POST", f"{ONE}/replace"): "admin",
     ("GET", "/v1/cluster"): ALL,
     ("GET", "/v1/stream"): ALL,
 }

@@ -75,6 +75,24 @@ def test_a_group_that_leaves_on_purpose_has_no_life_until_it_comes_back() -> Non
     assert not world.job.failures
 
 
+def test_the_time_in_which_a_spare_stands_by_does_not_count() -> None:
+    world = joined("a:1")
+    world.happens(0, "joined", "b:1", member=False)
+    standby = {"kind": "state", "t": T + 2, "state": "standby"}
+    world.core.apply(read_batch(Teller("b:1").batch(standby)), T + 2)
+    assert world.job.joining == set()
+    world.happens(40, "spare_in", "b:1", reason="1 of 2 groups were there")
+    world.happens(41, "quorum", quorum_id=2, members=["a:1", "b:1"])
+    world.steps("b:1", 41, 45)
+    assert world.states("b", 45) == [
+        (0, 2, "waiting_quorum"),
+        (2, 40, "standby"),
+        (40, 41, "waiting_quorum"),
+        (41, 45, "training"),
+    ]
+    assert sum(world.job.groups["b"].timeline.seconds(T, T + 45).values()) == 7
+
+
 def test_a_group_whose_script_ended_with_an_error_is_lost_until_it_comes_back() -> None:
     world, why = joined("a:1", "b:1"), "the script ended with ValueError: no data"
     world.happens(15, "left", "a:1", reason=why, cause="failed", step=5)

@@ -53,15 +53,16 @@ def test_the_seconds_of_the_states_are_the_life_and_a_picture_covers_the_same_ti
     for begin, length, state in changes:
         line.fill(begin, begin + length, state)
     spans = line.spans(0, TICKS)
-    life = sum(end - begin for begin, end, _ in spans)
+    covered = sum(end - begin for begin, end, _ in spans)
+    life = sum(end - begin for begin, end, state in spans if state is not State.STANDBY)
     seconds = line.seconds(0, TICKS)
     assert set(seconds) == set(LIVING)
     assert sum(seconds.values()) == pytest.approx(life)
     picture = merged(spans, TICKS / pixels)
-    assert sum(end - begin for begin, end, _ in picture) == pytest.approx(life)
+    assert sum(end - begin for begin, end, _ in picture) == pytest.approx(covered)
     assert all(before[1] <= after[0] for before, after in pairwise(picture))
-    covered = {tick for begin, end, _ in spans for tick in range(int(begin), int(end))}
-    assert covered == {tick for begin, end, _ in picture for tick in range(int(begin), int(end))}
+    ticks = {tick for begin, end, _ in spans for tick in range(int(begin), int(end))}
+    assert ticks == {tick for begin, end, _ in picture for tick in range(int(begin), int(end))}
 
 
 def test_a_picture_of_a_day_shows_a_retry_of_a_second() -> None:

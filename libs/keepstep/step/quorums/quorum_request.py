@@ -105,10 +105,14 @@ class QuorumRequest:
             return self._future.result(REPORT_WAIT_SECONDS)
         except TimeoutError:
             if not self._future.done():
-                self._context.telemetry.state("waiting_quorum")
+                self._context.telemetry.state("standby" if self._context.stands_by else "waiting_quorum")
             return self._future.result(limit)
         finally:
-            times.quorum_seconds += time.monotonic() - began
+            waited = time.monotonic() - began
+            if self._context.stands_by:
+                times.began += waited  # the wait of a spare is no part of its first step
+            else:
+                times.quorum_seconds += waited
 
     def _end_training(self, error: Leaving | DisagreeError | LayoutMismatch | StartRefused | Banned) -> NoReturn:
         context = self._context

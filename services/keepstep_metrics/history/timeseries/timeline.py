@@ -26,10 +26,12 @@ class State(Enum):
     """Asked to leave."""
     GONE = "gone"
     """Left gracefully. This time does not count."""
+    STANDBY = "standby"
+    """Stands by as a spare. This time does not count."""
 
 
 STATES = tuple(State)
-LIVING = STATES[:-1]
+LIVING: tuple[State, ...] = tuple(state for state in STATES if state not in (State.GONE, State.STANDBY))
 """States whose time counts."""
 NUMBER = {state: number for number, state in enumerate(STATES)}
 MAX_MARKS = 4000
@@ -117,7 +119,8 @@ class Timeline:
     def seconds(self, since: float, until: float) -> dict[State, float]:
         found = dict.fromkeys(LIVING, 0.0)
         for begin, end, state in self.spans(since, until):
-            found[state] += end - begin
+            if state is not State.STANDBY:
+                found[state] += end - begin
         return found
 
     def dump(self) -> tuple[bytes, bytes]:
