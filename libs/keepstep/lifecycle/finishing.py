@@ -67,13 +67,13 @@ class Finishing(BackgroundQuorum):
         context.raise_fatal()
         if self._finished is not None:
             return self._finished
+        deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
         self._end_open_step()
         if context.follower is not None:
             context.follower.finish()
         if publish:
             self._durability.publish(None if timeout is None else timeout.total_seconds())
         last_step = self._attempt
-        deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
         finished: Finished | None = None
         while finished is None:
             if context.leaving and context.settings.world_size == 1:
