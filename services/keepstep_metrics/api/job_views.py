@@ -100,7 +100,7 @@ class NowView:
     state: StateOfJob | None
     """As the lighthouse sees the job; None: it did not answer."""
     kept_out: tuple[str, ...]
-    """Names of banned and evicted groups, as ordered."""
+    """Names of banned and evicted groups, as ordered, and of groups on probation."""
 
 
 def summary(job: Job, now: float) -> JobSummary:
@@ -134,7 +134,7 @@ def now_view(job: Job, live: Live, now: float) -> NowView:
         blame=blame(job),
         alerts=alerts(job, now),
         state=live.state,
-        kept_out=live.kept_out,
+        kept_out=tuple(sorted({*live.kept_out, *(one.name for one in job.groups.values() if one.parted)})),
     )
 
 

@@ -84,8 +84,10 @@ export class Groups {
       node,
       update: (group) => {
         const slow = group.straggler && group.state !== "lost";
-        const waits = !slow && this.now.blame && group.state === "waiting_quorum";
-        say(state, slow ? "slow" : waits ? `waiting for ${this.now.blame.slow[0]}` : stateName(group.state));
+        const idle = !slow && group.state === "waiting_quorum";
+        const out = idle && this.now.kept_out.includes(group.name);
+        const waits = idle && this.now.blame && `waiting for ${this.now.blame.slow[0]}`;
+        say(state, slow ? "slow" : out ? "kept out" : waits || stateName(group.state));
         state.className = `state ${slow ? "slow" : Object.hasOwn(STATES, group.state) ? group.state : ""}`;
         straggler.hidden = !group.straggler;
         replace.hidden = group.state === "standby" || !this.now.groups.some((one) => one.state === "standby");

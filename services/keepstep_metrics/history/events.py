@@ -15,6 +15,9 @@ JOB_DELETED = "job_deleted"
 JOB_ENDS = ("job_finished", "job_failed", "job_stopped")
 """Events of a lighthouse: the last group has gone."""
 ORDERS = ("evicted", "readmitted")
+PROBATION = ("parted", "let_in")
+"""Events about a group on probation."""
+BY_STABLE_NAME = (*ORDERS, *PROBATION)
 """Events that may name a group by its stable name; all others name an incarnation."""
 
 

@@ -18,7 +18,7 @@ SHORT_WAIT_SECONDS = 0.05
 """A shorter wait for the quorum counts as training."""
 REPORTED_STATES = {state.value for state in State} - {State.LOST.value, State.GONE.value}
 
-PLAIN = ("step", "committed_at", "values", "ends", "restarts", "failed_heals", "error", "error_at")
+PLAIN = ("step", "committed_at", "values", "ends", "restarts", "failed_heals", "error", "error_at", "parted")
 """Fields that a dump has as they are."""
 
 
@@ -49,8 +49,10 @@ class Group:
     failed_heals: int = 0
     """Failed heals since the last one that succeeded."""
     error: str = ""
-    """Why it was lost, or failed to heal, the last time."""
+    """Why it was lost, failed to heal, or was parted, the last time."""
     error_at: float = 0.0
+    parted: bool = False
+    """Whether it is on probation, and kept out of quorums."""
     ends: dict[str, float] = field(default_factory=dict)
     """Incarnation -> when it was lost, left, or was asked to leave. Its later records do not change the state."""
 
@@ -146,7 +148,7 @@ class Group:
         group = cls(dumped["name"], dumped["replica_id"], Timeline.load(dumped["timeline"]))
         group.steps.load(dumped["steps"])
         for key in PLAIN:
-            setattr(group, key, dumped[key])
+            setattr(group, key, dumped.get(key, getattr(group, key)))  # an older release had no "parted"
         group.recent.extend(dumped["recent"])
         group.busy.extend(dumped["busy"])
         group.whole.extend(dumped["whole"])

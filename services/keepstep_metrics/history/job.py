@@ -16,7 +16,7 @@ from keepstep_mesh.protocol.telemetry_records import (
 )
 from keepstep_metrics.history import stragglers
 from keepstep_metrics.history.durable import DurableProgress
-from keepstep_metrics.history.events import JOB_ENDS, ORDERS, Event, integer, is_loss, reason_of
+from keepstep_metrics.history.events import BY_STABLE_NAME, JOB_ENDS, Event, integer, is_loss, reason_of
 from keepstep_metrics.history.failures import Failure, FailureLog
 from keepstep_metrics.history.group import Group
 from keepstep_metrics.history.histogram import BINS, bin_of
@@ -185,7 +185,11 @@ class Job:
         """Apply an event. Return it with ``number``, its number in this service."""
         self.epoch = max(self.epoch, record.epoch)
         name = self._name(record)
-        if name and record.event not in ORDERS and (group := self.group(record.replica_id)) is not None:
+        if record.event in BY_STABLE_NAME:
+            group = self.groups.get(name)
+        else:
+            group = self.group(record.replica_id) if name else None
+        if group is not None:
             self._change_group(group, record)
         if record.event == "quorum":
             self._form_quorum(record.t, integer(record.detail.get("quorum_id")), record.detail.get("members"))
@@ -213,9 +217,9 @@ class Job:
                 group.timeline.mark(max(t, group.timeline.since), State.GONE)
 
     def _name(self, record: EventRecord) -> str:
-        """Return the stable name of the event's group. An order may name it directly, and the name may have colons."""
+        """Return the stable name of the event's group. Some events have it directly, and it may have colons."""
         given = record.replica_id
-        return given if record.event in ORDERS and given in self.groups else name_of(given)
+        return given if record.event in BY_STABLE_NAME and given in self.groups else name_of(given)
 
     def _form_quorum(self, t: float, quorum_id: int, members: Any) -> None:
         """Apply a new quorum. A group of the last quorum that is not in it is lost, even without an event for that:
@@ -228,6 +232,9 @@ class Job:
         self.quorum_id, self.formed_at = quorum_id, t
         self.participants = [name_of(str(one)) for one in members[:MAX_GROUPS]] if isinstance(members, list) else []
         self.joining.difference_update(self.participants)
+        for name in self.participants:
+            if name in self.groups:
+                self.groups[name].parted = False  # a new leader knows of no probation, and reports no end of it
         for name in self.groups.keys() - {*self.participants}:
             if (timeline := self.groups[name].timeline).state in IN_QUORUM:
                 timeline.mark(t, State.LOST)
@@ -250,6 +257,13 @@ class Job:
             case "spare_in":
                 group.timeline.mark(t, State.WAITING_QUORUM)
                 self.joining.add(group.name)
+            case "parted":
+                group.parted = True
+                group.fail(t, f"kept out: {reason_of(record.detail)}")
+                if group.is_there:
+                    group.timeline.mark(t, State.WAITING_QUORUM)  # before the quorum without it: it is not lost
+            case "let_in":
+                group.parted = False
             case "drain":
                 group.end(replica_id, t, State.DRAINING)
             case "heal_began":

@@ -50,6 +50,14 @@ def sentence(event: str, name: str, detail: Mapping[str, Any]) -> str:
             return f"{name} healed: {size} in {_number(detail.get('seconds')):.2f} s{via}"
         case "heal_failed":
             return f"{name} failed to heal: {reason}"
+        case "parted":
+            seconds = _number(detail.get("seconds"))
+            return f"{name} keeps others from committing and is kept out for {seconds:.0f} s: {reason}"
+        case "let_in":
+            return f"{name} may take part again, on trial: {reason}"
+        case "not_parted":
+            left, needed = detail.get("left"), detail.get("needed")
+            return f"no group was kept out, because {left} would be left and a quorum needs {needed}: {reason}"
         case "drain":
             return f"{detail.get('by')} drained {name}: {reason}"
         case "replace":

@@ -147,3 +147,15 @@ def test_of_marks_at_one_place_the_most_important_stays() -> None:
     found = [(one.t, one.kind) for one in marks(log.events, 0, 100, 0.5)]
     assert found == [(1, "quorum"), (10.2, "failure"), (21, "quorum"), (22, "heal"), (50, "went_back")]
     assert [(one.kind, one.count) for one in marks(log.events, 0, 100, 1000)] == [("went_back", 1)]
+
+
+def test_the_partings_of_a_group_are_one_incident_with_the_reason() -> None:
+    log, reason = job_of_three(), "b fails by itself: ValueError: bad batch"
+    log.add(10, "parted", "b", cause="own", seconds=5.0, times=1, reason=reason).quorum(10.1, 2, "a", "c")
+    log.add(15, "let_in", "b", reason="its time is over").quorum(15.1, 3, "a", "b", "c")
+    log.add(16, "parted", "b", cause="own", seconds=10.0, times=2, reason=reason).quorum(16.1, 4, "a", "c")
+    incident = log.incidents[-1]
+    assert (incident.kind, incident.name, len(incident.events)) == ("parted", "b", 6)
+    assert incident.sentence.startswith(f"b keeps others from committing and is kept out for 5 s: {reason}; ")
+    assert "parted again" in incident.sentence
+    assert [one.t for one in marks(log.events, 0, 20, 1.0) if one.kind == "failure"] == [10, 16]

@@ -380,3 +380,18 @@ def test_goodput_and_members_end_with_the_job() -> None:
         "b was lost: killed",
         "the job finished at step 20: b:1 was lost: killed",
     ]
+
+
+def test_a_parted_group_is_kept_out_and_not_lost_until_it_is_in_a_quorum_again() -> None:
+    world = joined("a:1", "b:1")
+    world.steps("b:1", 10, 20)
+    world.happens(20, "parted", "b", cause="own", seconds=5.0, times=1, reason="b fails by itself: bad batch")
+    world.happens(20, "quorum", quorum_id=2, members=["a:1"])
+    now = job_views.now_view(world.job, NOTHING, T + 21)
+    [b] = [one for one in now.groups if one.name == "b"]
+    assert (now.kept_out, b.state, b.error) == (("b",), "waiting_quorum", "kept out: b fails by itself: bad batch")
+    dumped = MetricsCore()
+    dumped.load(msgpack.unpackb(msgpack.packb(world.core.dump()), strict_map_key=False))
+    assert dumped.jobs[JOB].groups["b"].parted
+    world.happens(25, "quorum", quorum_id=3, members=["a:1", "b:1"])
+    assert job_views.now_view(world.job, NOTHING, T + 26).kept_out == ()

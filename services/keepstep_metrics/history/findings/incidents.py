@@ -15,11 +15,11 @@ from keepstep_metrics.history.events import Event, is_loss
 
 ENDS = ("lost", "left", "moved", "evicted")
 """The group is away."""
-BEGINS = ("suspect", "drain", "joined", "heal_began", *ENDS)
+BEGINS = ("suspect", "drain", "joined", "heal_began", "parted", *ENDS)
 """Events that begin an incident, unless the group has an open one."""
 HEALS = ("heal_began", "healed", "heal_failed", "heal_given_up")
 FAILED_HEALS = ("heal_failed", "heal_given_up")
-PARTS = (*HEALS, "readmitted")
+PARTS = (*HEALS, "readmitted", "let_in")
 """Events that continue an open incident of the group; without one, they stand alone."""
 REPEATED = "replicas_verified"
 """Event of every comparison that finds no difference: those in a row are one line."""
@@ -34,10 +34,12 @@ RANKS = {
             "joined",
             "moved",
             "left",
+            "let_in",
             "readmitted",
             "drain",
             "healed",
             *FAILED_HEALS,
+            "parted",
         )
     )
 }
@@ -91,7 +93,8 @@ class _Incident:
             return False
         if self.last.event == "healed" or event.t - self.last.t > QUIET_SECONDS:
             return True
-        return event.event not in PARTS and self.last.event == "quorum"
+        parted_again = event.event == "parted" and any(one.event == "parted" for one in self.events)
+        return event.event not in PARTS and self.last.event == "quorum" and not parted_again
 
 
 def fold(events: Iterable[Event]) -> list[Incident]:

@@ -11,6 +11,7 @@ KINDS = {
     "evicted": "failure",
     "heal_failed": "failure",
     "heal_given_up": "failure",
+    "parted": "failure",
     "replicas_differ": "failure",
     "replica_diverged": "failure",
     "went_back": "went_back",
