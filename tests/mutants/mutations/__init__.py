@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from tests.mutants.mutations import elastic_data, jobs, leadership, local_sgd, mesh, quorum, retries, spares, worker
+from tests.mutants.mutations import (
+    elastic_data,
+    jobs,
+    leadership,
+    local_sgd,
+    mesh,
+    probation,
+    quorum,
+    retries,
+    spares,
+    worker,
+)
 
 MUTATIONS = leadership.MUTATIONS + quorum.MUTATIONS + jobs.MUTATIONS + mesh.MUTATIONS + worker.MUTATIONS
 MUTATIONS += local_sgd.MUTATIONS + retries.MUTATIONS + elastic_data.MUTATIONS + spares.MUTATIONS
+MUTATIONS += probation.MUTATIONS
