@@ -41,6 +41,7 @@ class Stream:
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
     made = Stream()
+    monkeypatch.setenv("KEEPSTEP_NCCL_MEMBERS", "rebuild")  # test_membership_changes.py has the other way
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
