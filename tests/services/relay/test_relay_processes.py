@@ -6,14 +6,19 @@ import asyncio
 import contextlib
 import io
 import signal
+import ssl
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+import pytest
 
 from keepstep_mesh.net.http import client_session
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES, chunk_digest
 from keepstep_mesh.security.tls import TlsFiles
+from keepstep_mesh.serving import service
+from keepstep_relay.api import bulk
+from keepstep_relay.processes import main_process
 from tests.support.network.certificates import Authority
 from tests.support.services.access_table import TOKENS
 from tests.support.services.relay_driver import DEADLINE, Client, client, get, metric, raw, relay, relay_process, state
@@ -76,6 +81,62 @@ async def test_every_process_serves_every_route_with_tokens_and_tls(tmp_path: Pa
                 await Client(http, one.address).call(
                     "PUT", f"/v1/chunks/{'0' * 32}", 401, data=io.BytesIO(bytes(CHUNK_BYTES))
                 )
+
+
+async def served(address: str, trusting: ssl.SSLContext) -> set[bytes]:
+    """Return the certificates that the processes show to new connections, of which each gets some."""
+    host, port = address.removeprefix("https://").split(":")
+    found = []
+    async with contextlib.AsyncExitStack() as stack:
+        for _ in range(2 * CONNECTIONS):
+            _, writer = await asyncio.open_connection(host, int(port), ssl=trusting)
+            stack.push_async_callback(writer.wait_closed)
+            stack.callback(writer.close)
+            found.append(writer.get_extra_info("ssl_object").getpeercert(binary_form=True))
+    return set(found)
+
+
+async def test_processes_share_a_full_memory_get_new_certificates_and_are_replaced_when_they_freeze(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bulk, "ROOM_SECONDS", 0.2)
+    monkeypatch.setattr(service, "FILE_CHECK_SECONDS", 0.1)
+    monkeypatch.setattr(main_process, "PROCESS_PING_SECONDS", 0.1)
+    monkeypatch.setattr(main_process, "MAX_LOST_PINGS", 10_000)  # a process may take long to start here
+    authority = Authority(tmp_path)
+    certificate, following = (authority.certificate("127.0.0.1") for _ in range(2))
+    trusting = TlsFiles(ca=authority.pem).client_context()
+    async with relay(processes=2, memory=2 * CHUNK_BYTES + (1 << 20), tls=TlsFiles(cert=certificate)) as one:
+        await until(lambda: one.processes == 2)
+        async with client_session(tls=trusting) as http, client_session(tls=trusting) as other_http:
+            clients = [Client(each, one.address) for each in (http, other_http)]
+            for each in clients:
+                await each.list()  # its connection; the second one goes to the other process
+            full, waiting = state(1), state(2)
+            await clients[0].upload(full, "full")
+            await clients[0].begin("waiting", 2)
+            await clients[0].manifest(waiting, "waiting")
+            for each in clients:
+                refused = await each.put(waiting.chunks[0], 503)
+                assert "memory tier full" in str(refused)
+            await clients[1].call("POST", f"{clients[1].checkpoints}/full/abort", 204, json={"reason": "room"})
+            for each, chunk in zip((*clients, clients[0]), waiting.chunks, strict=True):
+                await each.put(chunk)
+            await clients[0].commit("waiting")
+            for each in clients:
+                assert await each.pack("waiting") == waiting.pack
+        (before,) = await served(one.address, trusting)
+        certificate.write_bytes(following.read_bytes())
+        async with asyncio.timeout(DEADLINE):
+            while len(shown := await served(one.address, trusting)) != 1 or before in shown:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)  # another process has no event to wait for
+        (frozen,) = [child for child in psutil.Process().children() if FURTHER in child.cmdline()]
+        frozen.send_signal(signal.SIGSTOP)
+        monkeypatch.setattr(main_process, "MAX_LOST_PINGS", 2)
+        await until(lambda: not frozen.is_running())
+        monkeypatch.setattr(main_process, "MAX_LOST_PINGS", 10_000)
+        await until(lambda: one.processes == 2)
+        assert await served(one.address, trusting) == shown
 
 
 async def test_a_killed_process_loses_only_its_connections_and_ends_with_the_main_one() -> None:
