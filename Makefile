@@ -6,10 +6,12 @@ STAMP := $(VENV)/.set-up
 SEEDS ?= 1000
 TESTS ?= tests
 PROCESSES ?= 4
+SECONDS ?= 600
+SEED ?= 1
 # The tests start hundreds of Python processes: without stored byte code each would compile all of keepstep.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo demo-resume test coverage lint reference bench simulate mutants faults gpu clean
+.PHONY: help setup demo demo-resume test coverage lint reference bench simulate mutants faults soak gpu clean
 .DEFAULT_GOAL := help
 
 help: ## what there is to do
@@ -61,6 +63,9 @@ mutants: $(STAMP) ## planted bugs, each of which a stored test has to catch
 
 faults: $(STAMP) ## lighthouses, etcd, groups killed, frozen, cut off, again and again (half an hour): make faults FAULTS=--list
 	@$(BIN)/python -m tests.faults $(FAULTS)
+
+soak: $(STAMP) ## a real job under faults of a seed, with `keepstep chaos`: make soak SECONDS=3600 SEED=1
+	@$(BIN)/python -m tests.faults.soak --seconds $(SECONDS) --seed $(SEED) $(SOAK)
 
 gpu: $(STAMP) ## checks with NCCL on the GPUs of this machine: make gpu GPU="--only collectives"; GPU="--device cpu"
 	@$(BIN)/python -m tests.gpu $(GPU)

@@ -45,3 +45,9 @@ class Unwritable(ClickException):
     """The output could not be written. The action of the command was done."""
 
     exit_code = 6
+
+
+class Wedged(ClickException):
+    """``keepstep chaos``: no step committed although enough groups were able to."""
+
+    exit_code = 7

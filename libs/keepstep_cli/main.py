@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from keepstep_cli.commands import admin
+from keepstep_cli.commands.chaos_command import chaos
 from keepstep_cli.commands.check_history import check_history
 from keepstep_cli.commands.checkpoint import checkpoint
 from keepstep_cli.commands.completion import completion
@@ -49,6 +50,7 @@ for command in (
     run,
     restart,
     demo,
+    chaos,
     *admin.COMMANDS,
     doctor,
     checkpoint,

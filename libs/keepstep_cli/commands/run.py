@@ -142,7 +142,7 @@ def run(
 
     from keepstep_cli.asking.rest import Lighthouse, read_token
     from keepstep_cli.running import embedded
-    from keepstep_cli.running.bans import ask_ban, ask_finished
+    from keepstep_cli.running.bans import ask_ban, ask_finished, name_at_lighthouse
     from keepstep_cli.running.console.console_audience import ConsoleAudience
     from keepstep_cli.running.heal_notes import follow_heals
     from keepstep_cli.running.launcher import Launcher, Program, replica_programs, stop_on_signals
@@ -214,10 +214,14 @@ def run(
         async def launch() -> int:
             limits = Restarts(max_restarts=max_restarts, grace=notice + grace)
             launcher = Launcher([*programs, *groups], limits, audience, bans, partial(ask_finished, lighthouse, job))
+
+            def facts() -> dict[str, Any]:
+                return {"processes": launcher.pids(), "names": {one: name_at_lighthouse(told, one) for one in local}}
+
             telling = asyncio.create_task(follow_heals(lighthouse, job, local, told, launcher.note))
             try:
                 with stop_on_signals(launcher):
-                    async with accepting_orders(job, local, launcher.restart):
+                    async with accepting_orders(job, local, launcher.restart, facts):
                         return await launcher.run()
             finally:
                 telling.cancel()

@@ -18,9 +18,14 @@ LEAST_SECONDS = 0.5
 
 async def ask_ban(lighthouse: Lighthouse, job: str, names: Path, group: str) -> BanLearned:
     """Return the time for which ``group`` is banned, by the name in its file in ``names``, or else its own."""
-    file = names / group
-    name = (file.read_text(errors="replace") if file.exists() else "") or group
+    name = name_at_lighthouse(names, group)
     return BanLearned(group, await _ban_left(lighthouse, job, name), name)
+
+
+def name_at_lighthouse(names: Path, group: str) -> str:
+    """Return the name of ``group`` in its file in ``names``, or else its own."""
+    file = names / group
+    return (file.read_text(errors="replace") if file.exists() else "") or group
 
 
 async def ask_finished(lighthouse: Lighthouse, job: str) -> int:

@@ -103,6 +103,10 @@ class Launcher:
         for process in self._processes[group].values():
             process.send(signum)
 
+    def pids(self) -> dict[str, list[int]]:
+        """Return the processes that run, by group or service."""
+        return {name: [one.pid for one in processes.values()] for name, processes in self._processes.items()}
+
     async def run(self) -> int:
         """Run the job and return its exit code (``Supervisor.exit_code``). Leaves no process behind."""
         loop = asyncio.get_running_loop()

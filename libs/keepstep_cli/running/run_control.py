@@ -11,13 +11,14 @@ import json
 import os
 import socket
 import struct
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 ORDER_SECONDS = 5.0
 MAX_ORDER_BYTES = 64 * 1024
+MAX_ANSWER_BYTES = 1 << 20
 LONGEST_JOB = 60
 """Characters of a job's name; a longer one is replaced by a digest. The name of a socket has at most 107."""
 LISTED = Path("/proc/net/unix")
@@ -37,14 +38,22 @@ def running_here(job: str, pid: int | None = None) -> list[str]:
 
 
 @asynccontextmanager
-async def accepting_orders(job: str, groups: Sequence[str], restart: Callable[[str], None]) -> AsyncIterator[None]:
-    """Accept orders while the context is open. ``restart`` is called with each group of ``groups`` to restart."""
+async def accepting_orders(
+    job: str,
+    groups: Sequence[str],
+    restart: Callable[[str], None],
+    facts: Callable[[], Mapping[str, Any]] = dict,
+) -> AsyncIterator[None]:
+    """Accept orders while the context is open. ``restart`` is called with each group of ``groups`` to restart.
+
+    ``facts``: more of the answer: ``processes`` (process ids by local name) and ``names`` (names at the lighthouse).
+    """
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(ORDER_SECONDS):
                 if _same_user(writer.get_extra_info("socket")):
-                    writer.write(_answered(await reader.readline(), groups, restart))
+                    writer.write(_answered(await reader.readline(), groups, restart, facts))
                     await writer.drain()
         except (OSError, TimeoutError, ValueError):
             pass  # the client reports that it got no answer
@@ -65,21 +74,26 @@ def _same_user(connection: Any) -> bool:
     return uid in (0, os.getuid())
 
 
-def _answered(line: bytes, groups: Sequence[str], restart: Callable[[str], None]) -> bytes:
+def _answered(
+    line: bytes, groups: Sequence[str], restart: Callable[[str], None], facts: Callable[[], Mapping[str, Any]]
+) -> bytes:
     wanted = [name for name in json.loads(line)["restart"] if name in groups]
     for name in wanted:
         restart(name)
-    return json.dumps({"restarted": wanted, "groups": list(groups)}).encode() + b"\n"
+    return json.dumps({**facts(), "restarted": wanted, "groups": list(groups)}).encode() + b"\n"
 
 
 def order_restart(address: str, groups: Sequence[str]) -> dict[str, Any]:
-    """Send the order to one run; return the groups that it restarts, and all of its groups. Raises OSError."""
+    """Send the order to one run; return the groups that it restarts, all of its groups, and its processes.
+
+    Raises OSError.
+    """
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(ORDER_SECONDS)
         connection.connect(f"\0{address}")
         connection.sendall(json.dumps({"restart": list(groups)}).encode() + b"\n")
         with connection.makefile("rb") as answer:
-            line = answer.readline(MAX_ORDER_BYTES)
+            line = answer.readline(MAX_ANSWER_BYTES)
     if not line:
         raise ConnectionResetError(f"{address} did not answer")
     found: dict[str, Any] = json.loads(line)

@@ -1,0 +1,221 @@
+"""Prepare and run ``keepstep chaos``: find targets, show them, run the engine, check, and write the report."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import click
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from keepstep_cli.asking import tables
+from keepstep_cli.asking.rest import Lighthouse
+from keepstep_cli.asking.rest import run as run_async
+from keepstep_cli.chaos import observation
+from keepstep_cli.chaos.engine import Duration, Engine
+from keepstep_cli.chaos.injection import Permissions, available, unavailable
+from keepstep_cli.chaos.recovery import Recovery
+from keepstep_cli.chaos.schedule import Limits, Schedule, choices
+from keepstep_cli.chaos.targets import Places, find
+from keepstep_cli.chaos.verdict import COLUMNS, GROWTH_COLUMNS, Outcome, fault_rows, growth_rows, summary
+from keepstep_cli.chaos.vocabulary import KINDS, Role, Target
+
+LIST_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Flags of the command."""
+
+    seed: int
+    duration: Duration
+    limits: Limits
+    permissions: Permissions
+    only: tuple[str, ...] = ()
+    """Kinds of faults; empty: all that are available."""
+    targets: tuple[str, ...] = ()
+    """Names or roles; empty: all targets."""
+    etcd: tuple[str, ...] = ()
+    logs: tuple[Path, ...] = ()
+    """Logs and folders; empty: those that the processes tell."""
+    digests: Path | None = None
+    results: Path = Path("chaos-results")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A request, with all that was found for it."""
+
+    request: Request
+    places: Places
+    kinds: dict[Target, list[str]]
+    """Kinds that can hit each target."""
+    left_out: dict[str, str]
+    """Kinds that can hit no target, with the reason."""
+    schedule: Schedule
+    logs: list[Path]
+
+
+def prepare(lighthouse: Lighthouse, job: str, request: Request) -> Plan:
+    """Find the targets and draw the first faults.
+
+    Raises:
+        click.UsageError: a kind or target of the request is not available.
+        ClickException: the job or its lighthouse cannot be found.
+    """
+
+    async def ask() -> tuple[Places, int]:
+        found = await find(lighthouse, job, request.etcd)
+        return found, (await lighthouse.get("jobs", job))["policy"]["min_replicas"]
+
+    places, least = run_async(ask())
+    request = replace(request, limits=replace(request.limits, min_groups=max(1, least)))
+    hit = [one for one in places.targets if _chosen(one, request.targets)]
+    if not hit:
+        known = ", ".join(map(str, places.targets))
+        raise click.UsageError(f"--target {', '.join(request.targets)} not found; known targets: {known}")
+    kinds = {target: _kinds(places, target, request) if target in hit else [] for target in places.targets}
+    bearable = choices(places.targets, kinds, request.limits)
+    kinds = {one: [fault.kind.name for fault in bearable if fault.target == one] for one in places.targets}
+    possible = {fault.kind.name for fault in bearable}
+    left_out = {name: _reason(places, hit, name, request) for name in request.only or KINDS if name not in possible}
+    if request.only and left_out:
+        raise click.UsageError("; ".join(f"--only {name}: {why}" for name, why in left_out.items()))
+    try:
+        schedule = Schedule(request.seed, places.targets, kinds, request.limits)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    logs = list(request.logs) or observation.logs_of(places)
+    return Plan(request, places, kinds, left_out, schedule, logs)
+
+
+def _chosen(target: Target, names: tuple[str, ...]) -> bool:
+    return not names or target.role == Role.JOB or bool({target.name, str(target), str(target.role)} & {*names})
+
+
+def _kinds(places: Places, target: Target, request: Request) -> list[str]:
+    found = available(places.by_target[target], request.permissions)
+    return [name for name in found if not request.only or name in request.only]
+
+
+def _reason(places: Places, targets: list[Target], kind: str, request: Request) -> str:
+    for target in targets:
+        if why := unavailable(places.by_target[target], request.permissions).get(kind):
+            return f"{target}: {why}"
+    if any(target.role in KINDS[kind].roles for target in targets):
+        return "it would leave too few groups or no lighthouse; pass --beyond-limits"
+    return "no target of the right kind"
+
+
+def show_plan(plan: Plan, previewed: int) -> None:
+    """Print the targets, the kinds that are left out, and the first faults."""
+    table = Table(box=SIMPLE_HEAD)
+    for column in ("target", "processes", "faults"):
+        table.add_column(column)
+    for target, place in sorted(plan.places.by_target.items()):
+        if kinds := plan.kinds[target]:
+            table.add_row(str(target), " ".join(map(str, place.pids)), ", ".join(kinds))
+    tables.console().print(table)
+    for name, why in plan.left_out.items():
+        print(f"left out: {name}: {why}")
+    print(f"logs: {', '.join(map(str, plan.logs)) or 'none; pass --logs'}")
+    for fault in plan.schedule.preview(previewed):
+        print(f"{fault.number:5} {fault}")
+
+
+def run_chaos(
+    lighthouse: Lighthouse, plan: Plan, *, as_json: bool, say: Callable[[str], None] | None = None
+) -> Outcome:
+    """Run the faults; write ``results.json``, and the state of a wedged job. Print the report.
+
+    ``say`` receives a line for each fault; default: standard error.
+    """
+    request = plan.request
+    request.results.mkdir(parents=True, exist_ok=True)
+    began = time.time()
+    recovery = Recovery(plan.places.targets, request.limits.min_groups, began)
+    engine = Engine(
+        plan.places, plan.schedule, recovery, lighthouse, plan.logs, request.results, say or _to_standard_error
+    )
+
+    async def play() -> None:
+        running = asyncio.current_task()
+        assert running is not None
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, running.cancel)
+        await engine.run(request.duration)
+        if engine.wedged:
+            await _save_wedge(lighthouse, plan.places.job, request.results)
+
+    try:
+        asyncio.run(play())
+    except asyncio.CancelledError:
+        _to_standard_error("keepstep: interrupted; every fault was undone")
+    outcome = _outcome(plan, engine, recovery, time.time() - began)
+    (request.results / "results.json").write_text(json.dumps(outcome.json(), indent=1) + "\n", encoding="utf-8")
+    if as_json:
+        print(json.dumps(outcome.json(), indent=2))
+    else:
+        show_outcome(outcome)
+    return outcome
+
+
+def _to_standard_error(sentence: str) -> None:
+    print(sentence, file=sys.stderr, flush=True)
+
+
+def _outcome(plan: Plan, engine: Engine, recovery: Recovery, seconds: float) -> Outcome:
+    from keepstep_history.reading import NoLogsError, check_files
+
+    outcome = Outcome(plan.request.seed, seconds, recovery.costs, recovery.commits, engine.resources.longest_lived())
+    outcome.wedged, outcome.unrecovered = engine.wedged, sorted(recovery.down)
+    outcome.comparisons, outcome.differences = engine.observer.comparisons, engine.observer.differences
+    outcome.left_out = plan.left_out
+    if plan.logs:
+        try:
+            report = check_files(plan.logs)
+        except (OSError, NoLogsError) as error:
+            outcome.violations = [str(error)]
+        else:
+            outcome.violations = [f"{one.rule}: {one.what}" for one in report.violations]
+            outcome.checked_steps = sum(job.steps for job in report.jobs.values())
+    if plan.request.digests is not None:
+        outcome.compared_weights, outcome.different_weights = observation.differing_weights(plan.request.digests)
+    return outcome
+
+
+def show_outcome(outcome: Outcome) -> None:
+    """Print the tables and the verdict."""
+    for columns, rows in ((COLUMNS, fault_rows(outcome.injected)), (GROWTH_COLUMNS, growth_rows(outcome.growth))):
+        table = Table(box=SIMPLE_HEAD)
+        for column in columns:
+            table.add_column(column, justify="left" if column == columns[0] else "right")
+        for row in rows:
+            table.add_row(*row)
+        if rows:
+            tables.console().print(table)
+    print(*summary(outcome), sep="\n")
+
+
+async def _save_wedge(lighthouse: Lighthouse, job: str, folder: Path) -> None:
+    """Write what explains a wedged job: its quorum, its groups, and the processes of this machine."""
+    for path in ("quorum", "replicas"):
+        try:
+            found = json.dumps(await lighthouse.get("jobs", job, path), indent=1)
+        except click.ClickException as error:
+            found = error.message
+        (folder / f"wedge-{path}.json").write_text(found + "\n", encoding="utf-8")
+    listed = subprocess.run(  # noqa: ASYNC221 - a fixed command, at the end
+        ["ps", "-eo", "pid,ppid,stat,etime,rss,args"],  # noqa: S607
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=LIST_SECONDS,
+    )  # fmt: skip
+    (folder / "wedge-processes.txt").write_text(listed.stdout, encoding="utf-8")

@@ -1,0 +1,152 @@
+"""Run the faults of a schedule against a job: look, decide, inject, ten times a second."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from click import ClickException
+
+from keepstep_cli.asking.rest import Lighthouse
+from keepstep_cli.chaos.injection import InjectionError, Injector
+from keepstep_cli.chaos.observation import Observer
+from keepstep_cli.chaos.recovery import Recovery
+from keepstep_cli.chaos.resources import Resources
+from keepstep_cli.chaos.schedule import Schedule
+from keepstep_cli.chaos.targets import Places, group_of
+from keepstep_cli.chaos.vocabulary import Fault, Role
+
+LOOK_SECONDS = 0.1
+SLOW_LOOK_SECONDS = 1.0
+"""Between two samples of resources, and two questions to the lighthouse without step logs."""
+ANSWER_SECONDS = 2.0
+"""Maximum wait for the answer of a service."""
+SETTLE_SECONDS = 60.0
+"""Maximum wait at the end, until all targets have recovered."""
+SERVICES = frozenset(Role) - {Role.GROUP, Role.JOB}
+
+
+@dataclass(frozen=True, slots=True)
+class Duration:
+    """When a run ends: after ``seconds``, or after ``faults`` faults, whichever comes first; 0: no limit."""
+
+    seconds: float
+    faults: int
+    wedge_seconds: float
+    """No commit for this time, while enough targets are able: the job is wedged."""
+
+
+class Engine:
+    """One run. ``say``: receives a line for each fault."""
+
+    def __init__(
+        self,
+        places: Places,
+        schedule: Schedule,
+        recovery: Recovery,
+        lighthouse: Lighthouse,
+        logs: list[Path],
+        folder: Path,
+        say: Callable[[str], None],
+    ) -> None:
+        self._places = places
+        self._schedule = schedule
+        self._recovery = recovery
+        self._lighthouse = lighthouse
+        self._injector = Injector(places, lighthouse, folder)
+        self.observer = Observer(places.job, places, recovery, logs)
+        self.resources = Resources()
+        self._say = say
+        self._acts: set[asyncio.Task[None]] = set()
+        self.wedged = False
+
+    async def run(self, duration: Duration) -> None:
+        """Inject faults until the end, then wait until all targets have recovered. Leaves no fault behind."""
+        asking = [asyncio.create_task(one) for one in (self._ask_services(), self._look_slowly())]
+        end = time.time() + duration.seconds if duration.seconds else float("inf")
+        try:
+            while time.time() < end and not self._finished(duration) and not self._look(duration):
+                fault = self._schedule.next(time.time(), self._recovery.down)
+                if fault is not None:
+                    act = asyncio.create_task(self._act(fault))
+                    self._acts.add(act)
+                    act.add_done_callback(self._acts.discard)
+                await asyncio.sleep(LOOK_SECONDS)
+            if self._acts:
+                await asyncio.wait(self._acts, timeout=SETTLE_SECONDS)
+            settled = time.time() + SETTLE_SECONDS
+            while self._recovery.down and time.time() < settled and not self._look(duration):  # noqa: ASYNC110 - as above
+                await asyncio.sleep(LOOK_SECONDS)
+        finally:
+            tasks = [*self._acts, *asking]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._injector.close()
+
+    def _finished(self, duration: Duration) -> bool:
+        return bool(duration.faults) and len(self._recovery.costs) >= duration.faults
+
+    def _look(self, duration: Duration) -> bool:
+        """Read the logs and the processes; return whether the job is wedged."""
+        self.observer.look()
+        quiet = self._recovery.wedged_seconds(time.time(), self._places.alive())
+        self.wedged = self.wedged or quiet > duration.wedge_seconds
+        return self.wedged
+
+    async def _act(self, fault: Fault) -> None:
+        self._recovery.begin(fault, time.time())
+        why = "interrupted"
+        try:
+            await self._injector.inject(fault)
+            why = ""
+        except InjectionError as error:
+            why = str(error)
+        finally:
+            self._recovery.end(fault, time.time(), why)
+            self._say(f"{fault.number:5} {fault}" + (f": not injected: {why}" if why else ""))
+
+    # ---- services and resources
+
+    async def _ask_services(self) -> None:
+        """Ask services that were hit until they answer."""
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(ANSWER_SECONDS)) as http:
+            while True:
+                waiting = [target for role in SERVICES for target in self._recovery.waits_for(role)]
+                for target in waiting:
+                    asked = time.time()
+                    if await _answers(http, self._places.by_target[target].url):
+                        self._recovery.works(target, asked)
+                await asyncio.sleep(LOOK_SECONDS)
+
+    async def _look_slowly(self) -> None:
+        while True:
+            self._places.refresh()
+            self.resources.sample(self._places, time.time())
+            if not self.observer.steps_seen:
+                with contextlib.suppress(ClickException):
+                    self._learn_steps(await self._lighthouse.get("jobs", self._places.job, "replicas"))
+            await asyncio.sleep(SLOW_LOOK_SECONDS)
+
+    def _learn_steps(self, answer: Any) -> None:
+        """Take the commits from the lighthouse, for a job without step logs."""
+        for replica in answer["replicas"]:
+            group = group_of(self._places, replica["replica_id"])
+            ago = replica.get("last_commit_seconds_ago")
+            if group is not None and ago is not None:
+                self._recovery.committed(group, replica["step"], time.time() - ago)
+
+
+async def _answers(http: aiohttp.ClientSession, url: str) -> bool:
+    """Return whether a service answers, with any status. Certificates are not checked: no secret is sent."""
+    try:
+        async with http.get(f"{url}/healthz", ssl=False):
+            return True
+    except (aiohttp.ClientError, OSError, TimeoutError):
+        return False

@@ -1,0 +1,260 @@
+"""Inject one fault, and undo it, also if the command ends in the middle of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from click import ClickException
+
+from keepstep_cli.asking.rest import Lighthouse
+from keepstep_cli.chaos import full_disk, network, process_table
+from keepstep_cli.chaos.targets import Place, Places
+from keepstep_cli.chaos.vocabulary import KINDS, Fault, Role, Target
+from keepstep_cli.running.run_control import order_restart
+
+SLOW_STOPPED_SECONDS, SLOW_RUNNING_SECONDS = 0.08, 0.02
+"""A slow process runs a fifth of the time."""
+END_SECONDS = 60.0
+"""Maximum time from a polite request to the end of a process."""
+LOOK_SECONDS = 0.02
+REASON = "keepstep chaos"
+
+
+class InjectionError(Exception):
+    """The fault could not be injected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Permissions:
+    restart_services: bool = False
+    """Start services again that no `keepstep run` supervises."""
+    fill_shared_disks: bool = False
+
+
+def unavailable(place: Place, permissions: Permissions) -> dict[str, str]:
+    """Return the kinds that cannot hit this target, each with the reason. Kinds of other roles are left out."""
+    reasons: dict[str, str] = {}
+    for name in (name for name, kind in KINDS.items() if place.target.role in kind.roles):
+        reason = None
+        if name in ("kill", "restart") and place.url and not place.local:
+            reason = _no_restart(place, permissions)
+        elif name.startswith("cut"):
+            reason = network.why_not(place.pids[0]) if place.pids else "it does not run"
+        elif name == "fill-disk":
+            reason = full_disk.why_not(place.data_folder, shared=permissions.fill_shared_disks)
+        if reason is not None:
+            reasons[name] = reason
+    return reasons
+
+
+def available(place: Place, permissions: Permissions) -> list[str]:
+    """Return the kinds that can hit this target."""
+    not_these = unavailable(place, permissions)
+    return [name for name, kind in KINDS.items() if place.target.role in kind.roles and name not in not_these]
+
+
+def _no_restart(place: Place, permissions: Permissions) -> str | None:
+    if not permissions.restart_services:
+        return "no `keepstep run` starts it again; pass --restart-services to let this command start it again"
+    if place.program is None:
+        return "its command line cannot be read"
+    if any(word.endswith(":0") for word in place.program.argv):
+        return "it listens on any free port, so a restart would give it another one; start it with a fixed port"
+    return None
+
+
+class Injector:
+    """Injects faults. ``folder``: for the output of services that it starts."""
+
+    def __init__(self, places: Places, lighthouse: Lighthouse, folder: Path) -> None:
+        self._places = places
+        self._lighthouse = lighthouse
+        self._folder = folder
+        self._started: list[subprocess.Popen[bytes]] = []
+        """Services that it started, which are its children."""
+        self._namespaces: dict[Target, int] = {}
+        """Open network namespaces of services that it starts, until ``close``."""
+
+    def close(self) -> None:
+        while self._namespaces:
+            os.close(self._namespaces.popitem()[1])
+
+    async def inject(self, fault: Fault) -> None:
+        """Inject ``fault``, and return when it is over. Raises InjectionError, before or after it hit."""
+        self._started = [one for one in self._started if one.poll() is None]
+        self._places.refresh()
+        place = self._places.by_target[fault.target]
+        if not place.pids and fault.target.role != Role.JOB:
+            raise InjectionError("it does not run")
+        try:
+            await self._acts[fault.kind.name](self, place, fault)
+        except ClickException as error:
+            raise InjectionError(error.message.splitlines()[0]) from error
+        except (OSError, network.NetworkError, TimeoutError) as error:
+            raise InjectionError(f"{type(error).__name__}: {error}") from error
+
+    # ---- processes
+
+    async def _kill(self, place: Place, _fault: Fault) -> None:
+        start_again = self._start_again(place)
+        _signal(place.pids, signal.SIGKILL)
+        await _ended(place.pids)
+        start_again()
+
+    async def _restart(self, place: Place, _fault: Fault) -> None:
+        if place.target.role == Role.GROUP:
+            order_restart(place.run, [place.local])
+            await _ended(place.pids)
+            return
+        start_again = self._start_again(place)
+        _signal(place.pids, signal.SIGTERM)
+        await _ended(place.pids)
+        start_again()
+
+    def _start_again(self, place: Place) -> Callable[[], None]:
+        """Return a function that starts a service again which no other process starts, in its network namespace."""
+        if place.local:
+            return lambda: None
+        assert place.program is not None
+        program, inside = place.program, self._inside(place)
+
+        def start() -> None:
+            name = f"{place.target.role}-{place.target.name}".replace(":", "-")
+            with (self._folder / f"{name}.log").open("ab") as log:
+                started = subprocess.Popen(  # noqa: S603 - the command that the service had
+                    [*inside, *program.argv],
+                    env=program.environment,
+                    cwd=program.folder,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+            self._started.append(started)
+            place.pids = [started.pid]
+
+        return start
+
+    def _inside(self, place: Place) -> list[str]:
+        """Return the prefix of a command that runs in the network namespace of ``place``, which is held open."""
+        if process_table.namespace(place.pids[0]) == process_table.namespace("self"):
+            return []
+        if place.target not in self._namespaces:
+            self._namespaces[place.target] = os.open(f"/proc/{place.pids[0]}/ns/net", os.O_RDONLY)
+        return ["nsenter", f"--net=/proc/{os.getpid()}/fd/{self._namespaces[place.target]}"]
+
+    async def _freeze(self, place: Place, fault: Fault) -> None:
+        with _stopped(place.pids):
+            await asyncio.sleep(fault.seconds)
+
+    async def _slow(self, place: Place, fault: Fault) -> None:
+        until = time.monotonic() + fault.seconds
+        while time.monotonic() < until:
+            with _stopped(place.pids):
+                await asyncio.sleep(SLOW_STOPPED_SECONDS)
+            await asyncio.sleep(SLOW_RUNNING_SECONDS)
+
+    # ---- surroundings
+
+    async def _cut(self, place: Place, fault: Fault) -> None:
+        name = fault.kind.name
+        await _within(network.Cut(place.pids[0], sent=name != "cut-in", received=name != "cut-out"), fault.seconds)
+
+    async def _fill_disk(self, place: Place, fault: Fault) -> None:
+        if place.data_folder is None:
+            raise InjectionError("it has no data directory")
+        await _within(full_disk.FullDisk(place.data_folder), fault.seconds)
+
+    # ---- orders
+
+    async def _evict(self, place: Place, _fault: Fault) -> None:
+        await self._order("replicas", place.target.name, "evict", reason=REASON, ban_seconds=0.0)
+        await _ended(place.pids)
+
+    async def _drain(self, place: Place, _fault: Fault) -> None:
+        try:
+            await self._order("replicas", place.target.name, "drain", reason=REASON)
+            await _ended(place.pids)
+        finally:
+            order_restart(place.run, [place.local])  # its exit code says that it is finished
+
+    async def _policy(self, place: Place, fault: Fault) -> None:
+        job = place.target.name
+        before = (await self._lighthouse.get("jobs", job))["policy"]["join_timeout"]
+        await self._lighthouse.patch("jobs", job, join_timeout=before + 1.0)
+        try:
+            await asyncio.sleep(fault.seconds)
+        finally:
+            await self._patched_back(job, before)
+
+    async def _patched_back(self, job: str, before: float) -> None:
+        """Restore the policy, also if no lighthouse answers for some time."""
+        async with asyncio.timeout(END_SECONDS):
+            while True:
+                try:
+                    await self._lighthouse.patch("jobs", job, join_timeout=before)
+                    return
+                except ClickException:
+                    await asyncio.sleep(0.5)
+
+    async def _verify(self, _place: Place, _fault: Fault) -> None:
+        await self._order("verify")
+
+    async def _order(self, *path: str, **body: Any) -> None:
+        await self._lighthouse.post("jobs", self._places.job, *path, **body)
+
+    _acts = {  # noqa: RUF012 - a table that does not change
+        "kill": _kill,
+        "restart": _restart,
+        "freeze": _freeze,
+        "slow": _slow,
+        "cut": _cut,
+        "cut-in": _cut,
+        "cut-out": _cut,
+        "fill-disk": _fill_disk,
+        "evict": _evict,
+        "drain": _drain,
+        "policy": _policy,
+        "verify": _verify,
+    }
+
+
+async def _within(context: AbstractContextManager[None], seconds: float) -> None:
+    """Enter ``context`` for so many seconds, in a thread, because it starts commands or writes files."""
+    await asyncio.to_thread(context.__enter__)
+    try:
+        await asyncio.sleep(seconds)
+    finally:
+        context.__exit__(None, None, None)
+
+
+@contextlib.contextmanager
+def _stopped(pids: list[int]) -> Any:
+    _signal(pids, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        _signal(pids, signal.SIGCONT)
+
+
+def _signal(pids: list[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+async def _ended(pids: list[int]) -> None:
+    """Wait until the processes have ended. Raises TimeoutError."""
+    async with asyncio.timeout(END_SECONDS):
+        while any(map(process_table.alive, pids)):  # noqa: ASYNC110 - the kernel tells only their parents
+            await asyncio.sleep(LOOK_SECONDS)

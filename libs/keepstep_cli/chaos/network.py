@@ -1,0 +1,86 @@
+"""Lose the packets of one process: those that it sends, those that it gets, or both.
+
+The process must be in a network namespace of its own, as a container is. The packets that it sends go to a queue that
+drops them; packets that arrive meet a routing rule that drops them. Needs root, ``nsenter`` and iproute2.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+
+from keepstep_cli.chaos import process_table
+
+NEEDED = ("nsenter", "ip", "tc")
+COMMAND_SECONDS = 10.0
+
+
+class NetworkError(Exception):
+    """A command of iproute2 failed."""
+
+
+def why_not(pid: int) -> str | None:
+    """Return why the network of ``pid`` cannot be cut; None: it can."""
+    if os.geteuid() != 0:
+        return "cutting the network needs root"
+    if missing := [name for name in NEEDED if shutil.which(name) is None]:
+        return f"cutting the network needs {', '.join(missing)}"
+    try:
+        own = process_table.namespace("self") != process_table.namespace(pid)
+    except OSError:
+        return f"process {pid} has ended"
+    return None if own else "its process shares the network of this machine; run it in a network namespace of its own"
+
+
+class Cut:
+    """A cut network: a context manager. It holds the namespace, so it can be undone after the process has ended."""
+
+    def __init__(self, pid: int, *, sent: bool, received: bool) -> None:
+        self._file = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY)
+        self._sent, self._received = sent, received
+        self._undo: list[tuple[str, ...]] = []
+
+    def __enter__(self) -> None:
+        try:
+            devices = self._devices()
+            for device in devices if self._sent else ():
+                self._run("tc", "qdisc", "replace", "dev", device, "root", "blackhole")
+                self._undo.append(("tc", "qdisc", "del", "dev", device, "root"))
+            if self._received:
+                self._drop_received(devices)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def _drop_received(self, devices: Sequence[str]) -> None:
+        """Add rules before that of local addresses, which is the first one and has to move for them."""
+        self._run("ip", "rule", "add", "pref", "1", "lookup", "local")
+        self._undo.append(("ip", "rule", "del", "pref", "1"))
+        self._run("ip", "rule", "del", "pref", "0", "lookup", "local")
+        self._undo.append(("ip", "rule", "add", "pref", "0", "lookup", "local"))
+        for device in devices:
+            self._run("ip", "rule", "add", "pref", "0", "iif", device, "blackhole")
+            self._undo.append(("ip", "rule", "del", "pref", "0", "iif", device, "blackhole"))
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            while self._undo:
+                self._run(*self._undo.pop())
+        finally:
+            os.close(self._file)
+
+    def _devices(self) -> list[str]:
+        lines = self._run("ip", "-o", "link", "show", "up").splitlines()
+        names = [line.split()[1].rstrip(":").partition("@")[0] for line in lines]
+        return [name for name in names if name != "lo"]
+
+    def _run(self, *command: str) -> str:
+        inside: Sequence[str] = ("nsenter", f"--net=/proc/{os.getpid()}/fd/{self._file}", *command)
+        done = subprocess.run(  # noqa: S603 - the words are ours
+            inside, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=COMMAND_SECONDS
+        )
+        if done.returncode:
+            raise NetworkError(f"{' '.join(command)}: {done.stderr.strip()}")
+        return done.stdout

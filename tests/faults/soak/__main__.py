@@ -1,0 +1,211 @@
+"""Run a real job for a long time under the faults of ``keepstep chaos``, and check every promise at its end.
+
+make soak SECONDS=3600 SEED=1
+make soak SECONDS=600 SEED=2 SOAK="--keep --groups 3"
+
+Four groups train with an ElasticSampler, under two lighthouses with an etcd, a relay with a data directory of 16 MiB,
+and a metrics service, each in a network namespace of its own. Needs root and iproute2. The results are in ``.soak``.
+
+Exit code: that of ``keepstep chaos`` (7: the job is wedged), or 1 if the job did not finish, or a sample was counted
+twice or not at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from keepstep_history.reading import check_files
+from keepstep_history.report import summary_lines, verdict, violation_lines
+from tests.faults.soak import accounting
+from tests.faults.soak.accounting import problems
+from tests.support.jobs.job import free_port
+from tests.support.network import namespaces
+from tests.support.network.namespaces import Host, Namespaces
+from tests.support.services.etcd_server import EtcdCluster
+
+ROOT = Path(__file__).resolve().parents[3]
+RESULTS = ROOT / ".soak"
+"""Git-ignored."""
+SAMPLES = 300
+"""As in ``trainer.py``."""
+JOB = "soak"
+DATA_BYTES = 16 << 20
+UNTIL_TOLD = 10**9
+LAST_STEPS = 200
+"""After the last fault."""
+FINISH_SECONDS = 180.0
+START_SECONDS = 120.0
+KEEPSTEP = (sys.executable, "-m", "keepstep_cli")
+
+
+class Soak:
+    """The processes of one soak. ``folder``: for logs and data."""
+
+    def __init__(self, folder: Path, network: Namespaces, groups: int) -> None:
+        self.folder, self._network, self._groups = folder, network, groups
+        self.logs = folder / "logs"
+        self.logs.mkdir()
+        self.lighthouses: list[str] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def host(self, name: str) -> Host:
+        return self._network.host(name)
+
+    def start(self, name: str, host: Host, *command: str, **variables: str) -> subprocess.Popen[bytes]:
+        with (self.folder / f"{name}.log").open("ab") as log:
+            words = [*host.command, *command]
+            environment = {**os.environ, "PYTHONUNBUFFERED": "1", **variables}
+            process = subprocess.Popen(
+                words, env=environment, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+        self._processes.append(process)
+        return process
+
+    def service(self, kind: str, name: str, *flags: str) -> str:
+        """Start a service on a host of its own; return its address."""
+        host = self.host(name)
+        bind = f"{host.address}:{free_port()}"
+        self.start(name, host, *KEEPSTEP, kind, "--bind", bind, "--insecure", "--log-level", "warning", *flags)
+        return f"http://{bind}"
+
+    def start_all(self, etcd: EtcdCluster, data: Path) -> subprocess.Popen[bytes]:
+        """Start the services and the groups; return the ``keepstep run``."""
+        limits = ("--store", f"{etcd.address}/soak", "--lease", "3", "--min-replicas", "2")
+        for number in range(2):
+            log = str(self.logs / f"events-{number}.jsonl")
+            self.lighthouses.append(self.service("lighthouse", f"lighthouse-{number}", *limits, "--event-log", log))
+        known = ("--lighthouse", ",".join(self.lighthouses))
+        self.service("relay", "relay", *known, "--data-dir", str(data))
+        self.service("metrics", "metrics", *known)
+        write_steps(self.folder, UNTIL_TOLD)
+        for number in range(self._groups):
+            self.host(f"group-{number}")
+        prefix = Path(self.host("relay").namespace).name.removesuffix("relay")
+        trainer = f"exec ip netns exec {prefix}group-$REPLICA_GROUP_ID {sys.executable} -u -m tests.faults.soak.trainer"
+        run = ("run", "--replicas", str(self._groups), "--max-restarts", "1000000", "--job", JOB, *known)
+        variables = {"SOAK_FOLDER": str(self.folder), "KEEPSTEP_STEP_LOG": str(self.logs / "steps.jsonl")}
+        path = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
+        command = (*KEEPSTEP, *run, "--", "sh", "-c", trainer)
+        return self.start("run", namespaces.LOOPBACK, *command, **variables, PYTHONPATH=path)
+
+    def wait_for_commits(self) -> None:
+        """Wait until each group has committed a step."""
+        deadline = time.monotonic() + START_SECONDS
+        while len(list(self.folder.glob("*.digests"))) < self._groups:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the groups do not train:\n{(self.folder / 'run.log').read_text()[-4000:]}")
+            time.sleep(0.2)  # until a file appears
+
+    def step(self) -> int:
+        """Return the highest committed step."""
+        return max(record["step"] for record in accounting.read(self.folder) if record["event"] == "committed")
+
+    def end(self) -> None:
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            process.wait()
+
+
+def write_steps(folder: Path, steps: int) -> None:
+    part = folder / "steps.part"
+    part.write_text(str(steps))
+    part.rename(folder / "steps")
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path) -> Iterator[Path]:
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DATA_BYTES}", "tmpfs", str(folder)], check=True, timeout=10)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=False, timeout=10)
+
+
+def chaos_command(soak: Soak, etcd: EtcdCluster, options: argparse.Namespace) -> Sequence[str]:
+    nodes = etcd.address.removeprefix("etcd://").split(",")
+    return [
+        *(*KEEPSTEP, "chaos", "--job", JOB, "--lighthouse", ",".join(soak.lighthouses), "--yes", "--restart-services"),
+        *("--seed", str(options.seed), "--seconds", str(options.seconds), "--results", str(options.results)),
+        *("--logs", str(soak.logs), "--digests", str(soak.folder), "--at-most", str(options.at_most)),
+        *("--mean-seconds-between", str(options.mean_seconds_between), "--longest", str(options.longest)),
+        *(word for node in nodes for word in ("--etcd", f"http://{node}")),
+    ]
+
+
+def check(soak: Soak, run: subprocess.Popen[bytes]) -> list[str]:
+    """Let the job finish, and return the broken promises."""
+    broken = []
+    write_steps(soak.folder, soak.step() + LAST_STEPS)
+    try:
+        if code := run.wait(FINISH_SECONDS):
+            broken.append(f"keepstep run ended with {code}")
+    except subprocess.TimeoutExpired:
+        broken.append(f"the job did not finish within {FINISH_SECONDS:g} s")
+    counted, wrong = problems(accounting.read(soak.folder), SAMPLES)
+    print(f"samples: {counted:,} counted, {len(wrong)} problems")
+    report = check_files([soak.logs])
+    print(*summary_lines(report), *violation_lines(report), verdict(report), sep="\n")
+    broken += wrong if counted else ["no samples were counted"]
+    return broken if report.fine else [*broken, verdict(report)]
+
+
+def play(options: argparse.Namespace, folder: Path, stack: ExitStack) -> int:
+    network = stack.enter_context(Namespaces())
+    etcd = stack.enter_context(EtcdCluster(folder / "etcd", host=network.host("etcd")))
+    soak = Soak(folder, network, options.groups)
+    stack.callback(soak.end)
+    run = soak.start_all(etcd, stack.enter_context(small_disk(folder / "relay-data")))
+    soak.wait_for_commits()
+    code = subprocess.run(chaos_command(soak, etcd, options), cwd=ROOT, check=False).returncode
+    broken = check(soak, run)
+    for sentence in broken:
+        print(f"BROKEN: {sentence}")
+    results = options.results / "results.json"
+    if results.exists():
+        results.write_text(json.dumps({**json.loads(results.read_text()), "soak_broken": broken}, indent=1) + "\n")
+    return code or (1 if broken else 0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="make soak", description="A real job under random faults.")
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--groups", type=int, default=4)
+    parser.add_argument("--at-most", type=int, default=3)
+    parser.add_argument("--mean-seconds-between", type=float, default=0.4)
+    parser.add_argument("--longest", type=float, default=6.0, help="longest fault, in seconds")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--keep", action="store_true", help="keep all logs, also if no promise was broken")
+    options = parser.parse_args()
+    if (why_not := namespaces.why_not()) is not None:
+        print(why_not, file=sys.stderr)
+        return 2
+    options.results.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="keepstep-soak-"))
+    code = 1
+    try:
+        with ExitStack() as stack:
+            code = play(options, folder, stack)
+    finally:
+        if code or options.keep:
+            shutil.rmtree(options.results / "logs", ignore_errors=True)
+            shutil.copytree(folder, options.results / "logs", ignore=shutil.ignore_patterns("etcd", "relay-data"))
+        shutil.rmtree(folder, ignore_errors=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
