@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -23,6 +24,9 @@ from torch import nn
 from torch.distributed import TCPStore
 from torch.utils.data import DataLoader, IterableDataset
 
+LOOPBACK = "127.0.0.1"
+INTERFACE = "eth0"
+"""Of a host in a network namespace."""
 FEATURES = 1024
 BATCH = 32
 DIGEST_EVERY = 2
@@ -74,6 +78,7 @@ def train_fault_tolerant(options: argparse.Namespace, ballast: list[torch.Tensor
     timeout = timedelta(seconds=options.timeout)
 
     def load_state_dict(state: dict[str, object]) -> None:
+        time.sleep(options.load_seconds)
         model.load_state_dict(state["model"])
         inner.load_state_dict(state["optimizer"])
         for mine, received in zip(ballast, state["ballast"], strict=True):
@@ -103,6 +108,13 @@ def train_fault_tolerant(options: argparse.Namespace, ballast: list[torch.Tensor
         ways = {"catch_up": True, "after_commit": [change_more], "catch_up_memory": CATCH_UP_BYTES}
     optimizer = library.Optimizer(manager, inner, **ways)
     data = batches(options)
+    if options.first_pass:
+        slow = model.register_forward_pre_hook(lambda *_: (slow.remove(), time.sleep(options.first_pass))[0])
+    if options.rehearse:
+        with manager.rehearse():
+            optimizer.zero_grad()
+            replicated(next(data)).square().mean().backward()
+            optimizer.step()
     while manager.current_step() < options.steps:
         inputs = next(data)
         step, began = manager.current_step(), time.perf_counter()
@@ -160,8 +172,11 @@ def main() -> None:
     parser.add_argument("--min-replicas", type=int, default=1)
     parser.add_argument("--model", choices=("tiny", "medium", "large"), default="tiny")
     parser.add_argument("--catch-up", action="store_true", help="join without a stall; keepstep only")
+    parser.add_argument("--rehearse", action="store_true", help="run a step before the first one; keepstep only")
+    parser.add_argument("--first-pass", type=float, default=0.0, help="seconds added to the first forward pass")
+    parser.add_argument("--load-seconds", type=float, default=0.0, help="seconds added to load_state_dict")
     parser.add_argument("--digests", default="", help="file for the sum of the weights' bits, now and then")
-    parser.add_argument("--address", default="127.0.0.1", help="of this host")
+    parser.add_argument("--address", default=LOOPBACK, help="of this host")
     parser.add_argument("--ballast-mib", type=int, default=0, help="state beside the network")
     parser.add_argument("--steps", type=int, default=sys.maxsize)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds of loading data, between steps")
@@ -173,6 +188,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
 
+    if options.library == "torchft" and options.address != LOOPBACK:
+        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE  # it binds to the address of the host's name, and advertises that
+        socket.gethostname = lambda: options.address
     importlib.import_module("torch._dynamo")  # torch does it when the first DistributedDataParallel is made
     if options.library != "plain":
         library = importlib.import_module(options.library)

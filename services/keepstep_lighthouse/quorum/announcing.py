@@ -5,7 +5,7 @@ from __future__ import annotations
 from keepstep_lighthouse.quorum.events import Announce, JobRecord
 from keepstep_lighthouse.quorum.group import Group
 from keepstep_lighthouse.quorum.rules.verification import is_due
-from keepstep_mesh.protocol.lineage import DIVERGED, reference_state
+from keepstep_mesh.protocol.lineage import DIVERGED, is_following, reference_state
 from keepstep_mesh.protocol.membership import Lineage, Member
 from keepstep_mesh.protocol.messages import QuorumRequest
 
@@ -58,7 +58,8 @@ class Announcer:
             version = 1 if last is None else last.version + 1
             if not uniform:
                 step, lineage = reference_state(listed)
-        verify = not finishing and (verify or is_due(step, record.policy.verify_every, allow_heal=allow_heal))
+        every, caught_up = record.policy.verify_every, self._has_caught_up(asked, step, lineage)
+        verify = not finishing and (verify or is_due(step, every, allow_heal=allow_heal, caught_up=caught_up))
         self.chosen, self._info_changed = chosen, False
         self.last = Announce(
             to=tuple([(-1 if group.session is None else group.session, request.request) for group, request in asked]),
@@ -76,6 +77,14 @@ class Announcer:
             finishing=finishing,
         )
         return self.last
+
+    def _has_caught_up(self, asked: list[tuple[Group, QuorumRequest]], step: int, lineage: Lineage) -> bool:
+        """Return whether a group at this state followed the others in the last quorum. O(1) if none can have."""
+        if self.last is None or self.last.uniform:
+            return False
+        followed = {one.replica_id for one in self.last.listed if is_following(one.lineage)}
+        here = step, lineage
+        return any(one.replica_id in followed and (said.step, said.lineage) == here for one, said in asked)
 
 
 def members_of(chosen: list[Group]) -> tuple[Member, ...]:

@@ -218,8 +218,8 @@ class Policy:
     limit of the open requests; 0: the number that the groups tell. A later quorum waits for it only with
     ``refuse_going_back``, after the loss of all members."""
     verify_every: int = 1000
-    """Compare root digests at each step that is a multiple of this, and before the first one at the steps 10 and 100;
-    0: only when ordered."""
+    """Compare root digests at each step that is a multiple of this, before the first one at the steps 10 and 100, and
+    when a group has caught up; 0: only when ordered."""
     on_divergence: str = "heal"
     """Action for a group whose root digest differs from the majority's. ``heal``: it receives the state of another
     group; ``drain``: it heals and then leaves; ``report``: none."""

@@ -5,8 +5,8 @@ round announces a comparison; each group at the reference state computes its roo
 optimizer changes the state, and sends it with its next request. When the next quorum forms, the roots of one (step,
 lineage) are compared: the root of more than half of the groups is right. Without a majority the right one is unknown.
 
-``Policy.verify_every`` announces comparisons too: at each multiple of it, and early in a job at ``EARLY_STEPS``, where
-most mistakes of a script show. Rounds without healing are left out: they are for algorithms whose groups hold different
+``Policy.verify_every`` announces comparisons too: at each multiple of it, early in a job at ``EARLY_STEPS``, where most
+mistakes of a script show, and when a group has caught up, whose weights the others did not send. Rounds without healing are left out: they are for algorithms whose groups hold different
 weights between two averages.
 
 Orders are not stored. A lighthouse that takes over compares the roots that it receives, and forgets orders.
@@ -25,17 +25,18 @@ EARLY_STEPS = (10, 100)
 """Steps of comparisons before the first multiple of ``verify_every``."""
 
 
-def is_due(step: int, every: int, *, allow_heal: bool) -> bool:
+def is_due(step: int, every: int, *, allow_heal: bool, caught_up: bool = False) -> bool:
     """Return whether the groups compare their weights at ``step``, without an order of an operator.
 
     Args:
         step: of the round.
         every: ``verify_every`` of the policy, in steps; 0: never.
         allow_heal: whether a group that differs may heal in the round.
+        caught_up: whether a group takes part with weights again, after rounds without.
     """
     if not allow_heal or not every or not step:
         return False
-    return step % every == 0 or (step in EARLY_STEPS and step < every)
+    return caught_up or step % every == 0 or (step in EARLY_STEPS and step < every)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,5 +21,11 @@ def test_comparisons_are_at_multiples_and_early_and_never_at_the_first_step(ever
     assert [step for step in range(101) if is_due(step, every, allow_heal=True)] == due
 
 
+def test_weights_are_compared_once_when_a_group_has_caught_up_unless_they_never_are() -> None:
+    assert is_due(11, 1000, allow_heal=True, caught_up=True)
+    assert not is_due(11, 0, allow_heal=True, caught_up=True)
+    assert not is_due(11, 1000, allow_heal=False, caught_up=True)
+
+
 def test_rounds_without_healing_are_not_compared() -> None:
     assert not is_due(1000, 1000, allow_heal=False)
