@@ -6,8 +6,8 @@ optimizer changes the state, and sends it with its next request. When the next q
 lineage) are compared: the root of more than half of the groups is right. Without a majority the right one is unknown.
 
 ``Policy.verify_every`` announces comparisons too: at each multiple of it, early in a job at ``EARLY_STEPS``, where most
-mistakes of a script show, and when a group has caught up, whose weights the others did not send. Rounds without healing are left out: they are for algorithms whose groups hold different
-weights between two averages.
+mistakes of a script show, and when a group has caught up, whose weights the others did not send. Rounds without healing
+are left out: they are for algorithms whose groups hold different weights between two averages.
 
 Orders are not stored. A lighthouse that takes over compares the roots that it receives, and forgets orders.
 """
