@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from keepstep_mesh.protocol.messages import Welcome
+from keepstep_mesh.protocol.messages import QuorumAnswer, Welcome
 from keepstep_mesh.security.tokens import Role, Tokens, tokens_of_service
 from tests.support.network.certificates import Authority
 from tests.support.services.command import environment, killed_at_the_end
@@ -132,3 +132,17 @@ async def test_a_trainer_is_healthy_while_a_lighthouse_knows_its_group(tmp_path:
             await group.hello()
             await group.next(Welcome)
             assert await run("healthy.py", "trainer", **at) == (0, "")
+
+
+async def test_a_group_is_ready_when_it_takes_part(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("a-worker-token-of-ours\n")
+    at = {"KEEPSTEP_TOKEN_FILE": str(tmp_path / "token"), "KEEPSTEP_JOB": "job", "REPLICA_GROUP_ID": "0"}
+    async with lighthouse(tokens=Tokens(worker="a-worker-token-of-ours")) as one:
+        at["KEEPSTEP_LIGHTHOUSE"] = one.address
+        async with connection(one.address, "r0:1", Authorization="Bearer a-worker-token-of-ours") as group:
+            await group.hello()
+            await group.next(Welcome)
+            assert await run("healthy.py", "group", **at) == (1, "the group is idle\n")
+            await group.ask()
+            await group.until(QuorumAnswer)
+            assert await run("healthy.py", "group", **at) == (0, "")
