@@ -109,7 +109,9 @@ async def test_a_source_that_freezes_after_its_upload_is_not_needed():
         ):
             await groups.uploaded(url)
             await groups.heal(url=address, progress=until(CHUNK_MIB, lambda: os.kill(frozen.pid, signal.SIGSTOP)))
-            assert psutil.Process(frozen.pid).status() == psutil.STATUS_STOPPED
+            async with asyncio.timeout(30):
+                while psutil.Process(frozen.pid).status() != psutil.STATUS_STOPPED:  # noqa: ASYNC110 - nothing tells it
+                    await asyncio.sleep(0.01)
             assert await sent_mib(url) >= 64
 
 

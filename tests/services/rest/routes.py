@@ -28,6 +28,7 @@ ACCESS = {
     ("POST", "/v1/jobs/{job}/reopen"): "admin",
     ("POST", "/v1/jobs/{job}/replicas/{replica_id}/evict"): "admin",
     ("POST", "/v1/jobs/{job}/replicas/{replica_id}/drain"): "admin",
+    ("POST", "/v1/jobs/{job}/replicas/{replica_id}/replace"): "admin",
     ("POST", "/v1/jobs/{job}/replicas/{replica_id}/readmit"): "admin",
     ("POST", "/v1/jobs/{job}/replicas/{replica_id}/straggler"): "service admin",
 }
@@ -42,6 +43,7 @@ BODIES: dict[tuple[str, str], Any] = {
     ("POST", f"{ONE}/straggler"): {"steps": 1, "seconds": 0.5, "median_seconds": 0.1},
     ("POST", f"{ONE}/evict"): {"reason": "x", "ban_seconds": 5},
     ("POST", f"{ONE}/drain"): {"reason": "x"},
+    ("POST", f"{ONE}/replace"): {"reason": "x"},
     ("POST", f"{ONE}/readmit"): None,
     ("DELETE", SERVICE): None,
 }

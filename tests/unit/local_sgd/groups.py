@@ -59,7 +59,7 @@ class Groups:
 class Member:
     """The Manager of one group."""
 
-    use_async_quorum, init_sync, retry_allreduce = False, False, False
+    use_async_quorum, init_sync, retry_allreduce, rehearsing = False, False, False, False
 
     def __init__(self, groups: Groups, rank: int) -> None:
         self.groups, self.rank = groups, rank
