@@ -201,7 +201,8 @@ class GroupServer:
 
     def request_leave(self, reason: str) -> None:
         """See ``RankLink``."""
-        asyncio.get_running_loop().call_later(LEAVE_PATIENCE, self._leave_open_request, reason)
+        patience = 0.0 if self._session.stands_by else LEAVE_PATIENCE  # a spare is not waited for
+        asyncio.get_running_loop().call_later(patience, self._leave_open_request, reason)
 
     def _leave_open_request(self, reason: str) -> None:
         """Leave in the middle of a request: the groups that would complete the quorum may have left already."""

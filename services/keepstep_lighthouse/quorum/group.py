@@ -150,6 +150,7 @@ class Group:
     excluded: Excluded | None = None
     stands_by: bool = False
     """It has not been let in since it came as a spare."""
+    came_as_spare: bool = False
     draining: str | None = None
     """Reason of the drain."""
     drained_by: str = ""

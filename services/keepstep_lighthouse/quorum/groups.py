@@ -174,7 +174,7 @@ class Groups:
 
     def stand_by(self, group: Group) -> None:
         """Make a new group a spare. It does not count until it is let in."""
-        group.stands_by = True
+        group.stands_by = group.came_as_spare = True
         self.standing_by[group.replica_id] = group
         if group.excluded is None:
             self.exclude(group, Excluded(Exclusion.SPARE))

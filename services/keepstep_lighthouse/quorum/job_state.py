@@ -47,6 +47,8 @@ class JobState:
         """Highest step that the groups are known to have committed."""
         self.last_gone: tuple[str, str] | None = None
         """The group that went last: what follows for the job (``JobEnd.code``), and why it went."""
+        self.dismissed: frozenset[str] | None = None
+        """Spares that were there when the last group that had trained left on purpose; None: it did not."""
         self.lost_at: dict[str, float] = {}
         """When groups were lost, by name; see ``changes.presence.losses``."""
         self.lost_by_port: dict[str, None] = {}

@@ -14,8 +14,8 @@ MUTATIONS = (
     Mutation(
         "a spare is let in before the members of the stored quorum are back",
         CHANGES,
-        "    if state.takeover.until is not None or not (",
-        "    if not (",
+        "    if state.takeover.until is not None:\n        return\n",
+        "",
         Test(f"{SCENARIOS}[45_spares]"),
     ),
     Mutation(
@@ -58,6 +58,13 @@ MUTATIONS = (
         CHANGES,
         "    if state.finished_step and state.record.ended is None:\n",
         "    if state.finished_step and state.record.ended is not None:\n",
+        Test(f"{SCENARIOS}[47_spares_at_the_end]"),
+    ),
+    Mutation(
+        "a spare trains the whole job again after its groups were stopped",
+        CHANGES,
+        "    _send_home(state)\n    if not (",
+        "    if not (",
         Test(f"{SCENARIOS}[47_spares_at_the_end]"),
     ),
     Mutation(

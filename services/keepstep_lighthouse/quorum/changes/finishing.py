@@ -184,7 +184,7 @@ def answer(state: JobState, group: Group, request: QuorumRequest) -> bool:
 
 
 def _send_spare_home(state: JobState, group: Group, request: QuorumRequest, final: FinalState) -> None:
-    reason = f"the job finished at step {final.step}, and no group needed this spare"
+    reason = f"the job finished at step {final.step}, and no group needs this spare"
     orders.drain(state, DrainOrdered(group.replica_id, reason, "lighthouse"))
     if group.session is not None:
         state.tell(group.session, Denied(request.request, "deadline", reason))

@@ -7,7 +7,8 @@
   job has all its groups without it, it is drained: it leaves between two steps, and no step is lost. The order is
   stored until the group has left. If ``max_replicas`` has no room for the spare beside it, it is drained first.
 * Nothing is decided during the grace of a takeover, in which the groups that train may not have reconnected.
-* Groups that finish are not missing. Spares leave with the last of them.
+* Groups that finish are not missing. If the last group that has trained leaves on purpose, the spares leave too: alone
+  they would train the whole job again. If it is lost, they go on from a checkpoint.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 from dataclasses import replace as changed
 
 from keepstep_lighthouse.quorum.changes import finishing, orders
-from keepstep_lighthouse.quorum.changes.presence import losses
+from keepstep_lighthouse.quorum.changes.presence import job_end, losses
 from keepstep_lighthouse.quorum.events import DrainOrdered, Replacement, ReplaceOrdered
 from keepstep_lighthouse.quorum.group import Group
 from keepstep_lighthouse.quorum.job_state import JobState
@@ -27,10 +28,12 @@ NO_SPARE = "no spare is ready"
 
 def settle(state: JobState, now: float) -> None:
     """Let spares in, drain the groups that were replaced, and send spares home that are no longer needed."""
-    if state.takeover.until is not None or not (state.groups.standing_by or state.record.replacing):
+    if state.takeover.until is not None:
+        return
+    _send_home(state)
+    if not (state.groups.standing_by or state.record.replacing):
         return
     if state.finished_step and state.record.ended is None:
-        _end_with_the_last_group(state)
         return
     _drop_old_orders(state)
     _let_in(state, now)
@@ -75,12 +78,26 @@ def _is_ordered(state: JobState, group: Group) -> bool:
     return any(one.replica_id == group.replica_id for one in state.record.replacing)
 
 
-def _end_with_the_last_group(state: JobState) -> None:
-    if state.groups.counted:
+def _ended_on_purpose(state: JobState) -> bool:
+    """Return whether the last group that has trained left on purpose."""
+    if state.last_gone is None or state.last_gone[0] == job_end.FAILED or state.record.ended is not None:
+        return False
+    return not any(group.member for group in state.groups)
+
+
+def _send_home(state: JobState) -> None:
+    """Let the spares leave that the end of the job leaves behind; after a stop not those that come later."""
+    if not _ended_on_purpose(state):
+        state.dismissed = None
         return
-    reason = f"the job finished at step {state.finished_step}, and no group needed this spare"
-    for group in spares.ready(state.groups, state.probation):
-        finishing.send_home(state, group, reason)
+    spares_here = [group for group in state.groups if group.came_as_spare]
+    if state.dismissed is None or state.finished_step:
+        state.dismissed = frozenset(group.replica_id for group in spares_here)
+    step = max(state.reached, state.record.finished_step)
+    how = "finished" if state.finished_step else "ended"
+    for group in spares_here:
+        if group.replica_id in state.dismissed and group.request is not None and group.draining is None:
+            finishing.send_home(state, group, f"the job {how} at step {step}, and no group needs this spare")
 
 
 def _drop_old_orders(state: JobState) -> None:

@@ -24,7 +24,10 @@ def ready(groups: Groups, probation: Probation) -> list[Group]:
     waiting = [
         group
         for group in groups.standing_by.values()
-        if group.request is not None and group.is_excluded(Exclusion.SPARE) and not probation.is_out(group.name)
+        if group.request is not None
+        and group.is_excluded(Exclusion.SPARE)
+        and group.draining is None
+        and not probation.is_out(group.name)
     ]
     waiting.sort(key=lambda group: group.arrived)
     return sorted(waiting, key=worth, reverse=True)

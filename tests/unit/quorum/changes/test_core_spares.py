@@ -145,3 +145,18 @@ def test_spares_of_a_job_that_finished_once_train_when_it_is_started_again() -> 
     assert driver.record.ended is not None
     driver.opens("r0:2", standby=True, groups=1)
     assert members(announced(driver.asks("r0:2", 5, "loaded:1"))) == ["r0:2"]
+
+
+def test_a_group_that_is_restarted_trains_although_the_spares_were_sent_home() -> None:
+    driver = job_of(1, 1)
+    decisions = driver.leaves("r0:1", "SIGTERM", cause="stopped", step=2)
+    assert any(isinstance(one, Drain) for one in told(driver, decisions)["r1:1"])
+    driver.opens("r0:2", standby=True, groups=1)
+    assert members(announced(driver.asks("r0:2"))) == ["r0:2"]
+
+
+def test_a_spare_that_is_drained_is_not_let_in() -> None:
+    driver = job_of(2, 1)
+    driver.drains("r2")
+    driver.fails("r0:1")
+    assert states(driver)["r2:1"] is ReplicaState.SPARE
