@@ -216,7 +216,7 @@ class _CheckedJob(Job):
             self._spares.on_decisions(self, decisions)
         if self._network is not None:
             for entry in decisions:
-                if isinstance(entry, LogEntry) and entry.replica_id:
+                if isinstance(entry, LogEntry) and entry.replica_id in self._workers:  # not a stable name
                     self._network.check(self, entry, self._workers[entry.replica_id])
         super()._carry_out(decisions)
 
