@@ -3,7 +3,8 @@
 The lighthouse keeps a group out that fails by itself, or that others cannot reach. Gloo and NCCL do not tell whose
 connection failed first: a group that aborts a step closes the connections of all its peers. So a group whose step
 failed, with the loss of no group, *probes* the group servers of its quorum: it connects to each of them, at the same
-time. Only a group that gives no answer counts. A refusal proves that a process died, which the lighthouse learns soon.
+time. A group that gives no answer counts. A refusal shows that the process died, which the lighthouse learns soon; but
+a group that refuses again, in the next quorum that fails, is behind a firewall, and counts too.
 
 A link may work again when the step fails, so a step that makes no progress is probed too. A connection over TCP sends
 again after 0.2 s, and after twice the time before each further try: a link whose outage made a collective time out was
@@ -16,6 +17,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 from urllib.parse import urlsplit
 
 from keepstep.group.quorum_plan import QuorumPlan
@@ -66,6 +68,8 @@ class FailureEvidence:
         self._failed: StepFailure | None = None
         self._lost_of = -1
         """The last quorum that lost a member."""
+        self._refused: dict[str, int] = {}
+        """By replica_id: the quorum in which a group refused the last probe."""
 
     # ---- the step, on the training thread or the mesh thread
 
@@ -118,7 +122,7 @@ class FailureEvidence:
     async def _probe(self, plan: QuorumPlan) -> set[str]:
         """Return the replica_ids of the groups that give no answer; empty once a group of the quorum is known lost."""
         peers = _nearest(plan.members, plan.replica_rank)
-        probes = {asyncio.create_task(_answers(peer.info.address)): peer.replica_id for peer in peers}
+        probes = {asyncio.create_task(_reach(peer.info.address)): peer.replica_id for peer in peers}
         try:
             pending = set(probes)
             while pending and plan.quorum_id != self._lost_of:
@@ -129,7 +133,10 @@ class FailureEvidence:
             await asyncio.gather(*probes, return_exceptions=True)
         if plan.quorum_id == self._lost_of:
             return set()
-        silent = {replica_id for probe, replica_id in probes.items() if not probe.result()}
+        refused = {replica_id for probe, replica_id in probes.items() if probe.result() == "refuses"}
+        again = {one for one in refused if self._refused.get(one, plan.quorum_id) != plan.quorum_id}
+        self._refused = {one: self._refused.get(one, plan.quorum_id) for one in refused}
+        silent = {replica_id for probe, replica_id in probes.items() if probe.result() == "silent"} | again
         if silent:
             log.warning("groups of the quorum cannot be reached", quorum_id=plan.quorum_id, groups=sorted(silent))
         return silent
@@ -141,17 +148,17 @@ def _nearest(members: Sequence[Member], rank: int) -> list[Member]:
     return [members[(rank + offset) % len(members)] for offset in distances[:MAX_PEERS]]
 
 
-async def _answers(address: str) -> bool:
-    """Return whether a group server, or at least its host, answers a connection."""
+async def _reach(address: str) -> Literal["answers", "refuses", "silent"]:
+    """Connect to a group server, and return how it reacts."""
     url = urlsplit(address)
     if not url.hostname or not url.port:
-        return True  # a client without a server: nothing to conclude
+        return "answers"  # a client without a server: nothing to conclude
     try:
         async with asyncio.timeout(REACH_SECONDS):
             _, writer = await asyncio.open_connection(url.hostname, url.port)
     except ConnectionRefusedError:
-        return True
+        return "refuses"
     except OSError:  # TimeoutError is one
-        return False
+        return "silent"
     writer.transport.abort()
-    return True
+    return "answers"

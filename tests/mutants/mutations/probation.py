@@ -77,8 +77,8 @@ MUTATIONS = (
     Mutation(
         "groups that answer a probe are named",
         "libs/keepstep/step/failure_evidence.py",
-        "if not probe.result()}\n",
-        "if probe.result()}\n",
+        'if probe.result() == "silent"} | again\n',
+        'if probe.result() == "answers"} | again\n',
         Test(f"{EVIDENCE}::test_a_failed_step_names_the_groups_that_give_no_answer"),
     ),
     Mutation(

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 
@@ -75,6 +76,19 @@ async def test_a_step_that_fails_while_all_groups_answer_names_none(answers: str
     failure = await evidence_of(plan_of(b=answers, c=refuses)).collect()
     assert failure is not None
     assert (failure.cause, failure.peers) == (UNKNOWN, ())
+
+
+async def test_a_group_that_refuses_in_two_quorums_is_named(answers: str, refuses: str) -> None:
+    evidence = FailureEvidence(60.0)
+    named = []
+    for quorum_id in (7, 8, 9):
+        plan = plan_of(b=answers, c=refuses)
+        evidence.begins(replace(plan, quorum=replace(plan.quorum, quorum_id=quorum_id)), StepTimes(time.monotonic()))
+        evidence.failed(UNKNOWN, BROKEN)
+        failure = await evidence.collect()
+        assert failure is not None
+        named.append(failure.peers)
+    assert named == [(), ("c",), ("c",)]
 
 
 async def test_an_error_of_the_group_itself_is_reported_without_a_probe(silent: str) -> None:
