@@ -33,6 +33,13 @@ MUTATIONS = (
         Test(ENDS_TOGETHER),
     ),
     Mutation(
+        "groups that finish leave one behind that was killed in its heals",
+        f"{LIGHTHOUSE}/quorum/changes/finishing.py",
+        "    if probation.let_in_at_end(state):\n",
+        "    if not state.groups:\n",
+        Test(WAITED_FOR),
+    ),
+    Mutation(
         "groups that finish do not wait for a group that was lost lately",
         f"{LIGHTHOUSE}/quorum/changes/finishing.py",
         "    if now < until:\n",

@@ -8,7 +8,8 @@ or commits in it, and groups that are behind heal from the others. It forms when
   with ``final`` and that state gets the same answer, and every other request is denied, until an administrator reopens
   the job. A job that ends at step 0 is not closed: nothing was trained.
 * **Groups behind.** A group that trains and is behind heals in the finishing quorum, finds that it has taken its last
-  step, and asks with ``final``. After ``MAX_HEALS`` such quorums it is refused, so that the others end.
+  step, and asks with ``final``. After ``MAX_HEALS`` such quorums it is refused, so that the others end. Groups that
+  are parted for their heals are let in: they may have been killed in them.
 * **Other last steps.** Groups whose last steps differ have different scripts. The smaller side is refused; of two equal
   sides, the one that ends first. A group that asks to train from the state at which others finished may not know that
   state yet, so it is held back once.
@@ -20,7 +21,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from keepstep_lighthouse.quorum.announcing import members_of
-from keepstep_lighthouse.quorum.changes import orders
+from keepstep_lighthouse.quorum.changes import orders, probation
 from keepstep_lighthouse.quorum.changes.presence import losses
 from keepstep_lighthouse.quorum.events import DrainOrdered, ReopenOrdered
 from keepstep_lighthouse.quorum.group import Excluded, Exclusion, Group
@@ -48,6 +49,8 @@ def settle(state: JobState, now: float, now_unix: float) -> Verdict | None:
     chosen = choose(state.groups, len(state.record.members), state.record.policy)
     if not any(map(_is_final, chosen)):
         return None
+    if probation.let_in_at_end(state):
+        return judge(state.groups, len(state.record.members), state.record.policy, None, now)
     step, lineage = reference_state(members_of(chosen))
     if _refuse_any(state, chosen, step, lineage):
         return judge(state.groups, len(state.record.members), state.record.policy, None, now)

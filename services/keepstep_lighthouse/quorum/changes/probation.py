@@ -10,7 +10,8 @@ explain what is confirmed are parted (``rules.parted``): they stay connected, an
   the quorum says so. If the others become too few later, parted groups are let in.
 * A heal that did not end in a commit counts too, from the second in a row on, unless another member failed by itself.
 * A parted group is let in when its time is over, when no group is left that it could not reach, when the evidence
-  accuses another group instead, or when an operator says so. It is then on trial until it commits a step.
+  accuses another group instead, or when an operator says so; one that is parted for its heals, also when the others
+  finish. It is then on trial until it commits a step.
 """
 
 from __future__ import annotations
@@ -176,6 +177,16 @@ def let_in_needed(state: JobState) -> bool:
         return False
     asking = [one.name for one in groups if one.is_excluded(Exclusion.PARTED) and one.request is not None]
     return _let_in_all(state, asking, "the others are too few for a quorum")
+
+
+def let_in_at_end(state: JobState) -> bool:
+    """Let in the connected groups that are parted for their heals. Return whether any was let in.
+
+    A group that was killed in its heals must end with the others. The end has a limit of its own for failed heals.
+    """
+    groups, here = state.probation.groups, state.groups.by_name
+    names = [name for name, one in groups.items() if one.out and one.cause == "heal" and name in here] if groups else []
+    return _let_in_all(state, names, "the others finish")
 
 
 def _let_in_reunited(state: JobState) -> bool:
