@@ -26,7 +26,7 @@ from keepstep_cli.chaos.recovery import Recovery
 from keepstep_cli.chaos.schedule import Limits, Schedule, choices
 from keepstep_cli.chaos.targets import Places, find
 from keepstep_cli.chaos.verdict import COLUMNS, GROWTH_COLUMNS, Outcome, fault_rows, growth_rows, summary
-from keepstep_cli.chaos.vocabulary import KINDS, Role, Target
+from keepstep_cli.chaos.vocabulary import KINDS, Target
 
 LIST_SECONDS = 10.0
 
@@ -98,7 +98,7 @@ def prepare(lighthouse: Lighthouse, job: str, request: Request) -> Plan:
 
 
 def _chosen(target: Target, names: tuple[str, ...]) -> bool:
-    return not names or target.role == Role.JOB or bool({target.name, str(target), str(target.role)} & {*names})
+    return not names or bool({target.name, str(target), str(target.role)} & {*names})
 
 
 def _kinds(places: Places, target: Target, request: Request) -> list[str]:

@@ -231,11 +231,14 @@ class Injector:
 
 async def _within(context: AbstractContextManager[None], seconds: float) -> None:
     """Enter ``context`` for so many seconds, in a thread, because it starts commands or writes files."""
-    await asyncio.to_thread(context.__enter__)
+    entering = asyncio.ensure_future(asyncio.to_thread(context.__enter__))
     try:
+        await asyncio.shield(entering)
         await asyncio.sleep(seconds)
     finally:
-        context.__exit__(None, None, None)
+        await asyncio.wait([entering])  # a thread goes on after a cancellation, and what it did must be undone
+        if entering.exception() is None:
+            context.__exit__(None, None, None)
 
 
 @contextlib.contextmanager

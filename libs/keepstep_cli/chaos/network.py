@@ -65,11 +65,15 @@ class Cut:
             self._undo.append(("ip", "rule", "del", "pref", "0", "iif", device, "blackhole"))
 
     def __exit__(self, *_: object) -> None:
-        try:
-            while self._undo:
+        failed: NetworkError | None = None
+        while self._undo:
+            try:
                 self._run(*self._undo.pop())
-        finally:
-            os.close(self._file)
+            except NetworkError as error:  # the other rules must go too
+                failed = error
+        os.close(self._file)
+        if failed is not None:
+            raise failed
 
     def _devices(self) -> list[str]:
         lines = self._run("ip", "-o", "link", "show", "up").splitlines()
