@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from statistics import linear_regression
 from typing import Any
 
@@ -12,8 +11,8 @@ from keepstep_cli.chaos import process_table
 from keepstep_cli.chaos.targets import Places
 from keepstep_cli.chaos.vocabulary import Target
 
-SETTLING = 0.3
-"""Share of the samples of a process that are left out, because it still starts."""
+SETTLING_SECONDS = 30.0
+"""From the first sample of a process: these are left out, because it still starts."""
 LEAST_SAMPLES = 8
 MAX_SAMPLES = 4096
 """Of one process: 80 minutes at one each second."""
@@ -44,7 +43,7 @@ class Growth:
 
 def growth(samples: Sequence[Sample]) -> Growth | None:
     """Return the growth by least squares; None: too few samples."""
-    settled = list(islice(samples, int(len(samples) * SETTLING), None))
+    settled = [one for one in samples if one.at - samples[0].at >= SETTLING_SECONDS]
     if len(settled) < LEAST_SAMPLES:
         return None
     minutes = [one.at / 60 for one in settled]
@@ -69,7 +68,7 @@ class Resources:
             for pid in place.pids:
                 found = process_table.usage(pid)
                 samples = self._samples.setdefault((place.target, pid), [])
-                if found is not None and len(samples) < MAX_SAMPLES:
+                if found is not None and found.resident_bytes and len(samples) < MAX_SAMPLES:  # it is not ending
                     samples.append(Sample(now, found.resident_bytes, found.descriptors))
 
     def longest_lived(self) -> dict[Target, Growth]:

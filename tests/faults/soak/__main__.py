@@ -184,7 +184,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--groups", type=int, default=4)
-    parser.add_argument("--at-most", type=int, default=3)
+    parser.add_argument("--at-most", type=int, default=5, help="of them at most two groups and one lighthouse")
     parser.add_argument("--mean-seconds-between", type=float, default=0.4)
     parser.add_argument("--longest", type=float, default=6.0, help="longest fault, in seconds")
     parser.add_argument("--results", type=Path, default=RESULTS)

@@ -1,0 +1,65 @@
+"""Figures of the report of `keepstep chaos`: growth of processes, rows by kind, and broken promises."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from keepstep_cli.chaos.observation import differing_weights
+from keepstep_cli.chaos.recovery import Cost
+from keepstep_cli.chaos.resources import Sample, growth
+from keepstep_cli.chaos.verdict import COLUMNS, Outcome, fault_rows, summary
+from keepstep_cli.chaos.vocabulary import KINDS, Fault, Role, Target
+
+R0 = Target(Role.GROUP, "r0")
+
+
+def cost(kind: str, gap: float | None, back: float | None, **other: object) -> Cost:
+    found = Cost(Fault(1, KINDS[kind], R0, 0.0), 0.0, 1.0, gap, back)
+    for name, value in other.items():
+        setattr(found, name, value)
+    return found
+
+
+def test_growth_is_the_slope_after_the_start():
+    starting = [Sample(second, 1000 * second, 5 + second) for second in range(30)]
+    steady = [Sample(second, 50_000 + 10 * second, 40) for second in range(30, 90)]
+    found = growth([*starting, *steady])
+    assert found is not None
+    assert found.bytes_per_minute == pytest.approx(600)
+    assert found.descriptors_per_minute == pytest.approx(0)
+    assert growth(starting) is None
+
+
+def test_rows_are_by_kind_and_role():
+    costs = [cost("kill", 0.1, 7.0, discarded=2), cost("kill", 0.3, None, lost=["r1: lost"]), cost("freeze", None, 1.0)]
+    rows = fault_rows(costs)
+    assert [row[0] for row in rows] == ["kill group", "freeze group"]
+    assert rows[0][1:] == ("2", "0.20 s", "0.30 s", "0.30 s", "7.00 s", "7.00 s", "2", "1")
+    assert rows[1][2] == "none"
+    assert {len(row) for row in rows} == {len(COLUMNS)}
+
+
+def test_each_broken_promise_is_named():
+    assert Outcome(1, 60.0, [cost("kill", 0.1, 7.0)], 600, {}).broken() == []
+    bad = Outcome(
+        1, 60.0, [], 0, {}, wedged=True, unrecovered=[R0], violations=["one_state: x"], comparisons=2, differences=1
+    )
+    assert len(bad.broken()) == 4
+    assert [line for line in summary(bad) if line.startswith("BROKEN: ")] == [f"BROKEN: {one}" for one in bad.broken()]
+    assert json.loads(json.dumps(bad.json()))["wedged"] is True
+
+
+def test_digests_of_one_step_and_lineage_must_be_equal(tmp_path):
+    def write(group: str, *lines: tuple[int, int, str]) -> None:
+        text = "".join(json.dumps(dict(zip(("step", "lineage", "digest"), one, strict=True))) + "\n" for one in lines)
+        (tmp_path / f"{group}.digests").write_text(text + '{"step": 9, "li')
+
+    write("0", (1, 1, "a"), (2, 1, "b"), (3, 1, "c"))
+    write("1", (1, 1, "a"), (2, 1, "b"), (3, 2, "d"))
+    assert differing_weights(tmp_path) == (2, [])
+    write("1", (1, 1, "a"), (2, 1, "x"))
+    compared, different = differing_weights(tmp_path)
+    assert compared == 2
+    assert different == ["step 2 of lineage 1: 1.digests and 0.digests hold different weights"]
