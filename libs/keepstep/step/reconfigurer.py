@@ -62,7 +62,7 @@ class Reconfigurer:
         own_address: str,
         timeout: timedelta,
     ) -> None:
-        if not (hasattr(pg, "configure") or getattr(pg, "supports_reconfigure", False)):
+        if not (hasattr(pg, "configure") or _has_reconfigure(pg)):
             raise ValueError(
                 f"pg is a {type(pg).__name__}, which cannot change its members: pass a process group of keepstep, or "
                 "one of torch >= 2.14 that was made with enable_reconfigure=True"
@@ -242,6 +242,13 @@ class Reconfigurer:
                 self._store.abort("shutting down")
                 self._store.close()
             self.pg.shutdown()
+
+
+def _has_reconfigure(pg: dist.ProcessGroup) -> bool:
+    try:
+        return bool(getattr(pg, "supports_reconfigure", False))
+    except RuntimeError:  # of torch >= 2.14, for a process group without a backend
+        return False
 
 
 def _number(name: str) -> int:
