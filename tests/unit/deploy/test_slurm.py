@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,6 +23,17 @@ RUN = """#!/bin/bash
 trap 'exit {at_sigterm}' TERM
 echo "started $*"
 while :; do sleep 0.05; done
+"""
+COUNTS = """#!/usr/bin/env python3
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: signals.append(1))
+signals = []
+print("started", *sys.argv[1:], flush=True)
+while not signals:
+    time.sleep(0.05)
+time.sleep(0.5)  # a second signal would come at once
+print("got", len(signals), flush=True)
+sys.exit(143)
 """
 SCONTROL = """#!/bin/sh
 echo "scontrol $*"
@@ -38,38 +52,51 @@ def words_of_run() -> list[str]:
     return line[1].split()
 
 
-@pytest.mark.parametrize(
-    ("sent", "at_sigterm", "requeued"),
-    [
-        (signal.SIGUSR1, 143, True),  # drained before the time limit
-        (signal.SIGUSR1, 0, False),  # the end of training
-        (signal.SIGUSR1, 1, False),  # given up
-        (signal.SIGTERM, 143, False),  # scancel
-    ],
-)
-def test_a_task_goes_back_into_the_queue_only_when_its_time_limit_drained_it(
-    tmp_path: Path, sent: signal.Signals, at_sigterm: int, requeued: bool
-) -> None:
-    for name, text in (("keepstep", RUN.format(at_sigterm=at_sigterm)), ("scontrol", SCONTROL)):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o700)
+@contextmanager
+def started(folder: Path, keepstep: str) -> Iterator[subprocess.Popen[str]]:
+    """Start the script with ``keepstep`` as the command; yield when it runs."""
+    for name, text in (("keepstep", keepstep), ("scontrol", SCONTROL)):
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o700)
     variables = {
-        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "PATH": f"{folder}:/usr/bin:/bin",
         "KEEPSTEP_LIGHTHOUSE": "http://l1:29510",
         "SLURM_ARRAY_TASK_ID": "2",
         "SLURM_ARRAY_TASK_COUNT": "4",
         "SLURM_JOB_ID": "77",
     }
-    with subprocess.Popen(
-        ["bash", str(SCRIPT), "train.py", "--epochs", "10"], env=variables, stdout=subprocess.PIPE, text=True
-    ) as task:
+    words = ["bash", str(SCRIPT), "train.py", "--epochs", "10"]
+    with subprocess.Popen(words, env=variables, stdout=subprocess.PIPE, text=True, start_new_session=True) as task:
         assert task.stdout is not None
         expected = "run --replicas 1 --first-replica 2 --replicas-in-job 4 --nproc-per-replica 1 --grace 60 -- train.py"
         assert task.stdout.readline() == f"started {expected} --epochs 10\n"
-        task.send_signal(sent)
+        yield task
+
+
+@pytest.mark.parametrize(
+    ("at_sigterm", "requeued"),
+    [
+        (143, True),  # drained before the time limit
+        (0, False),  # the end of training
+        (1, False),  # given up
+    ],
+)
+def test_a_task_goes_back_into_the_queue_only_when_its_time_limit_drained_it(
+    tmp_path: Path, at_sigterm: int, requeued: bool
+) -> None:
+    with started(tmp_path, RUN.format(at_sigterm=at_sigterm)) as task:
+        task.send_signal(signal.SIGUSR1)
         rest, _ = task.communicate(timeout=30)
     assert rest == ("scontrol requeue 77\n" if requeued else "")
     assert task.returncode == at_sigterm
+
+
+def test_a_sigterm_of_slurm_reaches_the_group_once(tmp_path: Path) -> None:
+    """scancel signals every process of the task, and `keepstep run` kills its group at a second SIGTERM."""
+    with started(tmp_path, COUNTS) as task:
+        os.killpg(task.pid, signal.SIGTERM)
+        rest, _ = task.communicate(timeout=30)
+    assert (rest, task.returncode) == ("got 1\n", 143)
 
 
 def test_without_a_lighthouse_it_says_what_to_set(tmp_path: Path) -> None:
