@@ -53,5 +53,11 @@ async def test_chaos_hits_a_running_job_and_reports_what_it_cost(tmp_path):
         hit = [one for one in report["each"] if one["role"] == "group"]
         assert hit
         assert all(one["next_commit_seconds"] > 0 < one["recovered_seconds"] for one in hit), report
+
+        wedged = await keepstep(*chaos, *KINDS, "--wedge", "0.01ms", "--yes", "--results", str(results))
+        assert wedged.code == 7, wedged
+        assert "is wedged" in wedged.err
+        assert "reason" in json.loads((results / "wedge-quorum.json").read_text())
+        assert "keepstep" in (results / "wedge-processes.txt").read_text()
     finally:
         run.close()
