@@ -22,12 +22,12 @@ from keepstep_cli.chaos.schedule import Schedule
 from keepstep_cli.chaos.targets import Places, group_of
 from keepstep_cli.chaos.vocabulary import Fault, Role
 
-LOOK_SECONDS = 0.1
+CHAOS_LOOK_SECONDS = 0.1
 SLOW_LOOK_SECONDS = 1.0
 """Between two samples of resources, and two questions to the lighthouse without step logs."""
-ANSWER_SECONDS = 2.0
+CHAOS_ANSWER_SECONDS = 2.0
 """Maximum wait for the answer of a service."""
-SETTLE_SECONDS = 60.0
+CHAOS_SETTLE_SECONDS = 60.0
 """Maximum wait at the end, until all targets have recovered."""
 SERVICES = frozenset(Role) - {Role.GROUP, Role.JOB}
 
@@ -77,12 +77,12 @@ class Engine:
                     act = asyncio.create_task(self._act(fault))
                     self._acts.add(act)
                     act.add_done_callback(self._acts.discard)
-                await asyncio.sleep(LOOK_SECONDS)
+                await asyncio.sleep(CHAOS_LOOK_SECONDS)
             if self._acts:
-                await asyncio.wait(self._acts, timeout=SETTLE_SECONDS)
-            settled = time.time() + SETTLE_SECONDS
+                await asyncio.wait(self._acts, timeout=CHAOS_SETTLE_SECONDS)
+            settled = time.time() + CHAOS_SETTLE_SECONDS
             while self._recovery.down and time.time() < settled and not self._look(duration):  # noqa: ASYNC110 - as above
-                await asyncio.sleep(LOOK_SECONDS)
+                await asyncio.sleep(CHAOS_LOOK_SECONDS)
         finally:
             tasks = [*self._acts, *asking]
             for task in tasks:
@@ -116,14 +116,14 @@ class Engine:
 
     async def _ask_services(self) -> None:
         """Ask services that were hit until they answer."""
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(ANSWER_SECONDS)) as http:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(CHAOS_ANSWER_SECONDS)) as http:
             while True:
                 waiting = [target for role in SERVICES for target in self._recovery.waits_for(role)]
                 for target in waiting:
                     asked = time.time()
                     if await _answers(http, self._places.by_target[target].url):
                         self._recovery.works(target, asked)
-                await asyncio.sleep(LOOK_SECONDS)
+                await asyncio.sleep(CHAOS_LOOK_SECONDS)
 
     async def _look_slowly(self) -> None:
         while True:

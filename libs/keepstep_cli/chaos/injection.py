@@ -24,9 +24,9 @@ from keepstep_cli.running.run_control import order_restart
 
 SLOW_STOPPED_SECONDS, SLOW_RUNNING_SECONDS = 0.08, 0.02
 """A slow process runs a fifth of the time."""
-END_SECONDS = 60.0
+ACT_END_SECONDS = 60.0
 """Maximum time from a polite request to the end of a process."""
-LOOK_SECONDS = 0.02
+ACT_LOOK_SECONDS = 0.02
 REASON = "keepstep chaos"
 
 
@@ -199,7 +199,7 @@ class Injector:
 
     async def _patched_back(self, job: str, before: float) -> None:
         """Restore the policy, also if no lighthouse answers for some time."""
-        async with asyncio.timeout(END_SECONDS):
+        async with asyncio.timeout(ACT_END_SECONDS):
             while True:
                 try:
                     await self._lighthouse.patch("jobs", job, join_timeout=before)
@@ -258,6 +258,6 @@ def _signal(pids: list[int], number: int) -> None:
 
 async def _ended(pids: list[int]) -> None:
     """Wait until the processes have ended. Raises TimeoutError."""
-    async with asyncio.timeout(END_SECONDS):
+    async with asyncio.timeout(ACT_END_SECONDS):
         while any(map(process_table.alive, pids)):  # noqa: ASYNC110 - the kernel tells only their parents
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(ACT_LOOK_SECONDS)
