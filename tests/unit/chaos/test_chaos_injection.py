@@ -40,15 +40,19 @@ def state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
+async def until_state(pid: int, states: str) -> None:
+    async with asyncio.timeout(10):
+        while state(pid) not in states:  # noqa: ASYNC110 - the kernel tells only its parent
+            await asyncio.sleep(0.01)
+
+
 @pytest.mark.parametrize("kind", ["freeze", "slow"])
 async def test_a_process_runs_again_after_an_interrupted_fault(place, tmp_path, kind):
     act = asyncio.create_task(injector(place, tmp_path).inject(Fault(1, KINDS[kind], SERVICE, 60.0)))
-    async with asyncio.timeout(10):
-        while state(place.pids[0]) != "T":  # noqa: ASYNC110 - the kernel tells only its parent
-            await asyncio.sleep(0.01)
+    await until_state(place.pids[0], "T")
     act.cancel()
     await asyncio.wait([act])
-    assert state(place.pids[0]) in "RS"
+    await until_state(place.pids[0], "RS")
 
 
 async def test_a_killed_service_is_started_again_with_its_command_line(place, tmp_path):
