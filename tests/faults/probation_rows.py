@@ -25,8 +25,8 @@ BEFORE_SECONDS = 10.0
 DURING_SECONDS = 60.0
 """Times over which the commits per second are counted: before the trouble, and from the first commits in it on."""
 KEPT = 0.9
-"""Part of the commits per second that the other groups keep. The row requires it of the time: failed steps, and the
-waits after them, take the rest. The commits themselves also depend on what else the machine does."""
+"""Part of their time that the other groups keep; failed steps, and the waits after them, take the rest. The number of
+commits also depends on what else the machine does."""
 DOWN_SECONDS, UP_SECONDS = 4.0, 2.0
 """Of a link that flaps. It is up again when a collective times out, and down before one has sent again."""
 
