@@ -37,6 +37,8 @@ class Usage:
 def program_of(pid: int) -> Program:
     """Return how ``pid`` was started. Raises OSError."""
     words = (PROC / str(pid) / "cmdline").read_bytes().split(b"\0")[:-1]
+    if not words:
+        raise ProcessLookupError(f"process {pid} has no command line yet, or has ended")
     pairs = (PROC / str(pid) / "environ").read_bytes().split(b"\0")
     environment = dict(os.fsdecode(pair).split("=", 1) for pair in pairs if b"=" in pair)
     return Program(tuple(map(os.fsdecode, words)), environment, str((PROC / str(pid) / "cwd").readlink()))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,10 +20,21 @@ from keepstep_cli.chaos.vocabulary import KINDS, Fault, Role, Target
 SERVICE = Target(Role.RELAY, "127.0.0.1:1")
 
 
+def started(process: subprocess.Popen[bytes]) -> process_table.Program:
+    """The program of a process, once it has exec'd."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        with contextlib.suppress(ProcessLookupError):
+            if (program := process_table.program_of(process.pid)).argv == ("sleep", "60"):
+                return program
+        time.sleep(0.01)  # nothing tells another process that it has exec'd
+    raise TimeoutError("sleep did not start")
+
+
 @pytest.fixture
 def place() -> Iterator[Place]:
     process = subprocess.Popen(["sleep", "60"])
-    place = Place(SERVICE, [process.pid], url="http://127.0.0.1:1", program=process_table.program_of(process.pid))
+    place = Place(SERVICE, [process.pid], url="http://127.0.0.1:1", program=started(process))
     try:
         yield place
     finally:
