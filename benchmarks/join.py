@@ -93,11 +93,11 @@ def measure(side: Side, joins: int, mebibytes: int, log: Path, *flags: str) -> J
             group.start()
         for turn in range(joins):
             last_commit(others, time.time(), (GROUPS - 1).__eq__)
-            time.sleep(BEFORE_SECONDS if turn == 0 else 0)  # steps before the first join
+            time.sleep(BEFORE_SECONDS if turn == 0 else 0)  # the steps before the first join are measured
             cue = time.time()
             joiner.start()
             joined = last_commit([joiner], cue, GROUPS.__eq__)
-            time.sleep(BEFORE_SECONDS + AFTER_SECONDS)  # steps of three groups
+            time.sleep(BEFORE_SECONDS + AFTER_SECONDS)  # the steps of three groups are measured
             times = commits_of(others[0])
             gaps = [(after, after - before) for before, after in itertools.pairwise(times)]
             near = [gap for when, gap in gaps if cue < when <= joined + AFTER_SECONDS]

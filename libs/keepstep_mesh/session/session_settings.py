@@ -47,7 +47,7 @@ class SessionSettings:
     ) -> SessionSettings:
         """Read job, number of groups, token, and certificates from the environment.
 
-        ``runtime``: see ``Hello``. ``spares``: how many of the groups stand by; they are no part of the number.
+        ``runtime``: see ``Hello``. ``spares``: number of groups that stand by; the number of groups excludes them.
         """
         _, job = from_environment("JOB") or ("", "default")
         return cls(

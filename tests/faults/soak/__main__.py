@@ -105,7 +105,7 @@ class Soak:
         while len(list(self.folder.glob("*.digests"))) < self._groups:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"the groups do not train:\n{(self.folder / 'run.log').read_text()[-4000:]}")
-            time.sleep(0.2)  # until a file appears
+            time.sleep(0.2)  # until another process has created the file
 
     def step(self) -> int:
         """Return the highest committed step."""

@@ -112,7 +112,7 @@ def find_newest(
                 silent_relays=sorted(silent),
                 seconds=max(seconds, wait) if missing else wait if best else seconds,
             )
-        time.sleep(FIND_PAUSE_SECONDS)  # before the relays are asked again
+        time.sleep(FIND_PAUSE_SECONDS)  # a relay that has started tells no trainer
 
 
 def find_final(relays: Collection[Endpoint], job: str, step: int, quorum_id: int) -> tuple[list[Stored], list[str]]:

@@ -110,7 +110,7 @@ class QuorumRequest:
         finally:
             waited = time.monotonic() - began
             if self._context.stands_by:
-                times.began += waited  # the wait of a spare is no part of its first step
+                times.began += waited  # the first step of a spare begins after its wait
             else:
                 times.quorum_seconds += waited
 

@@ -43,7 +43,7 @@ def test_a_spare_with_a_checkpoint_waits_for_its_place_and_for_no_time_limit(
             thread.start()
         until_connected(lighthouse, "b")
         while state_of_b(lighthouse) != "spare":
-            time.sleep(0.01)  # nothing tells a client of the lighthouse
+            time.sleep(0.01)  # nothing tells a client of the lighthouse that a spare waits
         time.sleep(3 * SOON.total_seconds())  # the limit of a request, which does not end the wait of a spare
         assert not in_time
         has_place.set()
