@@ -22,3 +22,7 @@ def test_the_lighthouse_decides_as_the_scenario_says(path: Path) -> None:
         path.write_text(now)
     else:
         assert now == text
+
+
+def test_scenarios_are_numbered_without_gaps_and_once_each() -> None:
+    assert [path.name[:3] for path in scenario_files()] == [f"{n:02}_" for n in range(1, len(scenario_files()) + 1)]

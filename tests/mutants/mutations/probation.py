@@ -72,7 +72,7 @@ MUTATIONS = (
         f"{CHANGES}/probation.py",
         "        retries.deny_parted(state, group)\n",
         "",
-        Test(f"{SCENARIOS}[42_retried_steps]"),
+        Test(f"{SCENARIOS}[48_retried_steps]"),
     ),
     Mutation(
         "groups that answer a probe are named",
