@@ -8,7 +8,7 @@
     retry       request a quorum of the same step, and start the same collectives again (``retry_allreduce``)
     after       what the script reduces between this attempt and the next
 
-``quorum_plan`` decides what the group does. ``quorums/``, ``collectives`` and ``healing`` have the waits, each with a
+``quorum_plan`` decides what the group does. ``quorums/``, ``reducing/`` and ``healing`` have the waits, each with a
 deadline. An error that spoils the step is kept in ``first_error``: the step does not commit, and training goes on. An
 error that ends the process is raised, and kept in ``StepContext.fatal``.
 """
@@ -26,17 +26,17 @@ from torch.distributed import Work
 from keepstep.collectives.codecs.codec import Round
 from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.step import another_try
-from keepstep.step.after_step import AfterStep
 from keepstep.step.agreeing import root_of, vote
 from keepstep.step.context import StepContext
 from keepstep.step.first_error import FirstError
-from keepstep.step.managed_work import ManagedWork
 from keepstep.step.quorums.quorum_round import HealRules, QuorumRound
 from keepstep.step.quorums.rounds import Rounds
+from keepstep.step.reducing.after_step import AfterStep
+from keepstep.step.reducing.managed_work import ManagedWork
+from keepstep.step.reducing.step_collectives import StepCollectives
 from keepstep.step.reduction import Reduction
 from keepstep.step.reporting.step_telemetry import StepTimes
 from keepstep.step.retrying.retry_rules import FailedTry
-from keepstep.step.step_collectives import StepCollectives
 from keepstep.step.step_end import StepEnd
 from keepstep_mesh.errors import KeepstepError, SessionClosed
 from keepstep_mesh.protocol.group_messages import RankAsk

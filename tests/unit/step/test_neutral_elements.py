@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed import ReduceOp
 
-from keepstep.step.neutral_elements import neutral_element
+from keepstep.step.reducing.neutral_elements import neutral_element
 
 REDUCE = {
     ReduceOp.SUM: torch.add,

@@ -11,11 +11,11 @@ from torch.distributed import Work
 
 from keepstep.collectives.codecs.codec import Round
 from keepstep.group.quorum_plan import QuorumPlan, make_plan
-from keepstep.step.after_step import AfterStep
 from keepstep.step.attempt import Attempt
 from keepstep.step.context import StepContext
-from keepstep.step.managed_work import ManagedWork
 from keepstep.step.quorums.quorum_round import HealRules
+from keepstep.step.reducing.after_step import AfterStep
+from keepstep.step.reducing.managed_work import ManagedWork
 from keepstep.step.reduction import Reduction
 from keepstep_mesh.protocol.membership import Member, MemberInfo, Quorum
 

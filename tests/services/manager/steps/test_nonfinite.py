@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed import ReduceOp
 
-from keepstep.step.collectives import _any_nonfinite, _extremes
+from keepstep.step.reducing.collectives import _any_nonfinite, _extremes
 from tests.services.manager.groups import manager, together
 
 

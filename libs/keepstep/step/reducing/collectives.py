@@ -19,8 +19,8 @@ from keepstep.collectives.all_reduce import all_reduce
 from keepstep.collectives.codecs.codec import Round
 from keepstep.process_group.works import writing
 from keepstep.step.context import StepContext
-from keepstep.step.managed_work import ManagedWork
-from keepstep.step.neutral_elements import neutral_element
+from keepstep.step.reducing.managed_work import ManagedWork
+from keepstep.step.reducing.neutral_elements import neutral_element
 from keepstep.step.reduction import Reduction
 from keepstep.step.reporting.step_telemetry import StepTimes
 from keepstep.step.retrying.kept_reductions import KeptReduction

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 
-from keepstep.step.collectives import Collectives
 from keepstep.step.context import StepContext
-from keepstep.step.managed_work import ManagedWork
+from keepstep.step.reducing.collectives import Collectives
+from keepstep.step.reducing.managed_work import ManagedWork
 from keepstep.step.reduction import Reduction
 from keepstep.step.reporting.step_telemetry import StepTimes
 

@@ -12,11 +12,11 @@ from torch.distributed import Work
 
 from keepstep.collectives.codecs.codec import Round
 from keepstep.group.quorum_plan import QuorumPlan
-from keepstep.step.collectives import Collectives
 from keepstep.step.context import StepContext
 from keepstep.step.first_error import FirstError
-from keepstep.step.managed_work import ManagedWork
 from keepstep.step.quorums.rounds import Rounds
+from keepstep.step.reducing.collectives import Collectives
+from keepstep.step.reducing.managed_work import ManagedWork
 from keepstep.step.reduction import Reduction
 from keepstep.step.reporting.step_telemetry import StepTimes
 from keepstep.step.retrying.kept_reductions import KeptReduction
