@@ -1,1 +1,1 @@
-"""State machines of keepstep, driven by hand or in virtual time."""
+"""State machines of keepstep, driven by hand or in virtual time, and a double of the Manager."""

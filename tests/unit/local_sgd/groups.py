@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from keepstep.local_sgd import DiLoCo
 from keepstep.process_group.works import CompletedWork
+from tests.support.models.manager_double import ManagerDouble
 
 T = TypeVar("T")
 
@@ -56,17 +57,17 @@ class Groups:
             return [future.result(60) for future in [pool.submit(do, member) for member in self.members]]
 
 
-class Member:
+class Member(ManagerDouble):
     """The Manager of one group."""
 
-    use_async_quorum, init_sync, retry_allreduce, rehearsing = False, False, False, False
+    use_async_quorum, init_sync = False, False
 
     def __init__(self, groups: Groups, rank: int) -> None:
-        self.groups, self.rank = groups, rank
+        super().__init__(rank)
+        self.groups = groups
         self.step = self.attempt = 0
         self.open = False
         self.states: dict[str, tuple[Callable[[Any], None], Callable[[], Any]]] = {}
-        self.layout: list[str] = []
         self.compared: Collection[str] | None = None
         self.reductions: list[int] = []
         """Elements of each collective."""
@@ -81,14 +82,8 @@ class Member:
     def compare_only(self, keys: Collection[str]) -> None:
         self.compared = keys
 
-    def add_layout(self, lines: list[str]) -> None:
-        self.layout += lines
-
     def current_step(self) -> int:
         return self.step
-
-    def participating_rank(self) -> int | None:
-        return self.rank
 
     def num_participants(self) -> int:
         return len(self.groups.members)

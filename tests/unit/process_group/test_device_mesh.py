@@ -17,18 +17,15 @@ from torch.distributed.tensor import DTensor, Shard
 from keepstep.device_mesh import ManagedDeviceMesh, average_over_groups, ft_init_device_mesh
 from keepstep.process_group import ProcessGroupDummy
 from keepstep.process_group.works import CompletedWork
+from tests.support.models.manager_double import ManagerDouble
 
 
-class ThreeGroups:
+class ThreeGroups(ManagerDouble):
     """A manager whose average over three groups is a third of this group's values: the others contribute zeros."""
 
-    retry_allreduce = False
-
     def __init__(self) -> None:
-        self.layout: list[str] = []
+        super().__init__(rank=2)
         self.reduced = 0
-        self.script_checker = self
-        self.modules: list[nn.Module] = []
 
     def allreduce(self, tensor: torch.Tensor, *, reduce_op: Any = ReduceOp.AVG) -> Work:
         assert reduce_op == ReduceOp.AVG
@@ -38,15 +35,6 @@ class ThreeGroups:
 
     def num_participants(self) -> int:
         return 3
-
-    def participating_rank(self) -> int | None:
-        return 2
-
-    def add_layout(self, lines: list[str]) -> None:
-        self.layout += lines
-
-    def add_module(self, module: nn.Module) -> None:
-        self.modules.append(module)
 
 
 @pytest.fixture
@@ -124,7 +112,7 @@ def test_gradients_of_a_sharded_model_are_averaged_over_the_groups(world) -> Non
         "weight (2, 3) torch.float32 S(0) over dp_shard=1, shard at (0, 0)",
         "bias (2,) torch.float32 S(0) over dp_shard=1, shard at (0,)",
     ]
-    assert manager.modules == [model], "the Manager warns of parameters that are not registered"
+    assert manager.script_checker.trained() == [model], "the Manager warns of parameters that are not registered"
 
 
 def test_the_layout_of_a_model_with_tensor_parallelism_has_both_shardings(world) -> None:

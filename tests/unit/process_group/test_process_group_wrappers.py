@@ -24,6 +24,7 @@ from keepstep.process_group import (
     ProcessGroupWrapper,
 )
 from keepstep.process_group.works import CompletedWork, JointWork
+from tests.support.models.manager_double import ManagerDouble
 
 VALUE = torch.tensor([1.0, 2.0, 3.0])
 
@@ -162,10 +163,11 @@ def test_a_swallowing_wrapper_takes_the_errors_of_the_wrapper_in_it() -> None:
 # ---- managed
 
 
-class Doubling:
+class Doubling(ManagerDouble):
     """A Manager of two equal groups."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.operations: list[ReduceOp] = []
 
     def allreduce(self, tensor: torch.Tensor, *, reduce_op: ReduceOp) -> Work:

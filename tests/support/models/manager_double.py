@@ -1,0 +1,31 @@
+"""A Manager without other groups, for unit tests; tests/services/manager has real ones."""
+
+from __future__ import annotations
+
+from keepstep.script_checks.script_checker import ScriptChecker
+from keepstep.step.live_state import LiveState
+from keepstep_mesh.config.logging import get_logger
+
+
+class ManagerDouble:
+    """The common part of all doubles of a Manager: its default settings, its layout, and its script checker.
+
+    A double adds the steps and collectives that its tests need.
+
+    Args:
+        rank: of this group among those that take part.
+    """
+
+    use_async_quorum, init_sync = True, True
+    refuse_nonfinite, retry_allreduce, rehearsing, catching_up = False, False, False, False
+
+    def __init__(self, rank: int = 0) -> None:
+        self.rank = rank
+        self.layout: list[str] = []
+        self.script_checker = ScriptChecker(LiveState(dict, lambda _: None), get_logger("keepstep.tests"), 0, 1)
+
+    def participating_rank(self) -> int | None:
+        return self.rank
+
+    def add_layout(self, lines: list[str]) -> None:
+        self.layout += lines
