@@ -126,7 +126,7 @@ class Heal:
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """One incarnation. Only ``Groups`` changes what it indexes: session, member, excluded, and the state."""
+    """One incarnation. Only ``Groups`` and ``OpenHeals`` change session, member, excluded, heal, and the state."""
 
     replica_id: str
     name: str

@@ -9,33 +9,18 @@ Every change of a group that is counted or indexed here goes through a method he
 from __future__ import annotations
 
 import heapq
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from keepstep_lighthouse.quorum.events import Announce
-from keepstep_lighthouse.quorum.group import (
-    ANSWER,
-    ASK,
-    ASKING,
-    EXCLUDE,
-    HEAL_ENDED,
-    HEAL_PROGRESS,
-    HEALED,
-    HEALING,
-    WITHDRAW,
-    Answer,
-    Excluded,
-    Exclusion,
-    Group,
-    Heal,
-)
-from keepstep_mesh.protocol.messages import Healing, QuorumRequest
+from keepstep_lighthouse.quorum.group import ANSWER, ASK, EXCLUDE, WITHDRAW, Answer, Excluded, Exclusion, Group
+from keepstep_lighthouse.quorum.open_heals import OpenHeals
+from keepstep_mesh.protocol.messages import QuorumRequest
 from keepstep_mesh.protocol.names import name_of
 from keepstep_mesh.telemetry.duration_counts import DurationCounts
 
 NEVER = float("inf")
-MAX_REMEMBERED_HEALS = 1000
 
 
 @dataclass(slots=True)
@@ -70,7 +55,7 @@ class Groups:
         self.passed_over: dict[str, Group] = {}
         """Asking since before the last quorum, which was announced without them, or since before they counted. They do
         not start the join timeout."""
-        self.healing: dict[str, Group] = {}
+        self.heals = OpenHeals()
         self.standing_by: dict[str, Group] = {}
         self.counted = 0
         self.expected = 0
@@ -80,10 +65,6 @@ class Groups:
         """Asking with shrink_only."""
         self.final = 0
         """Asking with final."""
-        self.heals_waited_for: Counter[int] = Counter()
-        """Number of heals that the next quorum waits for, by failed tries of the name."""
-        self.failed_heals: OrderedDict[str, int] = OrderedDict()
-        """By stable name; dropped when a heal completes."""
         self.tally = Tally()
         self._clock_start = 0.0
         self._arrivals = 0
@@ -138,7 +119,7 @@ class Groups:
     def remove(self, group: Group) -> None:
         """Remove the group; an incarnation that was excluded because of it counts from now on."""
         self.withdraw(group)
-        self._drop_heal(group)
+        self.heals.drop(group)
         del self.by_id[group.replica_id]
         self.standing_by.pop(group.replica_id, None)
         self.suspects.pop(group.replica_id, None)
@@ -158,7 +139,7 @@ class Groups:
         """The group does not count from now on; its heal is over."""
         if group.excluded is None or group.excluded.reason is not excluded.reason:
             self._uncount_request(group)
-            self._drop_heal(group)
+            self.heals.drop(group)
             group.apply(EXCLUDE)
             self.counted -= group.excluded is None
         group.excluded = excluded
@@ -210,8 +191,7 @@ class Groups:
             self.withdraw(group)
         if group.diverged and (group.step, group.lineage) != (request.step, request.lineage):
             group.diverged = False
-        if group.heal is not None:
-            self._end_heal(group, group.heal, request)
+        self.heals.end(group, request)
         group.apply(ASK)
         group.request = request
         group.asked_at = now
@@ -350,60 +330,6 @@ class Groups:
         self._deadlines = [entry for entry in self._deadlines if self._is_open(entry[1], entry[2])]
         heapq.heapify(self._deadlines)
 
-    # ---- healing
-
-    def report_heal(self, group: Group, progress: Healing, now: float) -> None:
-        """The group reports its heal. Ignored while it is excluded or asks, and once its heal has ended."""
-        if group.excluded is not None or group.state in (ASKING, HEALED):
-            return
-        group.apply(HEAL_ENDED if progress.ended else HEAL_PROGRESS)
-        if group.heal is not None:
-            group.heal = replace(group.heal, progress=progress)
-            return
-        group.heal = Heal(progress, now - progress.seconds, self.failed_heals.get(group.name, 0))
-        self.healing[group.replica_id] = group
-        if not group.heal_given_up:
-            self.heals_waited_for[group.heal.failed_tries] += 1
-
-    def give_up_heals(self) -> list[tuple[Group, int]]:
-        """A quorum is formed without the groups that still heal: the time limit of their next heal is doubled.
-
-        Returns:
-            Each group whose heal was given up now, and how many heals of its name have failed in a row.
-        """
-        given_up = []
-        for group in self.healing.values():
-            if group.heal is not None and group.state is HEALING and not group.heal_given_up:
-                failed = group.heal.failed_tries + 1
-                self.failed_heals[group.name] = failed
-                self.failed_heals.move_to_end(group.name)
-                given_up.append((group, failed))
-            group.heal_given_up = True
-        self.heals_waited_for.clear()
-        while len(self.failed_heals) > MAX_REMEMBERED_HEALS:
-            self.failed_heals.popitem(last=False)
-        return given_up
-
-    def _end_heal(self, group: Group, heal: Heal, request: QuorumRequest) -> None:
-        """``request`` ends the heal, which it proves to have completed unless the step of it failed."""
-        if not group.heal_given_up and request.commit_failures == 0:
-            self.failed_heals.pop(group.name, None)
-        if heal.progress.ended and not heal.progress.error:
-            group.diverged = False
-        self._drop_heal(group)
-
-    def _drop_heal(self, group: Group) -> None:
-        """Forget the heal and its count; the state follows with the action that ended it."""
-        if group.heal is None:
-            return
-        del self.healing[group.replica_id]
-        if not group.heal_given_up:
-            failed_tries = group.heal.failed_tries
-            self.heals_waited_for[failed_tries] -= 1
-            if not self.heals_waited_for[failed_tries]:
-                del self.heals_waited_for[failed_tries]
-        group.heal = None
-
     # ---- invariants
 
     def validate(self) -> None:
@@ -430,10 +356,7 @@ class Groups:
         assert closed == sorted(closed), "suspects are not in the order in which their connections ended"
         asked = [g.asked_at for g in self.asking.values()]
         assert asked == sorted(asked), "groups are not in the order in which they asked"
-        healing = {g.replica_id: g.heal for g in groups if g.heal is not None}
-        assert set(self.healing) == set(healing), "healing groups are misfiled"
-        waited_for = Counter(heal.failed_tries for g, heal in healing.items() if not self.by_id[g].heal_given_up)
-        assert self.heals_waited_for == waited_for, "heals are miscounted"
+        self.heals.validate(groups)
         named = {g.replica_id for namesakes in self.by_name.values() for g in namesakes}
         assert named == set(self.by_id), "names are misfiled"
         for name, namesakes in self.by_name.items():

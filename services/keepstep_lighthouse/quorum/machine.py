@@ -265,7 +265,7 @@ class JobCore:
             state.active_since = now_unix
         ended = state.record.ended
         left_behind = membership.change(state, chosen, now_unix)
-        given_up = groups.give_up_heals() if code == "stragglers_dropped" else []
+        given_up = groups.heals.give_up() if code == "stragglers_dropped" else []
         left_out = groups.counted - len(chosen)
         room = policy.max_replicas - len(chosen) if policy.max_replicas else left_out
         joiners, verify = max(0, min(left_out, room)), self._verification.wanted

@@ -238,7 +238,7 @@ def replica_views(
 
 
 def heal_views(groups: Groups, now: float) -> tuple[HealView, ...]:
-    healing = [group for _, group in sorted(groups.healing.items()) if group.state is HEALING]
+    healing = [group for _, group in sorted(groups.heals.groups.items()) if group.state is HEALING]
     return tuple(_heal_view(group, group.heal, now) for group in healing if group.heal is not None)
 
 

@@ -283,16 +283,16 @@ MUTATIONS = (
     ),
     Mutation(
         "a diverged group heals again and again",
-        f"{LIGHTHOUSE}/quorum/groups.py",
+        f"{LIGHTHOUSE}/quorum/open_heals.py",
         "progress.error:\n            group.diverged = False\n",
         "progress.error:\n            pass\n",
         Test(f"{HEAL_ROUNDS}::test_a_diverged_group_that_healed_may_ask_for_the_same_state_again"),
     ),
     Mutation(
         "a failed heal makes a diverged group sound",
-        f"{LIGHTHOUSE}/quorum/groups.py",
-        "        if heal.progress.ended and not heal.progress.error:\n",
-        "        if heal.progress.ended:\n",
+        f"{LIGHTHOUSE}/quorum/open_heals.py",
+        "        if group.heal.progress.ended and not group.heal.progress.error:\n",
+        "        if group.heal.progress.ended:\n",
         Test(f"{HEAL_ROUNDS}::test_a_diverged_group_that_healed_may_ask_for_the_same_state_again"),
     ),
     Mutation(

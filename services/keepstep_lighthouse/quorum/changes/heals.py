@@ -11,7 +11,7 @@ from keepstep_mesh.protocol.messages import Healing
 def progressed(state: JobState, group: Group, told: Healing, now: float) -> None:
     """The group reports the progress of its heal."""
     before = group.heal
-    state.groups.report_heal(group, told, now)
+    state.groups.heals.report(group, told, now)
     if group.heal is None or group.heal.progress is not told:
         return
     if before is None:

@@ -89,7 +89,7 @@ def judge(
         latest = min(first_asked + policy.join_timeout, (first_asked + groups.next_request_deadline()) / 2)
         if now < latest:
             return Verdict("initial_replicas", latest)
-    healing = len(groups.healing)
+    healing = len(groups.heals.groups)
     grace_ends = end_of_grace(groups)
     if grace_ends is not None:
         if groups.counted > asking + healing and now < grace_ends:
@@ -100,8 +100,8 @@ def judge(
         until = None if first_asked is None else first_asked + policy.join_timeout
         if until is None or now < until:
             return Verdict("stragglers", until)
-    if groups.heals_waited_for:
-        failed = max(groups.heals_waited_for) + (FINISHING_HEALS if groups.final else 0)
+    if groups.heals.waited_for:
+        failed = max(groups.heals.waited_for) + (FINISHING_HEALS if groups.final else 0)
         limit = heal_limit(policy.heal_timeout, failed)
         until = None if first_asked is None else first_asked + limit
         if until is None or now < until:

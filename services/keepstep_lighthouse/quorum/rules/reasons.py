@@ -64,7 +64,7 @@ def waiting(
             numbers["initial_replicas"] = wanted
             sentence = f"{asking} of the {wanted} groups for the first quorum have asked, {left or 0:.1f} s left"
         case "majority":
-            numbers["healing"] = len(groups.healing)
+            numbers["healing"] = len(groups.heals.groups)
             sentence = f"{asking} of {healthy} healthy groups have asked, more than half must; {_not_asking(silent)}"
         case "stragglers":
             sentence = f"waiting for {len(silent)} of {healthy} groups: {_not_asking(silent)}"
@@ -72,7 +72,7 @@ def waiting(
         case "grace":
             sentence = f"{asking} of {healthy} groups are ready; the others have {left or 0:.1f} s of grace left"
         case "healing":
-            healing = sorted(g.replica_id for g in groups.healing.values() if not g.heal_given_up)
+            healing = sorted(g.replica_id for g in groups.heals.groups.values() if not g.heal_given_up)
             numbers["healing"] = len(healing)
             sentence = f"waiting for {len(healing)} of {healthy} groups: {'; '.join(_progress(groups, healing))}"
             sentence += "" if left is None else f", {left:.1f} s of heal_timeout left"
@@ -103,7 +103,7 @@ def _not_asking(silent: list[Group]) -> str:
 
 def _progress(groups: Groups, healing: list[str]) -> Iterable[str]:
     for replica_id in healing[:MAX_NAMED]:
-        heal = groups.healing[replica_id].heal
+        heal = groups.heals.groups[replica_id].heal
         progress = None if heal is None else heal.progress
         if progress is None or not progress.bytes_total:
             yield f"{replica_id} is healing"

@@ -84,7 +84,7 @@ def test_a_heal_that_has_ended_is_not_given_up_when_its_group_is_late(driver: Dr
     assert [one.detail["members"] for one in driver.log if one.kind == "quorum"][-1] == ["a"]
     assert "heal_given_up" not in [one.kind for one in driver.log]
     driver.asks("b", 8)
-    assert driver.core._groups.failed_heals == {}
+    assert driver.core._groups.heals.failed == {}
 
 
 def test_a_heal_that_fails_says_why(driver: Driver) -> None:
