@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from keepstep_lighthouse.quorum.events import Policy
+from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_lighthouse.quorum.policies import policy_problem
 from keepstep_lighthouse.store.opening import checked_store
 from keepstep_mesh.config.settings import Settings, boolean, duration, whole

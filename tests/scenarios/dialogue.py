@@ -25,12 +25,12 @@ from keepstep_lighthouse.quorum.events import (
     Decision,
     EndSession,
     FindPort,
-    JobRecord,
     LogEntry,
     Persist,
     ProbePort,
     Tell,
 )
+from keepstep_lighthouse.quorum.job_record import JobRecord
 from keepstep_mesh.protocol.membership import (
     OWN,
     PEER,

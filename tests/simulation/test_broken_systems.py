@@ -11,7 +11,7 @@ from keepstep.group.quorum_plan import QuorumPlan, make_plan
 from keepstep_history.rules import RULES
 from keepstep_lighthouse.jobs.job import Job
 from keepstep_lighthouse.leadership.term import Term
-from keepstep_lighthouse.quorum.events import JobRecord
+from keepstep_lighthouse.quorum.job_record import JobRecord
 from keepstep_lighthouse.store.contract import Store, Write
 from keepstep_mesh.protocol import lineage
 from keepstep_mesh.protocol.membership import Member, Quorum

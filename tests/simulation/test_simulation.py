@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from keepstep_lighthouse.quorum.events import Policy
+from keepstep_lighthouse.quorum.job_record import Policy
 from tests.simulation.actors.troubles import TIMEOUT_SECONDS
 from tests.simulation.run import explain, violation
 from tests.simulation.simulation import Script, Simulation

@@ -12,7 +12,8 @@ from functools import partial
 from typing import Any
 
 from keepstep_lighthouse.leadership.campaign import Leadership
-from keepstep_lighthouse.quorum.events import EvictOrdered, Policy
+from keepstep_lighthouse.quorum.events import EvictOrdered
+from keepstep_lighthouse.quorum.job_record import Policy
 from tests.simulation.actors.node import Node
 from tests.simulation.actors.worker import Worker
 from tests.simulation.simulation import Script, Simulation

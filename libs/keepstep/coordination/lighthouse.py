@@ -145,7 +145,7 @@ class LighthouseServer:
     ) -> None:
         try:
             from keepstep_lighthouse.app import Lighthouse, LighthouseSettings  # noqa: PLC0415  a service, loaded lazily
-            from keepstep_lighthouse.quorum.events import Policy  # noqa: PLC0415
+            from keepstep_lighthouse.quorum.job_record import Policy  # noqa: PLC0415
             from keepstep_lighthouse.quorum.policies import policy_problem  # noqa: PLC0415
         except ImportError as error:
             raise RuntimeError(

@@ -32,7 +32,6 @@ from keepstep_lighthouse.quorum.events import (
     DrainOrdered,
     Event,
     EvictOrdered,
-    Policy,
     PolicyOrdered,
     ReadmitOrdered,
     ReopenOrdered,
@@ -40,6 +39,7 @@ from keepstep_lighthouse.quorum.events import (
     StragglerFound,
     VerifyOrdered,
 )
+from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_lighthouse.quorum.policies import MAX_STEPS, policy_problem
 from keepstep_lighthouse.quorum.views import ReplicaState
 from keepstep_mesh.net.http import CALLER, Problem, read_json

@@ -13,7 +13,7 @@ from keepstep_lighthouse.api.lookup import find_job, find_replicas, find_target,
 from keepstep_lighthouse.jobs.expiry import NEVER, due_at
 from keepstep_lighthouse.jobs.job import Job
 from keepstep_lighthouse.jobs.lighthouse_node import LighthouseNode
-from keepstep_lighthouse.quorum.events import Ban, Policy
+from keepstep_lighthouse.quorum.job_record import Ban, Policy
 from keepstep_lighthouse.quorum.rules.job_status import JobStatus
 from keepstep_lighthouse.quorum.views import HealView, QuorumView, ReplicaState, ReplicaView
 from keepstep_mesh.net.http import Problem

@@ -29,7 +29,7 @@ from keepstep_lighthouse.api.read_handlers import (
 )
 from keepstep_lighthouse.api.service_handlers import ServiceHandlers
 from keepstep_lighthouse.jobs.lighthouse_node import LighthouseNode
-from keepstep_lighthouse.quorum.events import Policy
+from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_lighthouse.quorum.views import ReplicaView
 from keepstep_lighthouse.registry.service_records import ServiceRecord
 from keepstep_mesh.net.http import Route

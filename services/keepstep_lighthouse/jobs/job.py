@@ -32,7 +32,6 @@ from keepstep_lighthouse.quorum.events import (
     EndSession,
     Event,
     FindPort,
-    JobRecord,
     LogEntry,
     Opened,
     Persist,
@@ -40,6 +39,7 @@ from keepstep_lighthouse.quorum.events import (
     Tell,
     Tick,
 )
+from keepstep_lighthouse.quorum.job_record import JobRecord
 from keepstep_lighthouse.quorum.machine import JobCore
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.protocol import codec

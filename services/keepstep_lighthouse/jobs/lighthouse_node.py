@@ -28,7 +28,7 @@ from keepstep_lighthouse.leadership.election import Leader
 from keepstep_lighthouse.leadership.leader_link import FollowerLinks, LeaderLink
 from keepstep_lighthouse.leadership.nodes import Nodes
 from keepstep_lighthouse.leadership.term import STORE_TIMEOUT, Term, TermOverError
-from keepstep_lighthouse.quorum.events import JobRecord, Policy
+from keepstep_lighthouse.quorum.job_record import JobRecord, Policy
 from keepstep_lighthouse.quorum.policies import policy_changes
 from keepstep_lighthouse.registry.service_registry import Registry
 from keepstep_lighthouse.settings import LighthouseSettings

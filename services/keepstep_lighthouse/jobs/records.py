@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, fields
 from typing import Any, TypeVar
 
-from keepstep_lighthouse.quorum.events import Ban, JobEnd, JobRecord, Policy, Replacement
+from keepstep_lighthouse.quorum.job_record import Ban, JobEnd, JobRecord, Policy, Replacement
 from keepstep_lighthouse.store.contract import StoreError
 from keepstep_mesh.protocol.membership import FinalState
 

@@ -20,11 +20,10 @@ from keepstep_lighthouse.quorum.events import (
     Event,
     GroupFailed,
     HealProgress,
-    JobRecord,
     LeftOnPurpose,
     MovedAway,
-    Policy,
 )
+from keepstep_lighthouse.quorum.job_record import JobRecord, Policy
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import ProtocolError, VersionError
 from keepstep_mesh.net import websocket

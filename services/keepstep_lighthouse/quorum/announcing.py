@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from keepstep_lighthouse.quorum.events import Announce, JobRecord
+from keepstep_lighthouse.quorum.events import Announce
 from keepstep_lighthouse.quorum.group import Group
+from keepstep_lighthouse.quorum.job_record import JobRecord
 from keepstep_lighthouse.quorum.rules.verification import is_due
 from keepstep_mesh.protocol.lineage import DIVERGED, is_following, reference_state
 from keepstep_mesh.protocol.membership import Lineage, Member

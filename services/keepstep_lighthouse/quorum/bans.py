@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from keepstep_lighthouse.quorum.events import Ban, EvictOrdered, JobRecord
+from keepstep_lighthouse.quorum.events import EvictOrdered
+from keepstep_lighthouse.quorum.job_record import Ban, JobRecord
 from keepstep_mesh.protocol.names import name_of
 
 MAX_EVICTED = 1000

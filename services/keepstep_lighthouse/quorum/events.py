@@ -7,9 +7,10 @@ succeeded. A write that fails, or whose outcome is unknown, ends the leader's te
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from keepstep_mesh.protocol.membership import Data, FinalState, HeldAnswer, Member
+from keepstep_lighthouse.quorum.job_record import JobRecord, Policy
+from keepstep_mesh.protocol.membership import Data, HeldAnswer, Member
 from keepstep_mesh.protocol.messages import PROTOCOL_VERSION, Healing, QuorumRequest, ToWorker
 
 # ---- events
@@ -196,101 +197,6 @@ Event = (
     | StragglerFound
     | Tick
 )
-
-# ---- what is stored
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """Policy of one job; times in seconds."""
-
-    min_replicas: int = 1
-    max_replicas: int = 0
-    """0: no limit."""
-    join_timeout: float = 60.0
-    heal_timeout: float = 60.0
-    heartbeat_timeout: float = 5.0
-    reconnect_grace: float = 0.2
-    takeover_grace: float | None = None
-    """None: the heartbeat timeout."""
-    initial_replicas: int = 0
-    """Number of groups that the first quorum of the job waits for, up to ``join_timeout`` and up to half of the time
-    limit of the open requests; 0: the number that the groups tell. A later quorum waits for it only with
-    ``refuse_going_back``, after the loss of all members."""
-    verify_every: int = 1000
-    """Compare root digests at each step that is a multiple of this, before the first one at the steps 10 and 100, and
-    when a group has caught up; 0: only when ordered."""
-    on_divergence: str = "heal"
-    """Action for a group whose root digest differs from the majority's. ``heal``: it receives the state of another
-    group; ``drain``: it heals and then leaves; ``report``: none."""
-    drain_straggler_after: int = 0
-    """Drain a group that was a straggler for so many consecutive steps; 0: never."""
-    refuse_going_back: bool = False
-    """Deny a quorum more than one step below the step that the job has reached."""
-    job_ttl: float = 7 * 86400.0
-    """Time after which a job without sessions is deleted; 0: never."""
-    finish_grace: float = 30.0
-    """Time for which groups that have finished wait for the return of a group that was lost."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ban:
-    """``until``: Unix seconds, so that it survives a restart; ``target``: as ordered."""
-
-    target: str
-    until: float
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Replacement:
-    """An order to replace a group, until the group has left."""
-
-    replica_id: str
-    reason: str
-    by: str
-
-
-@dataclass(frozen=True, slots=True)
-class JobEnd:
-    """How the last group of a job went."""
-
-    code: str
-    """``finished``, ``failed`` or ``stopped``, see ``JobStatus``."""
-    step: int
-    at: float
-    """Unix seconds."""
-    why: str
-    """One sentence, or empty."""
-
-
-@dataclass(frozen=True, slots=True)
-class JobRecord:
-    """State of a job that survives the lighthouse. Written only when it changes, not for a confirmed quorum."""
-
-    quorum_id: int = 0
-    members: tuple[str, ...] = ()
-    """replica_ids of the quorum, sorted; empty before the first."""
-    created_ms: int = 0
-    policy: Policy = field(default_factory=Policy)
-    bans: tuple[Ban, ...] = ()
-    evicted: tuple[str, ...] = ()
-    """Incarnations that may not reconnect."""
-    first_quorum_id: int = 0
-    """quorum_id with which the job was created: above those of all jobs deleted earlier."""
-    step: int = 0
-    """Step of the job when the record was written; the job may have advanced since."""
-    finished_step: int = 0
-    """The highest step at which a group finished since the job was last started; 0: none did."""
-    ended: JobEnd | None = None
-    """How the last group went; None: groups train, or the job has not begun."""
-    closed: FinalState | None = None
-    """State at which all groups finished. No group trains on until an administrator reopens the job. None: open."""
-    durable_relays: tuple[str, ...] = ()
-    """Names of the relays that committed the newest durable checkpoint, as a group last reported; empty: none did."""
-    replacing: tuple[Replacement, ...] = ()
-    """Groups that a spare replaces, in the order of the orders."""
-
 
 # ---- decisions
 

@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 from keepstep_lighthouse.quorum import bans
 from keepstep_lighthouse.quorum.announcing import Announcer
-from keepstep_lighthouse.quorum.events import Decision, EndSession, JobRecord, LogEntry, Persist, Tell
+from keepstep_lighthouse.quorum.events import Decision, EndSession, LogEntry, Persist, Tell
 from keepstep_lighthouse.quorum.group import Exclusion, Group
 from keepstep_lighthouse.quorum.groups import Groups
+from keepstep_lighthouse.quorum.job_record import JobRecord
 from keepstep_lighthouse.quorum.policies import policy_problem
 from keepstep_lighthouse.quorum.rounds import Round
 from keepstep_lighthouse.quorum.rules.evidence import Evidence

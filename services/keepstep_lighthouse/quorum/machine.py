@@ -56,7 +56,6 @@ from keepstep_lighthouse.quorum.events import (
     GroupFailed,
     HealProgress,
     Heard,
-    JobRecord,
     LeftOnPurpose,
     MovedAway,
     Opened,
@@ -73,6 +72,7 @@ from keepstep_lighthouse.quorum.events import (
 )
 from keepstep_lighthouse.quorum.group import Group
 from keepstep_lighthouse.quorum.groups import NEVER, Tally
+from keepstep_lighthouse.quorum.job_record import JobRecord
 from keepstep_lighthouse.quorum.job_state import JobState
 from keepstep_lighthouse.quorum.rounds import Round
 from keepstep_lighthouse.quorum.rules import job_status, reasons

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from keepstep_lighthouse.quorum.events import Policy
+from keepstep_lighthouse.quorum.job_record import Policy
 
 MAX_SECONDS = 10 * 365 * 86400.0
 MAX_REPLICAS = 100_000

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import islice
 
-from keepstep_lighthouse.quorum.events import Announce, JobRecord, Reason
+from keepstep_lighthouse.quorum.events import Announce, Reason
 from keepstep_lighthouse.quorum.group import ASKING, HEALING, Exclusion, Group, Heal
 from keepstep_lighthouse.quorum.groups import Groups
+from keepstep_lighthouse.quorum.job_record import JobRecord
 from keepstep_lighthouse.quorum.rules import reasons
 from keepstep_mesh.protocol.lineage import is_following
 from keepstep_mesh.protocol.membership import Lineage

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from keepstep_lighthouse.quorum.events import Policy
+from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_lighthouse.store.contract import WriteFailedError
 from keepstep_lighthouse.store.memory_store import MemoryStore
 from keepstep_mesh.protocol.membership import StateRoot

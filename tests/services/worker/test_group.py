@@ -12,7 +12,8 @@ from keepstep.group import slow_quorum_log
 from keepstep.group.group_peers import checkpoint_metadata, first_layout_difference
 from keepstep.group.ranks.rank_link import Leaving
 from keepstep_lighthouse.app import Lighthouse
-from keepstep_lighthouse.quorum.events import EvictOrdered, Policy
+from keepstep_lighthouse.quorum.events import EvictOrdered
+from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_lighthouse.quorum.views import HealView
 from keepstep_lighthouse.registry.service_registry import new_record
 from keepstep_mesh.errors import KeepstepError, LayoutMismatch, SessionClosed

@@ -15,7 +15,8 @@ from keepstep.group.ranks.rank_client import RankClient
 from keepstep.group.ranks.rank_link import GroupSettings
 from keepstep.runtime.loop_thread import LoopThread
 from keepstep_lighthouse.app import Lighthouse
-from keepstep_lighthouse.quorum.events import Policy, PolicyOrdered
+from keepstep_lighthouse.quorum.events import PolicyOrdered
+from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_mesh.protocol.group_messages import RankAsk
 from keepstep_mesh.session.session_settings import SessionSettings
 from tests.support.services.lighthouse_driver import eventually

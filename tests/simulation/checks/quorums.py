@@ -19,7 +19,8 @@ from keepstep_lighthouse.jobs import records
 from keepstep_lighthouse.jobs.job import MIN_WAIT, Job
 from keepstep_lighthouse.jobs.records import JOB_PREFIX
 from keepstep_lighthouse.leadership.term import EPOCH_KEY
-from keepstep_lighthouse.quorum.events import Announce, Cancelled, Closed, Event, JobRecord, Tell, Tick
+from keepstep_lighthouse.quorum.events import Announce, Cancelled, Closed, Event, Tell, Tick
+from keepstep_lighthouse.quorum.job_record import JobRecord
 from keepstep_lighthouse.store.contract import Write
 from keepstep_mesh.protocol import messages
 from keepstep_mesh.protocol.messages import Evicted

@@ -4,14 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from keepstep_lighthouse.quorum.events import (
-    DrainOrdered,
-    EvictOrdered,
-    Policy,
-    PolicyOrdered,
-    ReadmitOrdered,
-    ReplaceOrdered,
-)
+from keepstep_lighthouse.quorum.events import DrainOrdered, EvictOrdered, PolicyOrdered, ReadmitOrdered, ReplaceOrdered
+from keepstep_lighthouse.quorum.job_record import Policy
 
 if TYPE_CHECKING:
     from tests.simulation.actors.troubles import Trouble

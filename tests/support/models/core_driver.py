@@ -18,13 +18,11 @@ from keepstep_lighthouse.quorum.events import (
     GroupFailed,
     HealProgress,
     Heard,
-    JobRecord,
     LeftOnPurpose,
     LogEntry,
     MovedAway,
     Opened,
     Persist,
-    Policy,
     PolicyOrdered,
     PortAnswered,
     PortRefused,
@@ -36,6 +34,7 @@ from keepstep_lighthouse.quorum.events import (
     Tick,
     VerifyOrdered,
 )
+from keepstep_lighthouse.quorum.job_record import JobRecord, Policy
 from keepstep_lighthouse.quorum.machine import JobCore
 from keepstep_lighthouse.quorum.views import ReplicaState
 from keepstep_mesh.protocol.membership import HeldAnswer, Lineage, MemberInfo, StateRoot, StepFailure, StepReport

@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 
 from keepstep_cli.asking.policy_options import FIELDS, Field
-from keepstep_lighthouse.quorum.events import Policy
+from keepstep_lighthouse.quorum.job_record import Policy
 
 
 def test_each_field_of_the_policy_has_a_flag() -> None:

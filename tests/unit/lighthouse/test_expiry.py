@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep_lighthouse.jobs.expiry import NEVER, JobUse, due_at, expired, next_due
-from keepstep_lighthouse.quorum.events import JobRecord, Persist, Policy
+from keepstep_lighthouse.quorum.events import Persist
+from keepstep_lighthouse.quorum.job_record import JobRecord, Policy
 from tests.support.models.core_driver import Driver
 
 IDLE = JobUse("idle", ttl=10, sessions=0, used_at=100)

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from keepstep_lighthouse.quorum.changes.presence.health import LATE_TICK_SECONDS
-from keepstep_lighthouse.quorum.events import Announce, Decision, EndSession, Policy, Tell
+from keepstep_lighthouse.quorum.events import Announce, Decision, EndSession, Tell
+from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_lighthouse.quorum.policies import ON_DIVERGENCE
 from keepstep_lighthouse.quorum.views import ReplicaState
 from keepstep_mesh.protocol.membership import HeldAnswer, MemberInfo, StateRoot

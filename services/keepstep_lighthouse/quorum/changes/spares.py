@@ -17,8 +17,9 @@ from dataclasses import replace as changed
 
 from keepstep_lighthouse.quorum.changes import finishing, orders
 from keepstep_lighthouse.quorum.changes.presence import job_end, losses
-from keepstep_lighthouse.quorum.events import DrainOrdered, Replacement, ReplaceOrdered
+from keepstep_lighthouse.quorum.events import DrainOrdered, ReplaceOrdered
 from keepstep_lighthouse.quorum.group import Group
+from keepstep_lighthouse.quorum.job_record import Replacement
 from keepstep_lighthouse.quorum.job_state import JobState
 from keepstep_lighthouse.quorum.rules import spares
 from keepstep_lighthouse.quorum.rules.reasons import named

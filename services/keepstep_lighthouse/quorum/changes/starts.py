@@ -18,8 +18,9 @@ from __future__ import annotations
 
 from keepstep_lighthouse.quorum.announcing import members_of
 from keepstep_lighthouse.quorum.changes import orders
-from keepstep_lighthouse.quorum.events import Announce, DrainOrdered, JobEnd
+from keepstep_lighthouse.quorum.events import Announce, DrainOrdered
 from keepstep_lighthouse.quorum.group import Group
+from keepstep_lighthouse.quorum.job_record import JobEnd
 from keepstep_lighthouse.quorum.job_state import JobState
 from keepstep_lighthouse.quorum.rules.quorum_rules import choose
 from keepstep_lighthouse.quorum.rules.reasons import named

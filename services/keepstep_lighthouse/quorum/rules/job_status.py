@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from keepstep_lighthouse.quorum.events import JobRecord, Reason
+from keepstep_lighthouse.quorum.events import Reason
 from keepstep_lighthouse.quorum.groups import Groups
+from keepstep_lighthouse.quorum.job_record import JobRecord
 from keepstep_lighthouse.quorum.rules import reasons
 
 JOB_STANDS_SECONDS = 5.0

@@ -28,9 +28,9 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from keepstep_lighthouse.quorum.events import Policy
 from keepstep_lighthouse.quorum.group import Group
 from keepstep_lighthouse.quorum.groups import Groups
+from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_mesh.protocol.heal_limit import heal_limit
 
 Code = Literal[

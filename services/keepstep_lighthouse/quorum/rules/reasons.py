@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from keepstep_lighthouse.quorum.events import JobRecord, Reason
+from keepstep_lighthouse.quorum.events import Reason
 from keepstep_lighthouse.quorum.group import WORKING, Exclusion, Group
 from keepstep_lighthouse.quorum.groups import Groups
+from keepstep_lighthouse.quorum.job_record import JobRecord
 from keepstep_lighthouse.quorum.rules import spares
 from keepstep_lighthouse.quorum.rules.quorum_rules import Verdict, candidate_count, initial_count, least_candidates
 from keepstep_mesh.protocol.lineage import is_following

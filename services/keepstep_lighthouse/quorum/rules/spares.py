@@ -6,9 +6,9 @@ group waits for it. From then on it is a group like any other, until its process
 
 from __future__ import annotations
 
-from keepstep_lighthouse.quorum.events import Policy
 from keepstep_lighthouse.quorum.group import Exclusion, Group
 from keepstep_lighthouse.quorum.groups import Groups
+from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_lighthouse.quorum.rules.parted import Probation
 from keepstep_mesh.protocol.lineage import Soundness, soundness, worth
 

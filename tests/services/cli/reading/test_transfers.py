@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from keepstep_cli.running.ranks import free_port
-from keepstep_lighthouse.quorum.events import Policy
+from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_mesh.protocol.messages import Healing
 from tests.services.cli.scene import keepstep
 from tests.support.services.command import environment, process

@@ -18,7 +18,7 @@ from keepstep_lighthouse.api import prometheus
 from keepstep_lighthouse.app import Lighthouse
 from keepstep_lighthouse.jobs import event_log, records
 from keepstep_lighthouse.jobs.expiry import due_at
-from keepstep_lighthouse.quorum.events import Policy
+from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_lighthouse.store.contract import Compare, Write, WriteFailedError
 from keepstep_lighthouse.store.memory_store import MemoryStore
 from keepstep_lighthouse.store.opening import open_store

@@ -6,7 +6,7 @@ import asyncio
 
 import aiohttp
 
-from keepstep_lighthouse.quorum.events import Policy
+from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_mesh.session.session_machine import About
 from tests.support.services.asking_group import Group
 from tests.support.services.lighthouse_driver import lighthouse

@@ -19,7 +19,8 @@ from keepstep.group.ranks.rank_link import GroupSettings
 from keepstep_lighthouse.app import Lighthouse
 from keepstep_lighthouse.jobs import port_probes
 from keepstep_lighthouse.jobs.port_probes import PortProbes, refuses, serves
-from keepstep_lighthouse.quorum.events import FindPort, Policy, PortRefused, ProbePort
+from keepstep_lighthouse.quorum.events import FindPort, PortRefused, ProbePort
+from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_mesh.protocol.group_messages import RankAsk
 from keepstep_mesh.protocol.messages import MemberLost
 from keepstep_mesh.session.session_settings import SessionSettings

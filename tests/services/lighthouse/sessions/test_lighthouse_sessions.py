@@ -10,7 +10,8 @@ import aiohttp
 import pytest
 
 from keepstep_lighthouse.jobs import sessions
-from keepstep_lighthouse.quorum.events import Policy, PolicyOrdered
+from keepstep_lighthouse.quorum.events import PolicyOrdered
+from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_mesh.protocol import codec
 from keepstep_mesh.protocol.membership import HeldAnswer, MemberInfo
 from keepstep_mesh.protocol.messages import (

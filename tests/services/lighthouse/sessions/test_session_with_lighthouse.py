@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from keepstep_lighthouse.quorum.events import Policy
+from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_mesh.errors import AuthError, LayoutMismatch, ProtocolError, SessionClosed
 from keepstep_mesh.net.http import client_session
 from keepstep_mesh.protocol.membership import MemberInfo, Quorum

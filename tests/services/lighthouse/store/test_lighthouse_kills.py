@@ -14,9 +14,7 @@ import aiohttp
 import pytest
 
 from keepstep_history.reading import check_files
-from keepstep_lighthouse.quorum.events import (
-    Policy,
-)
+from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_mesh.protocol.messages import MemberLost, QuorumAnswer, Welcome
 from keepstep_mesh.session.lighthouse_session import LighthouseSession
 from keepstep_mesh.session.session_settings import SessionSettings

@@ -17,18 +17,8 @@ from keepstep_lighthouse.app import Lighthouse, LighthouseSettings
 from keepstep_lighthouse.jobs import lighthouse_node, records
 from keepstep_lighthouse.jobs.job import Job
 from keepstep_lighthouse.leadership import campaign, term
-from keepstep_lighthouse.quorum.events import (
-    Asked,
-    Ban,
-    Closed,
-    Decision,
-    Event,
-    EvictOrdered,
-    JobRecord,
-    Opened,
-    Policy,
-    Tick,
-)
+from keepstep_lighthouse.quorum.events import Asked, Closed, Decision, Event, EvictOrdered, Opened, Tick
+from keepstep_lighthouse.quorum.job_record import Ban, JobRecord, Policy
 from keepstep_lighthouse.quorum.machine import JobCore
 from keepstep_lighthouse.store.contract import (
     Compare,

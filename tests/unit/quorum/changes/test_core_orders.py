@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from keepstep_lighthouse.quorum.bans import MAX_EVICTED
-from keepstep_lighthouse.quorum.events import Announce, Ban, Decision, EndSession, JobRecord, Persist, Policy, Tell
+from keepstep_lighthouse.quorum.events import Announce, Decision, EndSession, Persist, Tell
+from keepstep_lighthouse.quorum.job_record import Ban, JobRecord, Policy
 from keepstep_lighthouse.quorum.views import ReplicaState
 from keepstep_mesh.protocol.membership import HeldAnswer
 from keepstep_mesh.protocol.messages import Drain, Evicted, MemberLost, Refused, RoundBroken

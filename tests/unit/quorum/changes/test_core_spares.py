@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from keepstep_lighthouse.jobs import records
-from keepstep_lighthouse.quorum.events import Policy
+from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_lighthouse.quorum.views import ReplicaState
 from keepstep_mesh.protocol.messages import Denied, Drain
 from tests.support.models.core_driver import Driver, announced, announces, members, states, told

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from keepstep_lighthouse.quorum.events import LogEntry, Persist, Policy
+from keepstep_lighthouse.quorum.events import LogEntry, Persist
+from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_lighthouse.quorum.policies import policy_problem
 from keepstep_lighthouse.quorum.views import ReplicaState
 from tests.support.models.core_driver import Driver, announced, announces, logged, members

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep_lighthouse.quorum.events import Policy, Reason
+from keepstep_lighthouse.quorum.events import Reason
+from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_lighthouse.quorum.rules.reasons import named
 from keepstep_lighthouse.quorum.views import ReplicaState, ReplicaView
 from keepstep_mesh.protocol.membership import MemberInfo

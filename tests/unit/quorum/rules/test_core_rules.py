@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep_lighthouse.quorum.events import Decision, JobRecord, Policy
+from keepstep_lighthouse.quorum.events import Decision
+from keepstep_lighthouse.quorum.job_record import JobRecord, Policy
 from keepstep_mesh.protocol.heal_limit import heal_limit
 from tests.support.models.core_driver import Driver, announced, announces, members
 

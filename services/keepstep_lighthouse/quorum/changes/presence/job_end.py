@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from keepstep_lighthouse.quorum.events import JobEnd, LeftOnPurpose
+from keepstep_lighthouse.quorum.events import LeftOnPurpose
 from keepstep_lighthouse.quorum.group import Group
+from keepstep_lighthouse.quorum.job_record import JobEnd
 from keepstep_lighthouse.quorum.job_state import JobState
 
 FINISHED, FAILED, DRAINED, STOPPED, LEFT = "finished", "failed", "drained", "stopped", "left"
