@@ -223,36 +223,38 @@ class JobCore:
 
     def _settle(self, now: float, now_unix: float) -> None:
         state = self._state
+
+        def judge_again(*, first: bool = False) -> Verdict:
+            members, policy = len(state.record.members), state.record.policy
+            return judge(self._groups, members, policy, self._takeover.until, now, first=first)
+
         departures.lose_reported(state, now)
         probation.let_in_due(state, now)
         spares.settle(state, now)
         if state.last_gone is not None:
             job_end.conclude(state, now_unix)
         starts.drain_left_behind(state)
-        record = state.record
-        until, first = self._takeover.until, starts.waits_for_all(state)
-        self._verdict = judge(self._groups, len(record.members), record.policy, until, now, first=first)
+        first = starts.waits_for_all(state)
+        self._verdict = judge_again(first=first)
         if self._verdict.code in ANNOUNCING and probation.settle(state, now):
-            self._verdict = judge(self._groups, len(record.members), record.policy, until, now, first=first)
+            self._verdict = judge_again(first=first)
         if self._verdict.code == "min_replicas" and probation.let_in_needed(state):
-            self._verdict = judge(self._groups, len(record.members), record.policy, until, now, first=first)
+            self._verdict = judge_again(first=first)
         if self._verdict.code in ANNOUNCING and agreements.settle(state):
-            self._verdict = judge(self._groups, len(record.members), record.policy, until, now)
+            self._verdict = judge_again()  # the others do not wait for a group that was denied
         if self._verdict.code in ANNOUNCING and reports.end_minority(state):
-            self._verdict = judge(self._groups, len(record.members), record.policy, until, now, first=first)
+            self._verdict = judge_again(first=first)
         if self._verdict.code in ANNOUNCING and starts.settle(state):
-            self._verdict = judge(self._groups, len(record.members), record.policy, until, now, first=first)
-        if self._groups.shrinking and until is None:
-            self._verdict = retries.settle(
-                state, self._verdict, lambda: judge(self._groups, len(record.members), record.policy, None, now)
-            )
+            self._verdict = judge_again(first=first)
+        if self._groups.shrinking and self._takeover.until is None:
+            self._verdict = retries.settle(state, self._verdict, judge_again)
         while self._verdict.code in ANNOUNCING and self._groups.final:
-            if (instead := finishing.settle(state, now, now_unix)) is None:
+            if (instead := finishing.settle(state, judge_again, now, now_unix)) is None:
                 break
             self._verdict = instead
         if self._verdict.code in ANNOUNCING:
             self._announce(self._verdict.code, now, now_unix)
-            self._verdict = judge(self._groups, len(state.record.members), state.record.policy, None, now)
+            self._verdict = judge_again()
 
     def _announce(self, code: Code, now: float, now_unix: float) -> None:
         state = self._state

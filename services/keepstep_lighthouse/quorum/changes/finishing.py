@@ -18,6 +18,7 @@ or commits in it, and groups that are behind heal from the others. It forms when
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from keepstep_lighthouse.quorum.announcing import members_of
@@ -27,7 +28,7 @@ from keepstep_lighthouse.quorum.events import DrainOrdered, ReopenOrdered
 from keepstep_lighthouse.quorum.group import Excluded, Exclusion, Group
 from keepstep_lighthouse.quorum.job_state import JobState
 from keepstep_lighthouse.quorum.rules import reasons
-from keepstep_lighthouse.quorum.rules.quorum_rules import Verdict, choose, judge
+from keepstep_lighthouse.quorum.rules.quorum_rules import Verdict, choose
 from keepstep_lighthouse.quorum.rules.reasons import named
 from keepstep_mesh.protocol.lineage import Soundness, reference_state, same_weights, soundness
 from keepstep_mesh.protocol.membership import FinalState, Lineage
@@ -40,8 +41,11 @@ MAX_HEALS = 3
 # ---- a job that finishes
 
 
-def settle(state: JobState, now: float, now_unix: float) -> Verdict | None:
+def settle(state: JobState, judge_again: Callable[[], Verdict], now: float, now_unix: float) -> Verdict | None:
     """Decide about a quorum that is due, and that has members that ask with ``final``.
+
+    Args:
+        judge_again: returns the verdict after groups were let in or refused.
 
     Returns:
         The verdict that replaces its own; None: it forms, as a finishing one.
@@ -50,10 +54,10 @@ def settle(state: JobState, now: float, now_unix: float) -> Verdict | None:
     if not any(map(_is_final, chosen)):
         return None
     if probation.let_in_at_end(state):
-        return judge(state.groups, len(state.record.members), state.record.policy, None, now)
+        return judge_again()
     step, lineage = reference_state(members_of(chosen))
     if _refuse_any(state, chosen, step, lineage):
-        return judge(state.groups, len(state.record.members), state.record.policy, None, now)
+        return judge_again()
     if not all(_is_final(group) and (group.step, group.lineage) == (step, lineage) for group in chosen):
         _note_round(state, chosen, step, lineage)
         return None
@@ -61,7 +65,7 @@ def settle(state: JobState, now: float, now_unix: float) -> Verdict | None:
     if now < until:
         return Verdict("finish_grace", until)
     _close(state, chosen, now_unix)
-    return judge(state.groups, len(state.record.members), state.record.policy, None, now)
+    return judge_again()
 
 
 def _is_final(group: Group) -> bool:
