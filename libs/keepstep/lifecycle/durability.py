@@ -223,10 +223,9 @@ class Durability:
         if context.progress.step or not self._is_new():
             return False  # the script has loaded a checkpoint of its own
         choice = self._agree(self._choose_unless_live)
-        if choice.get("live"):
+        if choice.get("live") or context.stands_by:  # groups with a live state may be gone when a spare gets its place
             context.resume = self._resume_in_quorum
-            return False
-        return self._load(choice)
+        return self._load(choice) if "live" not in choice else False
 
     def _is_new(self) -> bool:
         lineage = self._context.progress.lineage
@@ -238,9 +237,10 @@ class Durability:
             return {"live": live_step}
         return self._choose()
 
-    def _resume_in_quorum(self) -> bool:
-        """Load the newest checkpoint after all: the groups with a live state are gone."""
-        return self._load(self._agree(self._choose))
+    def _resume_in_quorum(self, step: int) -> bool:
+        """Load the newest checkpoint after all, if it is newer than ``step``: the groups with a live state are gone."""
+        choice = self._agree(self._choose)
+        return self._load(choice) if choice.get("step", 0) > step else False
 
     def _choose(self) -> Choice:
         job = self._context.settings.job

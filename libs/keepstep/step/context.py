@@ -84,9 +84,9 @@ class StepContext:
     """Number of heals in a row that ran out of time; each one doubles the time of the next."""
     unfit_heals: int = 0
     """Number of heals in a row that failed because the state does not fit this group."""
-    resume: Callable[[], bool] | None = None
-    """Loads the newest durable checkpoint, if the first quorum has no live state. Returns whether it did. None:
-    it is loaded already, or not to be loaded."""
+    resume: Callable[[int], bool] | None = None
+    """Loads the newest durable checkpoint, if it is newer than a step: that of the first quorum, if it has no live
+    state. Returns whether it did. None: it is loaded already, or not to be loaded."""
     find_final: Callable[[JobClosed], None] | None = None
     """Finds the final state of a closed job at a relay, and sets ``load_final``; else raises JobClosedExit."""
     load_final: Callable[[], None] | None = None

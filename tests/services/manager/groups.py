@@ -58,18 +58,20 @@ def manager(
         one.shutdown()
 
 
-def until_connected(lighthouse: str, name: str) -> None:
-    """Return when the lighthouse knows the group, so that the first quorum of other groups has it."""
+def until_connected(lighthouse: str, name: str, *, asked: bool = False) -> None:
+    """Return when the lighthouse knows the group, or has a request of it: the first quorum of other groups has it."""
     deadline = time.monotonic() + 30
     while True:
         try:
-            urllib.request.urlopen(f"{lighthouse}/v1/jobs/default/replicas/{name}", timeout=30).close()
+            with urllib.request.urlopen(f"{lighthouse}/v1/jobs/default/replicas/{name}", timeout=30) as answer:
+                if json.load(answer)["address"] or not asked:
+                    return
         except urllib.error.HTTPError as error:
-            if error.code != HTTPStatus.NOT_FOUND or time.monotonic() > deadline:
+            if error.code != HTTPStatus.NOT_FOUND:
                 raise
-            time.sleep(0.01)  # nothing tells a client of the lighthouse that a group has connected
-        else:
-            return
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{name} has not {'asked' if asked else 'connected'}")
+        time.sleep(0.01)  # nothing tells a client of the lighthouse that a group has connected
 
 
 def together(*groups: Callable[[], Any]) -> list[Any]:

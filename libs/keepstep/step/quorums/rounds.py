@@ -16,6 +16,7 @@ from keepstep.step.quorums.quorum_round import HealRules, QuorumRound
 from keepstep.step.reporting.step_telemetry import StepTimes
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.protocol.group_messages import RankAsk
+from keepstep_mesh.protocol.lineage import is_live
 from keepstep_mesh.protocol.membership import UNKNOWN
 
 MAX_HEAL_ROUNDS = 5
@@ -82,7 +83,9 @@ class Rounds:
             return
         plan = self.wait()
         resume, context.resume = context.resume, None
-        if plan.first_step and resume() and self.current is not None:
+        if is_live(plan.max_step, plan.lineage) or self.current is None:
+            return
+        if resume(plan.max_step):
             self.current.refuse_joiners("this group resumed from a durable checkpoint")
             self._request_again(self.current, ask, 0)
 

@@ -16,7 +16,8 @@ import torch
 from keepstep import Manager
 from keepstep.checkpointing.durable import newest_checkpoint
 from keepstep_mesh.errors import KeepstepError
-from tests.services.manager.groups import SECOND, manager, place_to_meet, together
+from tests.services.manager.groups import SECOND, manager, place_to_meet, together, until_connected
+from tests.services.manager.steps.test_first_quorum import order
 from tests.support.services.relay_driver import client, metric, relay, relay_process
 
 FROZEN = 2 << 20
@@ -109,6 +110,36 @@ async def test_groups_load_it_in_the_first_quorum_if_the_group_with_the_live_sta
                 c.start_quorum()
                 assert c.current_step() == 3
                 assert other["w"][0] == 3.0
+
+    async with relay_process("--data-dir", str(tmp_path)) as (_, url):
+        await asyncio.to_thread(job, url)
+
+
+async def test_a_spare_that_is_left_alone_loads_the_newest_one_although_there_was_none_when_it_came(
+    lighthouse: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NUM_REPLICA_GROUPS", "2")
+    monkeypatch.setenv("KEEPSTEP_SPARES", "1")
+
+    def job(url: str) -> None:
+        how = {"durable_relays": url, "durable_every": 1}
+
+        def spare() -> tuple[int, float]:
+            with manager(lighthouse, "b", held := state(-1.0), **how) as b:
+                b.start_quorum()
+                return b.current_step(), held["w"][0].item()
+
+        def only_group() -> None:
+            until_connected(lighthouse, "b", asked=True)
+            for _ in range(3):
+                assert step(a, ours)
+            a.start_quorum()
+            assert a._durability._writer.finish(60)
+            order(lighthouse, "a/evict")
+
+        with manager(lighthouse, "a", ours := state(), **how) as a:
+            a.start_quorum()
+            assert together(only_group, spare)[1] == (3, 3.0)
 
     async with relay_process("--data-dir", str(tmp_path)) as (_, url):
         await asyncio.to_thread(job, url)
