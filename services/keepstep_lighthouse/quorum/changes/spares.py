@@ -72,6 +72,8 @@ def refusal(state: JobState, group: Group) -> str | None:
         return f"{group.replica_id} is draining already"
     if not spares.ready(state.groups, state.probation):
         return NO_SPARE
+    if state.record.policy.max_replicas == 1:
+        return f"max_replicas 1 has no room for a spare beside {group.replica_id}; raise it (keepstep policy)"
     return None
 
 
@@ -82,6 +84,8 @@ def _is_ordered(state: JobState, group: Group) -> bool:
 def _ended_on_purpose(state: JobState) -> bool:
     """Return whether the last group that has trained left on purpose."""
     if state.last_gone is None or state.last_gone[0] == job_end.FAILED or state.record.ended is not None:
+        return False
+    if not state.members:  # none has trained yet
         return False
     return not any(group.member for group in state.groups)
 

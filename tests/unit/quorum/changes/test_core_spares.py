@@ -155,6 +155,21 @@ def test_a_group_that_is_restarted_trains_although_the_spares_were_sent_home() -
     assert members(announced(driver.asks("r0:2"))) == ["r0:2"]
 
 
+def test_a_group_that_leaves_before_the_first_quorum_ends_no_job() -> None:
+    driver = Driver(Policy())
+    for name in ("r0:1", "r1:1", "r2:1"):
+        driver.opens(name, standby=True, groups=2)
+    driver.asks("r0:1")
+    driver.leaves("r2:1", "SIGTERM", cause="stopped", step=0)
+    assert members(announced(driver.asks("r1:1"))) == ["r0:1", "r1:1"]
+
+
+def test_the_only_group_of_a_job_without_room_for_a_spare_is_not_replaced() -> None:
+    driver = job_of(1, 1, max_replicas=1)
+    why = "max_replicas 1 has no room for a spare beside r0:1; raise it (keepstep policy)"
+    assert driver.core.irreplaceable("r0") == why, "the spare would leave with the group, and the job would end"
+
+
 def test_a_spare_that_is_drained_is_not_let_in() -> None:
     driver = job_of(2, 1)
     driver.drains("r2")
