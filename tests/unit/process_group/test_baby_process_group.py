@@ -188,8 +188,8 @@ def test_an_operation_that_begins_while_the_group_is_aborted_fails(ranks, monkey
         group.allreduce([torch.ones(3)]).wait(timedelta(seconds=5))
 
 
-def test_two_hundred_reconfigurations_leave_nothing_behind(ranks) -> None:
-    """Slow: 400 forks with a rendezvous each."""
+def test_sixty_reconfigurations_leave_nothing_behind(ranks) -> None:
+    """Slow: 120 forks with a rendezvous each."""
 
     def again() -> dict[str, int]:
         ranks.configure()
@@ -198,7 +198,7 @@ def test_two_hundred_reconfigurations_leave_nothing_behind(ranks) -> None:
 
     for _ in range(10):
         first = again()
-    for _ in range(190):
+    for _ in range(50):
         last = again()
     assert last["resident"] - first["resident"] < 8_000_000
     del first["resident"], last["resident"]

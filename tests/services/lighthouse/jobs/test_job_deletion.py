@@ -329,7 +329,7 @@ async def test_a_newcomer_beyond_the_limit_is_told_what_to_do_and_expired_jobs_m
             assert list(one.jobs) == ["second", "third"]
 
 
-async def test_1100_short_jobs_leave_bounded_lines_and_memory_and_a_new_job_is_accepted() -> None:
+async def test_400_short_jobs_leave_bounded_lines_and_memory_and_a_new_job_is_accepted() -> None:
     async with served(max_jobs=50, policy=SHORT) as (one, rest):
         async with aiohttp.ClientSession() as http:
             gate = asyncio.Semaphore(16)
@@ -345,14 +345,14 @@ async def test_1100_short_jobs_leave_bounded_lines_and_memory_and_a_new_job_is_a
                                 return
                         await asyncio.sleep(0.02)
 
-            await asyncio.gather(*(come_and_go(number) for number in range(1100)))
+            await asyncio.gather(*(come_and_go(number) for number in range(400)))
         assert len(one.jobs) <= 50
         await eventually(lambda: not one.jobs)
         async with worker(one.address, job="new") as group:
             await round_of([group])
             found = await lines(rest)
             assert len(found) < 150, len(found)
-        assert 'keepstep_lighthouse_events_total{kind="joined"} 1101.0' in found
+        assert 'keepstep_lighthouse_events_total{kind="joined"} 401.0' in found
         assert len(one.events.jobs) <= 2
         assert len(one.events.endings) <= 100
 
