@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -49,7 +50,8 @@ async def test_a_deleted_job_leaves_its_deletion_only_over_a_restart_too(tmp_pat
         assert list(one.core.jobs) == ["other"]
         await asking.tell(Teller("b:1"), step(now, 1))
         assert sorted(one.core.jobs) == ["job", "other"], "a new job of that name is another"
-    rows = sqlite3.connect(tmp_path / FILE).execute("SELECT job, event FROM events ORDER BY id").fetchall()
+    with closing(sqlite3.connect(tmp_path / FILE)) as data:
+        rows = data.execute("SELECT job, event FROM events ORDER BY id").fetchall()
     assert rows == [("other", "joined"), (JOB, "job_deleted")]
 
 
