@@ -24,8 +24,8 @@ from keepstep_lighthouse import settings as lighthouse_settings
 from keepstep_lighthouse.api import routes as lighthouse_api
 from keepstep_lighthouse.app import Lighthouse
 from keepstep_mesh.config import variables
-from keepstep_mesh.net.http import Route
 from keepstep_mesh.security.tokens import Access
+from keepstep_mesh.serving.application import Route
 from keepstep_mesh.serving.openapi import Shape
 from keepstep_mesh.serving.service import all_routes
 from keepstep_metrics import settings as metrics_settings

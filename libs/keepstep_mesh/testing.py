@@ -14,7 +14,6 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from keepstep_mesh.net.http import Route
 from keepstep_mesh.net.websocket import Link
 from keepstep_mesh.protocol import codec
 from keepstep_mesh.protocol.membership import Member
@@ -29,6 +28,7 @@ from keepstep_mesh.protocol.messages import (
 )
 from keepstep_mesh.security.tls import TlsFiles
 from keepstep_mesh.security.tokens import Access, Tokens
+from keepstep_mesh.serving.application import Route
 from keepstep_mesh.serving.service import Service, serving
 
 DEADLINE = 30.0

@@ -24,10 +24,11 @@ from keepstep_lighthouse.leadership.leader_link import LeaderLink
 from keepstep_lighthouse.settings import LighthouseSettings
 from keepstep_lighthouse.store.opening import store_at
 from keepstep_mesh.net.addresses import reachable
-from keepstep_mesh.net.http import Identity, Problem, Route
+from keepstep_mesh.net.http import Identity, Problem
 from keepstep_mesh.protocol import names
 from keepstep_mesh.protocol.telemetry_records import EventRecord
 from keepstep_mesh.security.tokens import Access
+from keepstep_mesh.serving.application import Route
 from keepstep_mesh.serving.embedded import Embedded
 from keepstep_mesh.serving.process import Hosted
 from keepstep_mesh.serving.service import Endpoint, Service

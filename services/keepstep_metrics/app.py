@@ -13,8 +13,9 @@ from collections.abc import AsyncIterator, Callable
 
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.discovery.registration import Registration, registered
-from keepstep_mesh.net.http import Identity, Route
+from keepstep_mesh.net.http import Identity
 from keepstep_mesh.protocol.telemetry_records import BadBatchError, read_batch
+from keepstep_mesh.serving.application import Route
 from keepstep_mesh.serving.embedded import Embedded
 from keepstep_mesh.serving.process import Hosted
 from keepstep_mesh.serving.service import Endpoint, Service

@@ -15,10 +15,11 @@ from functools import partial
 
 from keepstep_mesh.config.logging import configured
 from keepstep_mesh.discovery.registration import Registrar, Registration, registered
-from keepstep_mesh.net.http import Identity, Route
+from keepstep_mesh.net.http import Identity
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES
 from keepstep_mesh.protocol.telemetry_records import UploadRecord
 from keepstep_mesh.security.tls import watched_client_context
+from keepstep_mesh.serving.application import Route
 from keepstep_mesh.serving.embedded import Embedded
 from keepstep_mesh.serving.open_port import FIRST_REQUEST_SECONDS, OpenPort
 from keepstep_mesh.serving.process import Hosted

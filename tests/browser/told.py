@@ -18,8 +18,8 @@ from typing import Any
 
 from aiohttp import web
 
-from keepstep_mesh.net.http import Route, read_json
 from keepstep_mesh.security.tokens import Access, Tokens
+from keepstep_mesh.serving.application import Route, read_json
 from keepstep_mesh.serving.openapi import plain
 from keepstep_mesh.serving.service import Endpoint, Service, serving
 from keepstep_metrics.api import dashboard_page, log_views

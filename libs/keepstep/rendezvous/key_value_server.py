@@ -23,8 +23,9 @@ import msgpack
 from aiohttp import web
 
 from keepstep_mesh.errors import KeepstepError, ProtocolError
-from keepstep_mesh.net.http import BODY_SECONDS, Problem
+from keepstep_mesh.net.http import Problem
 from keepstep_mesh.security.tokens import ClientToken
+from keepstep_mesh.serving.application import BODY_SECONDS
 
 PATH = "/v1/rendezvous"
 MAX_KEY_CHARACTERS = 1024

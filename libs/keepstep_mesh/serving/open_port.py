@@ -15,7 +15,7 @@ from aiohttp.typedefs import Middleware
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.net.fork_safety import claim, listening_socket
-from keepstep_mesh.net.http import Handler
+from keepstep_mesh.serving.application import Handler
 
 FIRST_REQUEST_SECONDS = 10.0
 """Limit from accepting a connection to its first request. Without it an idle connection holds a descriptor forever."""

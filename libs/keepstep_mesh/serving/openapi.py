@@ -12,8 +12,9 @@ from enum import Enum
 from importlib.metadata import version
 from typing import Any
 
-from keepstep_mesh.net.http import PROBLEM_JSON, Route
+from keepstep_mesh.net.http import PROBLEM_JSON
 from keepstep_mesh.security.tokens import Access
+from keepstep_mesh.serving.application import Route
 
 RAW: dict[str, Any] = {}
 """The schema of bytes as they are."""

@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from keepstep_mesh.net.http import Problem, read_json
+from keepstep_mesh.net.http import Problem
 from keepstep_mesh.protocol.messages import Detail
 from keepstep_mesh.serving import openapi
+from keepstep_mesh.serving.application import read_json
 from keepstep_mesh.text import listed
 
 T = TypeVar("T")

@@ -28,10 +28,11 @@ from aiohttp.typedefs import Middleware
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.config.settings import bind_address
 from keepstep_mesh.net.addresses import in_url
-from keepstep_mesh.net.http import MAX_BODY_BYTES, Problem, Route, application
+from keepstep_mesh.net.http import Problem
 from keepstep_mesh.security.reloaded_files import ReloadedFiles
 from keepstep_mesh.security.tls import TlsFiles
 from keepstep_mesh.security.tokens import Access, Tokens, check_bind, is_loopback
+from keepstep_mesh.serving.application import MAX_BODY_BYTES, Route, application
 from keepstep_mesh.serving.listen_settings import ListenSettings
 from keepstep_mesh.serving.open_port import (
     FIRST_REQUEST_SECONDS,

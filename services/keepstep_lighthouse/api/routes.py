@@ -32,9 +32,9 @@ from keepstep_lighthouse.jobs.lighthouse_node import LighthouseNode
 from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_lighthouse.quorum.views import ReplicaView
 from keepstep_lighthouse.registry.service_records import ServiceRecord
-from keepstep_mesh.net.http import Route
 from keepstep_mesh.security.tokens import Access
 from keepstep_mesh.serving import openapi
+from keepstep_mesh.serving.application import Route
 from keepstep_mesh.serving.openapi import Shape
 
 SWITCHES_OF_DELETION = {"force": "true: groups that are connected are evicted; otherwise they are a conflict (409)"}

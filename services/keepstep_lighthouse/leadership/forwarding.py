@@ -10,8 +10,9 @@ from http import HTTPStatus
 import aiohttp
 from aiohttp import hdrs, web
 
-from keepstep_mesh.net.http import Identity, Problem, Route
+from keepstep_mesh.net.http import Identity, Problem
 from keepstep_mesh.security.tls import TlsFiles, explained
+from keepstep_mesh.serving.application import Route
 
 PASS_ON_SECONDS = 5.0
 MAX_ANSWER_BYTES = 64 * 1024 * 1024

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from aiohttp import hdrs, web
 
-from keepstep_mesh.net.http import ROLE, Problem, Route
+from keepstep_mesh.net.http import Problem
 from keepstep_mesh.security.tokens import Access
+from keepstep_mesh.serving.application import ROLE, Route
 from keepstep_mesh.serving.openapi import Shape
 from keepstep_mesh.serving.rest import json_answer
 

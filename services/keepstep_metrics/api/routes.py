@@ -10,10 +10,11 @@ from typing import Any
 
 from aiohttp import web
 
-from keepstep_mesh.net.http import Problem, Route, read_whole
+from keepstep_mesh.net.http import Problem
 from keepstep_mesh.protocol.telemetry_records import read_batch
 from keepstep_mesh.security.tokens import Access
 from keepstep_mesh.serving import openapi
+from keepstep_mesh.serving.application import Route, read_whole
 from keepstep_mesh.serving.openapi import Shape
 from keepstep_mesh.serving.rest import bad, json_answer, known_names, number
 from keepstep_metrics.api import dashboard_page, job_views, log_views, span_views

@@ -19,17 +19,10 @@ from aiohttp import hdrs, web
 from keepstep_mesh.config.log_limiter import LogLimiter
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError
-from keepstep_mesh.net.http import (
-    Identity,
-    Problem,
-    leader_of,
-    raise_for_problem,
-    read_answer,
-    read_json_answer,
-    read_whole,
-)
+from keepstep_mesh.net.http import Identity, Problem, leader_of, raise_for_problem, read_answer, read_json_answer
 from keepstep_mesh.protocol.names import name_of
 from keepstep_mesh.security.tls import TlsFiles, as_safe, explained
+from keepstep_mesh.serving.application import read_whole
 from keepstep_metrics.lighthouse.service_vitals import Vitals, VitalsReader
 
 STATUS_POLL_SECONDS = 0.5

@@ -9,9 +9,10 @@ from http import HTTPStatus
 from aiohttp import web
 
 from keepstep_mesh.config.settings import split_addresses
-from keepstep_mesh.net.http import CALLER, Problem, Route
+from keepstep_mesh.net.http import Problem
 from keepstep_mesh.security.tokens import Access
 from keepstep_mesh.serving import openapi
+from keepstep_mesh.serving.application import CALLER, Route
 from keepstep_mesh.serving.openapi import Shape
 from keepstep_mesh.serving.rest import bad, json_answer, number, read_body
 from keepstep_relay.api import answers, exchange, requests, torch_files

@@ -6,9 +6,10 @@ from http import HTTPStatus
 
 from aiohttp import hdrs, web
 
-from keepstep_mesh.net.http import Problem, Route
+from keepstep_mesh.net.http import Problem
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES
 from keepstep_mesh.security.tokens import Access
+from keepstep_mesh.serving.application import Route
 from keepstep_relay.api import answers, frames, requests
 from keepstep_relay.api.downloads import Downloads, asked_range
 from keepstep_relay.api.problems import problem_of

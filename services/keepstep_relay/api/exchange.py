@@ -9,8 +9,9 @@ from http import HTTPStatus
 
 from aiohttp import web
 
-from keepstep_mesh.net.http import Problem, Route
+from keepstep_mesh.net.http import Problem
 from keepstep_mesh.security.tokens import Access
+from keepstep_mesh.serving.application import Route
 from keepstep_mesh.serving.openapi import Shape
 from keepstep_mesh.serving.rest import json_answer
 from keepstep_relay.api import answers, requests

@@ -22,7 +22,7 @@ from urllib.parse import unquote
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
 
-from keepstep_mesh.net.http import CERTIFICATE
+from keepstep_mesh.serving.application import CERTIFICATE
 from keepstep_relay.tiers.shared_slots import place_of
 
 FRAMES, SLOT = "Keepstep-Frames", "Keepstep-Slot"

@@ -7,7 +7,8 @@ from http import HTTPStatus
 from aiohttp import web
 
 from keepstep_mesh.config.logging import get_logger
-from keepstep_mesh.net.http import Handler, Problem
+from keepstep_mesh.net.http import Problem
+from keepstep_mesh.serving.application import Handler
 from keepstep_relay.core.events import Cause, RefusedError
 from keepstep_relay.node import RETRY_AFTER_SECONDS
 from keepstep_relay.tiers.chunks import GoneError

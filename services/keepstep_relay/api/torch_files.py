@@ -13,10 +13,11 @@ from http import HTTPStatus
 from aiohttp import hdrs, web
 
 from keepstep_mesh.errors import ManifestError
-from keepstep_mesh.net.http import Problem, Route
+from keepstep_mesh.net.http import Problem
 from keepstep_mesh.protocol.manifest import read_envelope
 from keepstep_mesh.protocol.state_content import unpack_content
 from keepstep_mesh.security.tokens import Access
+from keepstep_mesh.serving.application import Route
 from keepstep_mesh.serving.openapi import Shape
 from keepstep_relay.api import requests
 from keepstep_relay.api.downloads import Downloads, asked_range

@@ -16,8 +16,9 @@ from aiohttp import hdrs, web
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
-from keepstep_mesh.net.http import Problem, certificate_name
+from keepstep_mesh.net.http import Problem
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES, DIGEST_BYTES, chunk_digest
+from keepstep_mesh.serving.application import certificate_name
 from keepstep_relay.api import answers, frames, requests
 from keepstep_relay.node import RETRY_AFTER_SECONDS
 from keepstep_relay.tiers.shared_slots import SharedSlots

@@ -18,9 +18,10 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter
 
 from keepstep_mesh.errors import AuthError, ProtocolError
-from keepstep_mesh.net import http as mesh_http
-from keepstep_mesh.net.http import PROBLEM_JSON, ROLE, Problem, Route, client_session, raise_for_problem, read_json
+from keepstep_mesh.net.http import PROBLEM_JSON, Problem, client_session, raise_for_problem
 from keepstep_mesh.security.tokens import Access, Tokens
+from keepstep_mesh.serving import application
+from keepstep_mesh.serving.application import ROLE, Route, read_json
 from keepstep_mesh.serving.open_port import BindError
 from keepstep_mesh.serving.service import Service, serving
 from keepstep_mesh.testing import DEADLINE
@@ -66,7 +67,7 @@ async def running(**changes) -> AsyncIterator[tuple[str, aiohttp.ClientSession]]
 
 
 async def test_a_json_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mesh_http, "BODY_SECONDS", 0.1)
+    monkeypatch.setattr(application, "BODY_SECONDS", 0.1)
     async with serving(Service("test", routes()), "127.0.0.1", 0) as endpoint:
         reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
         writer.write(b'POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"a"')

@@ -14,9 +14,9 @@ from aiohttp import WSMsgType, web
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from keepstep_mesh.net.http import Route
 from keepstep_mesh.net.websocket import Link, UpgradeError
 from keepstep_mesh.security.tokens import Access
+from keepstep_mesh.serving.application import Route
 from keepstep_mesh.serving.service import Service, serving
 from keepstep_mesh.testing import DEADLINE, ChaosProxy
 

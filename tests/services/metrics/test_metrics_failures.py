@@ -338,7 +338,7 @@ async def test_a_relay_that_answers_nonsense_hides_nothing_of_what_the_lighthous
 
 
 async def test_an_order_whose_body_never_comes_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("keepstep_mesh.net.http.BODY_SECONDS", 0.2)
+    monkeypatch.setattr("keepstep_mesh.serving.application.BODY_SECONDS", 0.2)
     async with metrics() as one, aiohttp.ClientSession() as http:
 
         async def never() -> AsyncIterator[bytes]:

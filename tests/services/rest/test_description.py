@@ -12,9 +12,9 @@ import pytest
 from aiohttp import web
 from jsonschema import Draft202012Validator
 
-from keepstep_mesh.net.http import application
 from keepstep_mesh.protocol.messages import Healing
 from keepstep_mesh.serving import service
+from keepstep_mesh.serving.application import application
 from tests.services.rest.routes import ACCESS, BODIES, LAST, SESSIONS, url_of
 from tests.services.rest.scene import scene
 from tests.support.services.access_table import TOKENS

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from aiohttp import web
 
-from keepstep_mesh.net.http import Route
 from keepstep_mesh.protocol.messages import Drain, Evicted
 from keepstep_mesh.security.tokens import Access, Tokens
+from keepstep_mesh.serving.application import Route
 from keepstep_mesh.serving.service import Service, serving
 from tests.services.cli.scene import ADMIN, WORKER, keepstep, running
 from tests.support.services.lighthouse_driver import worker

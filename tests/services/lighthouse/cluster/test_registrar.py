@@ -11,9 +11,9 @@ import pytest
 from aiohttp import web
 
 from keepstep_mesh.discovery.registration import Registration, registered
-from keepstep_mesh.net.http import Route
 from keepstep_mesh.protocol.messages import QuorumAnswer, Services
 from keepstep_mesh.security.tokens import Access, Tokens
+from keepstep_mesh.serving.application import Route
 from keepstep_mesh.serving.service import Service, serving
 from tests.services.lighthouse.cluster.registrations import RELAY, TOLD, known
 from tests.support.services.etcd_server import EtcdCluster

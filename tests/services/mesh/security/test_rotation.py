@@ -11,10 +11,11 @@ from aiohttp import web
 
 from keepstep_mesh.discovery.registration import Registration, registered
 from keepstep_mesh.errors import AuthError
-from keepstep_mesh.net.http import Route, client_session
+from keepstep_mesh.net.http import client_session
 from keepstep_mesh.protocol.messages import Leave, NotLeader
 from keepstep_mesh.security.tls import TlsFiles
 from keepstep_mesh.security.tokens import Access, ClientToken, watched_tokens
+from keepstep_mesh.serving.application import Route
 from keepstep_mesh.serving.service import Service, serving
 from keepstep_mesh.session.lighthouse_session import LighthouseSession
 from keepstep_mesh.session.session_events import Connected, Disconnected

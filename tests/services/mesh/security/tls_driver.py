@@ -12,10 +12,10 @@ import pytest
 import uvloop
 from aiohttp import web
 
-from keepstep_mesh.net.http import Route
 from keepstep_mesh.net.websocket import Link
 from keepstep_mesh.security.tls import TlsFiles
 from keepstep_mesh.security.tokens import Access
+from keepstep_mesh.serving.application import Route
 from keepstep_mesh.serving.service import Endpoint, Service, serving
 from keepstep_mesh.testing import DEADLINE
 
