@@ -14,11 +14,12 @@ from http import HTTPStatus
 
 from aiohttp import web
 
+from keepstep.group.gathering import GatheredAsks, GatheredVotes
 from keepstep.group.group_listener import GroupListener
-from keepstep.group.merging import CommitBarrier, DisagreeError, key_of, merge_asks, merge_healing
+from keepstep.group.merging import DisagreeError, merge_asks, merge_healing
 from keepstep.group.quorum_plan import QuorumPlan, make_plan
 from keepstep.group.ranks.rank_connections import RankConnections
-from keepstep.group.ranks.rank_link import GroupSettings, Leaving, denial
+from keepstep.group.ranks.rank_link import GroupSettings, Leaving
 from keepstep.group.slow_quorum_log import SlowQuorumLog
 from keepstep.rendezvous.key_value_server import VERSION as RENDEZVOUS_VERSION
 from keepstep.rendezvous.key_value_server import KeyValueServer
@@ -27,7 +28,7 @@ from keepstep.runtime.owned_tasks import OwnedTasks
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import Banned, KeepstepError, LayoutMismatch, SessionClosed, StartRefused
 from keepstep_mesh.net.http import Problem
-from keepstep_mesh.protocol.group_messages import RankAsk, RankDenied, RankVote
+from keepstep_mesh.protocol.group_messages import RankAsk, RankVote
 from keepstep_mesh.protocol.membership import MemberInfo, Quorum
 from keepstep_mesh.protocol.messages import (
     FINISH_VERSION,
@@ -48,8 +49,6 @@ LEAVE_PATIENCE = 1.0
 """Seconds that a group that is asked to leave waits for the answer to an open request."""
 LEAVE_SECONDS = 5.0
 """Seconds that it waits for the lighthouse to confirm its goodbye."""
-
-_Ask = tuple[RankAsk, asyncio.Future[QuorumPlan]]
 
 
 class GroupServer:
@@ -83,12 +82,6 @@ class GroupServer:
         self._session = LighthouseSession(session, self._on_lighthouse_push)
         self._on_failed = on_failed
         self._on_push = on_push
-        self._asks: dict[int, _Ask] = {}
-        self._in_round: dict[int, _Ask] = {}
-        """The requests that the open round answers."""
-        self._barrier = CommitBarrier(settings.world_size)
-        self._votes: dict[int, tuple[RankVote, asyncio.Future[bool]]] = {}
-        self._gone: set[int] = set()
         self._info = MemberInfo()
         self._checkpoints: dict[int, str] = {}
         self._attempt = 0
@@ -103,6 +96,8 @@ class GroupServer:
         self._left_early = ""
         """Why the group left in the middle of a request."""
         self._tasks = OwnedTasks(self._on_task_error)
+        self._asks = GatheredAsks(settings, self._request_of_ranks, self._tasks.start)
+        self._votes = GatheredVotes(settings.world_size)
         self._slow_quorum_log = SlowQuorumLog(self._session, session.replica_id, self._tasks.start)
         self._connections = RankConnections(self, settings, self._tasks)
         routes = [
@@ -137,7 +132,7 @@ class GroupServer:
         self._listener.stop_listening()  # before the session ends: a lighthouse then looks whether the port is closed
         await self._tasks.close()
         await self._connections.close(goodbye=not self._failed)
-        self._deny_asks("closed", "the group server was shut down")
+        self._asks.deny("closed", "the group server was shut down")
         self._served.close()
         await self._session.close()
         await self._listener.close()
@@ -183,7 +178,7 @@ class GroupServer:
             async with asyncio.timeout(timeout):
                 return await future
         except TimeoutError:
-            missing = self._barrier.waiting_for()
+            missing = self._votes.missing()
             raise TimeoutError(f"waited {timeout:g} s for ranks {missing} of this group to vote") from None
 
     def finished_step(self) -> None:
@@ -242,54 +237,14 @@ class GroupServer:
         self._checkpoints[rank] = ask.checkpoint
         if self._settings.world_size == 1:
             return await self._request({0: ask})
-        if self._gone:
-            raise SessionClosed(f"ranks {sorted(self._gone)} of this group have left it; restart the group")
-        future: asyncio.Future[QuorumPlan] = asyncio.get_running_loop().create_future()
-        asks = self._in_round or self._asks
-        if rank in asks:  # the rank gave up on that request
-            asks[rank][1].cancel()
-        asks[rank] = (ask, future)
-        if len(self._asks) == self._settings.world_size:
-            self._in_round, self._asks = self._asks, {}
-            self._tasks.start(self._round(self._in_round))
-        try:
-            async with asyncio.timeout(ask.timeout_ms / 1000 * (1 + self._settings.quorum_retries) + 1.0):
-                return await asyncio.shield(future)
-        except TimeoutError:
-            if self._asks.get(rank, (ask, None))[1] is not future:
-                return await future  # the round has begun, and has its own deadline
-            missing = [r for r in range(self._settings.world_size) if r not in self._asks]
-            reason = f"waited {ask.timeout_ms / 1000:g} s for ranks {missing} of this group to start the step"
-            self._deny_asks("deadline", reason)
-            raise TimeoutError(reason) from None
+        return await self._asks.ask(rank, ask)
 
-    def _deny_asks(self, code: str, reason: str) -> None:
-        asks, self._asks = self._asks, {}
-        for _, future in asks.values():
-            if not future.done():
-                future.set_exception(denial(RankDenied(0, code, reason)))
-                future.exception()  # marks it as seen: perhaps no rank waits any more
-
-    async def _round(self, asks: dict[int, _Ask]) -> None:
+    async def _request_of_ranks(self, asks: dict[int, RankAsk]) -> QuorumPlan:
         try:
-            plan = await self._request({rank: ask for rank, (ask, _) in asks.items()})
-        except asyncio.CancelledError:
-            for _, future in asks.values():
-                future.cancel()
+            return await self._request(asks)
+        except (LayoutMismatch, StartRefused, Banned):
+            self.leaving = True  # the ranks end one after the other, and none has failed
             raise
-        except Exception as error:  # noqa: BLE001  every rank gets the same answer, whatever it is
-            if isinstance(error, (LayoutMismatch, StartRefused, Banned)):
-                self.leaving = True  # the ranks end one after the other, and none has failed
-            for _, future in asks.values():
-                if not future.done():
-                    future.set_exception(error)
-                    future.exception()
-            return
-        finally:
-            self._in_round = {}
-        for _, future in asks.values():
-            if not future.done():
-                future.set_result(plan)
 
     async def _request(self, asks: dict[int, RankAsk]) -> QuorumPlan:
         merged = self._merge(asks)
@@ -381,25 +336,13 @@ class GroupServer:
 
     def vote_of(self, rank: int, vote: RankVote) -> asyncio.Future[bool]:
         """Take the vote of ``rank``; the future completes with the group's decision."""
-        future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        if rank in self._votes:  # the rank gave up on that vote
-            self._votes[rank][1].cancel()
-        self._votes[rank] = (vote, future)
-        decision = self._barrier.vote(rank, vote)
-        if decision is not None:
-            for other, (cast, waiting) in tuple(self._votes.items()):
-                if key_of(cast) == key_of(decision):
-                    del self._votes[other]
-                    if not waiting.done():
-                        waiting.set_result(decision.ok)
-        return future
+        return self._votes.cast(rank, vote)
 
     # ---- the other ranks (RankHost)
 
     def rank_left(self, rank: int, reason: str) -> None:
         """Deny all requests from now on: a group does not train without one of its ranks."""
-        self._gone.add(rank)
-        self._deny_asks("closed", f"rank {rank} has left this group: {reason}")
+        self._asks.rank_left(rank, reason)
 
     def _on_lighthouse_push(self, push: Push) -> None:
         if isinstance(push, Evicted):

@@ -57,7 +57,7 @@ async def test_a_request_that_its_rank_gave_up_on_is_forgotten_with_the_next(pai
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(pair.clients[0].ask(ask(request=request)), 0.05)
     newest = asyncio.create_task(pair.clients[0].ask(ask(request=4)))
-    await eventually(lambda: 1 in pair.server._asks and pair.server._asks[1][0].request == 4)
+    await eventually(lambda: 1 in pair.server._asks.waiting and pair.server._asks.waiting[1][0].request == 4)
     await pair.server.ask(ask())
     assert (await newest).attempt == 1
     await eventually(lambda: len(pair.server._tasks._running) == idle)
@@ -73,7 +73,7 @@ async def test_a_rank_that_asks_again_while_the_round_is_open_gets_its_answer():
         await eventually(lambda: pair.server._requesting)
         impatient.cancel()
         rank_1 = asyncio.create_task(pair.clients[0].ask(ask(request=2)))
-        await eventually(lambda: 2 in [one.request for one, _ in pair.server._in_round.values()])
+        await eventually(lambda: 2 in [one.request for one, _ in pair.server._asks.in_round.values()])
         await other.ask()
         answers = await asyncio.wait_for(asyncio.gather(rank_0, rank_1), DEADLINE)
         assert answers[0].attempt == answers[1].attempt
@@ -157,7 +157,7 @@ async def test_a_group_server_that_breaks_fails_its_group(pair, monkeypatch):
     def break_down(*_: object) -> None:
         raise TypeError("a bug")
 
-    monkeypatch.setattr(pair.server._barrier, "vote", break_down)
+    monkeypatch.setattr(pair.server._votes, "cast", break_down)
     with pytest.raises(SessionClosed, match=r"the group server failed: TypeError\('a bug'\)"):
         await pair.clients[0].vote(RankVote(1, 1, 0, 1, True), DEADLINE)
     await eventually(lambda: len(pair.failed) == 2)
