@@ -1,4 +1,4 @@
-"""A relay's knowledge and decisions: events in, decisions out, time is an argument. Pure.
+"""A relay's decisions: events in, decisions out, time is an argument. ``relay_state`` has what it knows. Pure.
 
 Rules:
 
@@ -28,7 +28,6 @@ before it answers a request; send ``ChunkArrived`` only for verified chunks.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable
 
 from keepstep_relay.core.checkpoint import MAX_ENDED, Checkpoint, Ended, Holder
@@ -53,7 +52,6 @@ from keepstep_relay.core.events import (
     Key,
     Kind,
     LayoutReported,
-    Limits,
     MemoryWanted,
     RankReported,
     RankWaits,
@@ -72,18 +70,13 @@ from keepstep_relay.core.events import (
     Wake,
 )
 from keepstep_relay.core.eviction import evictions
-from keepstep_relay.core.expiry import expired, next_expiry
-from keepstep_relay.core.inventory import Inventory
+from keepstep_relay.core.expiry import expired
+from keepstep_relay.core.relay_state import RelayState
 from keepstep_relay.core.retention import retirements
 
 
-class RelayCore:
-    def __init__(self, limits: Limits | None = None) -> None:
-        self.limits = limits or Limits()
-        self.checkpoints: dict[Key, Checkpoint] = {}
-        self.inventory = Inventory()
-        self.ended: OrderedDict[Key, Ended] = OrderedDict()
-        """Deleted checkpoints, the oldest first."""
+class RelayCore(RelayState):
+    """Changes the state of one relay."""
 
     def step(self, event: Event, now: float) -> list[Decision]:
         """Apply an event and return what the shell has to do.
@@ -120,7 +113,7 @@ class RelayCore:
             case SealFailed(key):
                 return self._seal_failed(key, now)
             case Aborted(key, reason):
-                return self._end(self._upload(key), reason, State.ABORTED, now)
+                return self._end(self.upload(key), reason, State.ABORTED, now)
             case Removed(key, reason):
                 one = self.checkpoint(key)
                 return self._end(one, reason, None if one.committed_at is None else State.COMMITTED, now)
@@ -150,34 +143,6 @@ class RelayCore:
             self._use(one, rank, table)
         one.committed_at = None if committed_at is None else min(committed_at, now)
 
-    # ---- questions
-
-    def checkpoint(self, key: Key) -> Checkpoint:
-        """Return a checkpoint. Raises ``RefusedError`` if it is unknown, or was deleted: with the reason."""
-        one = self.checkpoints.get(key)
-        if one is None:
-            if (ended := self.ended.get(key)) is not None:
-                raise RefusedError(Cause.GONE, f"{key} was deleted: {ended.reason}")
-            raise RefusedError(Cause.UNKNOWN, f"{key} not found")
-        return one
-
-    def was_committed(self, key: Key) -> bool:
-        """Return whether a checkpoint that was deleted had been committed and kept for a time."""
-        return key in self.ended and self.ended[key].state is State.COMMITTED
-
-    def is_coming(self, digest: bytes) -> bool:
-        """Whether an open upload names the chunk."""
-        chunk = self.inventory.chunks.get(digest)
-        return chunk is not None and any(self.checkpoints[key].committed_at is None for key, _ in chunk.users)
-
-    def missing_bytes(self, one: Checkpoint) -> int:
-        """Return the bytes of a checkpoint that are not here, of the ranks whose table is here."""
-        return self.inventory.missing_bytes(one.tables[rank] for rank, count in one.missing.items() if count)
-
-    def deadline(self) -> float:
-        """Return when the shell has to send ``Tick``; ``NEVER`` if no end is due."""
-        return next_expiry(self.checkpoints.values(), self.limits)
-
     # ---- an upload
 
     def _begin(self, key: Key, facts: Facts, now: float) -> list[Decision]:
@@ -200,12 +165,6 @@ class RelayCore:
         self.checkpoints[key] = Checkpoint(key, facts, now)
         return [Keep(key), Wake((key,))]
 
-    def _upload(self, key: Key) -> Checkpoint:
-        one = self.checkpoint(key)
-        if one.committed_at is not None:
-            raise RefusedError(Cause.CONFLICT, f"{key} is already committed and cannot change")
-        return one
-
     def _root(self, report: RootReported, now: float) -> list[Decision]:
         one = self.checkpoint(report.key)
         one.check_rank(report.rank)
@@ -218,7 +177,7 @@ class RelayCore:
         return []
 
     def _layout(self, key: Key, rank: int, digest: bytes, now: float) -> list[Decision]:
-        one = self._upload(key)
+        one = self.upload(key)
         one.check_rank(rank)
         if one.layouts.setdefault(rank, digest) != digest:
             raise RefusedError(
@@ -241,7 +200,7 @@ class RelayCore:
         if rank in one.tables:
             self._alive(one, rank, now)
             return []
-        self._upload(key)
+        self.upload(key)
         new = self.inventory.unknown(rank, table)
         if len(self.inventory.chunks) + len(new) > self.limits.chunks:
             raise RefusedError(
@@ -302,7 +261,7 @@ class RelayCore:
     def _report(self, report: RankReported, now: float) -> list[Decision]:
         key, rank = report.key, report.rank
         if report.error is not None:
-            one = self._upload(key)
+            one = self.upload(key)
             one.check_rank(rank)
             return self._end(one, f"rank {rank} failed: {report.error}", State.ABORTED, now)
         one = self.checkpoint(key)
@@ -339,13 +298,13 @@ class RelayCore:
         return [Seal(key, tuple(one.digests()))]
 
     def _sealed(self, key: Key, now: float) -> list[Decision]:
-        one = self._upload(key)
+        one = self.upload(key)
         one.sealing, one.committed_at = False, now
         one.heard.clear()
         return [one.ended(0), Wake((key,)), *self._retire(now, fresh=one)]
 
     def _seal_failed(self, key: Key, now: float) -> list[Decision]:
-        one = self._upload(key)
+        one = self.upload(key)
         one.sealing = False
         for rank in range(one.facts.ranks):
             self._wait_again(one, rank, now)
