@@ -24,7 +24,7 @@ from keepstep_cli.chaos.vocabulary import Fault, Role
 
 CHAOS_LOOK_SECONDS = 0.1
 SLOW_LOOK_SECONDS = 1.0
-"""Between two samples of resources, and two questions to the lighthouse without step logs."""
+"""Between two samples of resources, and two questions to the lighthouse."""
 CHAOS_ANSWER_SECONDS = 2.0
 """Maximum wait for the answer of a service."""
 CHAOS_SETTLE_SECONDS = 60.0
@@ -129,18 +129,28 @@ class Engine:
         while True:
             self._places.refresh()
             self.resources.sample(self._places, time.time())
-            if not self.observer.steps_seen:
+            if not self.observer.steps_seen or self._recovery.waits_for(Role.GROUP):
+                asked = time.time()
                 with contextlib.suppress(ClickException):
-                    self._learn_steps(await self._lighthouse.get("jobs", self._places.job, "replicas"))
+                    self.learn(await self._lighthouse.get("jobs", self._places.job, "replicas"), asked)
             await asyncio.sleep(SLOW_LOOK_SECONDS)
 
-    def _learn_steps(self, answer: Any) -> None:
-        """Take the commits from the lighthouse, for a job without step logs."""
+    def learn(self, answer: Any, asked: float) -> None:
+        """Take from the lighthouse which groups stand by as spares and, without step logs, the commits.
+
+        Args:
+            answer: of the lighthouse, about all groups.
+            asked: Unix time of the question.
+        """
         for replica in answer["replicas"]:
             group = group_of(self._places, replica["replica_id"])
+            if group is None:
+                continue
+            if replica["state"] == "spare":  # it commits no step before it is needed
+                self._recovery.works(group, asked)
             ago = replica.get("last_commit_seconds_ago")
-            if group is not None and ago is not None:
-                self._recovery.committed(group, replica["step"], time.time() - ago)
+            if ago is not None and not self.observer.steps_seen:
+                self._recovery.committed(group, replica["step"], asked - ago)
 
 
 async def _answers(http: aiohttp.ClientSession, url: str) -> bool:

@@ -1,7 +1,8 @@
 """Follow which targets are down, what each fault cost, and whether the job stands still. Pure: time is an argument.
 
-Times are Unix times in seconds, as in the logs. A group that was hit is down until it commits a step after the fault; a
-service, until it answers. ``wedged_seconds`` counts while enough targets are untouched and alive, and no step commits.
+Times are Unix times in seconds, as in the logs. A group that was hit is down until it commits a step after the fault,
+or stands by as a spare; a service, until it answers. ``wedged_seconds`` counts while enough targets are untouched and
+alive, and no step commits.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ class Recovery:
         self.works(group, at)
 
     def works(self, target: Target, at: float) -> None:
-        """``target`` did work at this time: a group committed, a service answered."""
+        """``target`` did work at this time: a group committed or stood by, a service answered."""
         cost = self._open.get(target)
         if cost is not None and cost.ended is not None and at > cost.ended:
             cost.recovered_seconds = at - cost.began

@@ -1,0 +1,28 @@
+"""What the engine of ``keepstep chaos`` learns from the lighthouse."""
+
+from __future__ import annotations
+
+from keepstep_cli.asking.rest import Lighthouse
+from keepstep_cli.chaos.engine import Engine
+from keepstep_cli.chaos.recovery import Recovery
+from keepstep_cli.chaos.schedule import Limits, Schedule
+from keepstep_cli.chaos.targets import Place, Places
+from keepstep_cli.chaos.vocabulary import KINDS, Fault, Role, Target
+
+GROUP = Target(Role.GROUP, "r0")
+
+
+def test_a_group_that_comes_back_as_a_spare_has_recovered(tmp_path):
+    places = Places("job")
+    places.add(Place(GROUP, []))
+    recovery = Recovery([GROUP], 0, began=0.0)
+    schedule = Schedule(0, [GROUP], {GROUP: ["kill"]}, Limits(min_groups=0))
+    engine = Engine(places, schedule, recovery, Lighthouse("http://127.0.0.1:1", None), [], tmp_path, print)
+
+    kill = Fault(1, KINDS["kill"], GROUP, 0.0)
+    recovery.begin(kill, 10.0)
+    recovery.end(kill, 11.0)
+    engine.learn({"replicas": [{"replica_id": "r0:a", "state": "suspect"}]}, 12.0)
+    assert recovery.down == {GROUP}
+    engine.learn({"replicas": [{"replica_id": "r0:b", "state": "spare"}]}, 13.0)
+    assert not recovery.down
