@@ -237,10 +237,11 @@ class Durability:
             return {"live": live_step}
         return self._choose()
 
-    def _resume_in_quorum(self, step: int) -> bool:
-        """Load the newest checkpoint after all, if it is newer than ``step``: the groups with a live state are gone."""
+    def _resume_in_quorum(self, plan: QuorumPlan) -> bool:
+        """Load the newest checkpoint after all, if that of the quorum is older: no group has a live state."""
         choice = self._agree(self._choose)
-        return self._load(choice) if choice.get("step", 0) > step else False
+        known = origin(plan.lineage).quorum_id, plan.max_step  # in the order of ``newest``
+        return self._load(choice) if choice and (choice["quorum_id"], choice["step"]) > known else False
 
     def _choose(self) -> Choice:
         job = self._context.settings.job
@@ -258,7 +259,8 @@ class Durability:
     @staticmethod
     def _choice(found: list[Stored]) -> Choice:
         one, relays = found[0], sorted(each.relay for each in found)
-        return {"id": one.id, "step": one.step, "ranks": one.ranks, "relays": relays, "committed": one.committed}
+        facts = {"step": one.step, "quorum_id": one.quorum_id, "ranks": one.ranks, "committed": one.committed}
+        return {"id": one.id, "relays": relays, **facts}
 
     def find_final(self, closed: JobClosed) -> None:
         """Find the final state of a closed job at a relay. The attempt then loads it. In all ranks of the group.

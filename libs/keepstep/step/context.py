@@ -14,7 +14,7 @@ from keepstep.checkpointing.errors import StateMismatch
 from keepstep.checkpointing.transport import CheckpointTransport
 from keepstep.group.agreement import layout_digest
 from keepstep.group.group_link import LinkSettings
-from keepstep.group.quorum_plan import WorldSizeMode
+from keepstep.group.quorum_plan import QuorumPlan, WorldSizeMode
 from keepstep.group.ranks.rank_link import RankLink
 from keepstep.runtime.exits import StateMismatchExit
 from keepstep.runtime.loop_thread import LoopThread
@@ -84,9 +84,9 @@ class StepContext:
     """Number of heals in a row that ran out of time; each one doubles the time of the next."""
     unfit_heals: int = 0
     """Number of heals in a row that failed because the state does not fit this group."""
-    resume: Callable[[int], bool] | None = None
-    """Loads the newest durable checkpoint, if it is newer than a step: that of the first quorum, if it has no live
-    state. Returns whether it did. None: it is loaded already, or not to be loaded."""
+    resume: Callable[[QuorumPlan], bool] | None = None
+    """Loads the newest durable checkpoint, if the first quorum has no live state, and no checkpoint as new. Returns
+    whether it did. None: it is loaded already, or not to be loaded."""
     find_final: Callable[[JobClosed], None] | None = None
     """Finds the final state of a closed job at a relay, and sets ``load_final``; else raises JobClosedExit."""
     load_final: Callable[[], None] | None = None

@@ -2,9 +2,9 @@
 
 The lighthouse keeps a group out that fails by itself, or that others cannot reach. Gloo and NCCL do not tell whose
 connection failed first: a group that aborts a step closes the connections of all its peers. So a group whose step
-failed, with the loss of no group, *probes* the group servers of its quorum: it connects to each of them, at the same
-time. A group that gives no answer counts. A refusal shows that the process died, which the lighthouse learns soon; but
-a group that refuses again, in the next quorum that fails, is behind a firewall, and counts too.
+failed, with the loss of no group, *probes* the group servers of its quorum: it connects to the ``MAX_PEERS`` next to
+it, at the same time. A group that gives no answer counts. A refusal shows that the process died, which the lighthouse
+learns soon; but a group that refuses again, in the next quorum that fails, is behind a firewall, and counts too.
 
 A link may work again when the step fails, so a step that makes no progress is probed too. A connection over TCP sends
 again after 0.2 s, and after twice the time before each further try: a link whose outage made a collective time out was

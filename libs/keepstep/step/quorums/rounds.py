@@ -85,7 +85,7 @@ class Rounds:
         resume, context.resume = context.resume, None
         if is_live(plan.max_step, plan.lineage) or self.current is None:
             return
-        if resume(plan.max_step):
+        if resume(plan):
             self.current.refuse_joiners("this group resumed from a durable checkpoint")
             self._request_again(self.current, ask, 0)
 
