@@ -134,9 +134,7 @@ class OptimizerWrapper(Optimizer):
             )
         if grad_scaler is not None:
             return self._step_scaled(grad_scaler)
-        if not self.manager.should_commit():
-            if self.manager.rehearsing:
-                self.optim.step()  # undone at the end of the rehearsal
+        if not self._commits():
             return False
         if self._follower is not None and self.manager.catching_up:
             return self._follower.advance()
@@ -145,6 +143,13 @@ class OptimizerWrapper(Optimizer):
         if self._follower is not None:
             self._follower.stepped()
         return True
+
+    def _commits(self) -> bool:
+        if self.manager.should_commit():
+            return True
+        if self.manager.rehearsing:
+            self.optim.step()  # undone at the end of the rehearsal
+        return False
 
     def _step(self) -> None:
         self.optim.step()
@@ -164,7 +169,7 @@ class OptimizerWrapper(Optimizer):
         seen = scaler._per_optimizer_states[id(self)]  # noqa: SLF001  as other optimizers that take the scaler
         unscaled_by = scaler.get_scale() if seen["stage"] is OptState.UNSCALED else None
         self.manager.expect_overflow()
-        committed = self.manager.should_commit()
+        committed = self._commits()
         if committed and unscaled_by not in (None, scaler.get_scale()):
             # the script used the unscaled gradients already, to clip them for example
             log.info("scale changed by a heal after unscale_; the group heals again", scale=unscaled_by)

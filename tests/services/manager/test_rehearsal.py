@@ -129,6 +129,19 @@ def test_a_rehearsal_does_not_move_the_position_in_the_data(lighthouse):
         assert sampler.sample == 8
 
 
+def test_a_rehearsal_with_a_grad_scaler_steps_the_inner_optimizer_too(lighthouse):
+    with manager(lighthouse, "a") as m:
+        group, scaler, steps = Group(m), torch.amp.GradScaler("cpu"), []
+        group.inner.register_step_post_hook(lambda *_: steps.append(1))
+        with m.rehearse():
+            group.optimizer.zero_grad()
+            scaler.scale(group.ddp(torch.randn(4, 6)).square().sum()).backward()
+            scaler.step(group.optimizer)
+            scaler.update()
+        assert steps == [1]
+        assert scaler.get_scale() == 65536.0
+
+
 def test_what_a_rehearsal_cannot_undo_is_refused(lighthouse):
     with manager(lighthouse, "a") as m:
         own = Group(m)

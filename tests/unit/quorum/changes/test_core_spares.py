@@ -155,6 +155,16 @@ def test_a_group_that_is_restarted_trains_although_the_spares_were_sent_home() -
     assert members(announced(driver.asks("r0:2"))) == ["r0:2"]
 
 
+def test_a_job_that_is_started_again_with_fewer_groups_has_a_spare() -> None:
+    driver = job_of(3, 0)
+    for name in ("r0:1", "r1:1", "r2:1"):
+        driver.leaves(name, "SIGTERM", cause="stopped", step=5)
+    for name in ("r0:2", "r1:2"):
+        driver.opens(name, standby=True, groups=1)
+        driver.asks(name, 5, "loaded:1")
+    assert states(driver)["r1:2"] is ReplicaState.SPARE
+
+
 def test_a_group_that_leaves_before_the_first_quorum_ends_no_job() -> None:
     driver = Driver(Policy())
     for name in ("r0:1", "r1:1", "r2:1"):

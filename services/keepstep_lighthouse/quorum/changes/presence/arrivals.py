@@ -29,7 +29,8 @@ def open_session(state: JobState, event: Opened, now: float, now_unix: float) ->
         membership.raise_quorum_id(state, seen)
         if state.announcer.last is None:
             state.takeover.wait((), now, state.takeover_grace)
-    state.groups.expected = max(state.groups.expected, event.groups)
+    known = state.groups.expected if len(state.groups) else 0  # else the job may begin again with fewer groups
+    state.groups.expected = max(known, event.groups)
     group = state.groups.by_id.get(event.replica_id)
     if group is None:
         member = event.replica_id in state.members
