@@ -1,4 +1,4 @@
-"""What the engine of ``keepstep chaos`` learns from the lighthouse."""
+"""Knowledge that the engine of ``keepstep chaos`` takes from the lighthouse."""
 
 from __future__ import annotations
 
