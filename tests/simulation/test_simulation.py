@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from keepstep_lighthouse.quorum.job_record import Policy
-from tests.simulation.actors.troubles import TIMEOUT_SECONDS
+from tests.simulation.actors.troubles import TROUBLES_TIMEOUT_SECONDS
 from tests.simulation.run import explain, violation
 from tests.simulation.simulation import Script, Simulation
 
@@ -87,6 +87,17 @@ def test_a_group_that_caught_up_halfway_does_not_heal_from_groups_that_began_aga
     assert found is None, explain(332, lighthouses=1, catches_up=True)
 
 
+def test_a_collective_times_out_whose_group_learns_of_no_loss() -> None:
+    """The old leader ends with the news, and the next leader knows of no member that was lost."""
+    assert violation(569, careful=True) is None, explain(569)
+
+
+def test_groups_finish_in_a_quorum_below_min_replicas() -> None:
+    """A group leaves at its last step, and another one still heals. No step follows, so fewer groups are enough."""
+    found = violation(5158, careful=True, troubles=True, finishes=True)
+    assert found is None, explain(5158, troubles=True, finishes=True)
+
+
 @pytest.mark.parametrize("retries", [False, True])
 def test_no_rule_is_broken_when_groups_keep_others_from_committing(retries: bool) -> None:
     for seed in range(12):
@@ -113,7 +124,7 @@ def test_the_others_go_on_without_an_operator_and_keep_their_pace(trouble: Any) 
         if trouble == "heals in vain":
             sim.latest["r3"].die()
             sim.launch("r3")
-        yield 2 * TIMEOUT_SECONDS + 3.0
+        yield 2 * TROUBLES_TIMEOUT_SECONDS + 3.0
         commits.append(sim.latest["r0"].commits)
         yield 60.0
         commits.append(sim.latest["r0"].commits)

@@ -13,6 +13,8 @@ from tests.simulation.virtual.network import Timeline
 if TYPE_CHECKING:
     from tests.simulation.actors.worker import Worker
 
+TIMEOUT_SECONDS = 30.0
+"""Of a collective. Longer than any fault: it ends only steps whose group learned of no loss."""
 NOTICED = 0.7
 """How often the sockets of a member report that another member is gone."""
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from tests.simulation.actors.collectives import Collectives
     from tests.simulation.actors.worker import Worker
 
-TIMEOUT_SECONDS = 2.0
-"""Of a collective."""
+TROUBLES_TIMEOUT_SECONDS = 2.0
+"""Of a collective. Short, so that groups in trouble often fail steps."""
 Trouble = Literal["fails", "lies", "heals in vain"]
 """``fails``: each of its steps fails by itself; ``lies``: the same, and it says that it cannot reach others."""
 

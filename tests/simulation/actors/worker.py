@@ -29,11 +29,11 @@ from keepstep_mesh.protocol.messages import (
     Refused,
     RoundBroken,
 )
-from tests.simulation.actors.collectives import Collective
+from tests.simulation.actors.collectives import TIMEOUT_SECONDS, Collective
 from tests.simulation.actors.following import Following
 from tests.simulation.actors.ports import LINGERS
 from tests.simulation.actors.session import Session
-from tests.simulation.actors.troubles import TIMEOUT_SECONDS, Trouble, Troubles
+from tests.simulation.actors.troubles import TROUBLES_TIMEOUT_SECONDS, Trouble, Troubles
 from tests.simulation.checks.states import Checkpoint
 
 if TYPE_CHECKING:
@@ -371,8 +371,8 @@ class Worker:
         self._gradient = self._gradient or (hash((self.state, self.replica_id)), self.state)
         self._collective = self.sim.collectives.begin((quorum_id, done), plan, self)
         self.sim.collectives.contribute(self._collective, self, None if heals_later else self._gradient[0])
-        if self._troubles is not None:
-            self.soon(TIMEOUT_SECONDS, self.on_reduced, self._collective, None)
+        limit = TIMEOUT_SECONDS if self._troubles is None else TROUBLES_TIMEOUT_SECONDS
+        self.soon(limit, self.on_reduced, self._collective, None)
 
     def on_reduced(self, collective: Collective, result: int | None) -> None:
         """The all-reduce ended for this group. ``result`` None: it failed here."""

@@ -4,8 +4,8 @@
 * A quorum is announced after it was written, within the lease, and by a leader in the epoch of the store. A deposed
   leader may confirm the last quorum that it wrote until its lease ends, but not when a quorum of other groups was
   announced in the meantime and all members are still in session with it.
-* A quorum has at least min_replicas members, none of them evicted, and all requests in it are open: their sessions
-  are not over, and they were not cancelled.
+* A quorum has at least min_replicas members, unless it is a finishing one, in which no group takes a step. None of
+  them is evicted, and all requests in it are open: their sessions are not over, and they were not cancelled.
 * An eviction, and the end of the job, is written before any group hears of it. No quorum of a closed job is announced.
 * The core of a job is consistent, and asks for no timer that is due at once, again and again.
 """
@@ -151,14 +151,14 @@ class QuorumChecks:
         if node.lease_ended(self._sim.time.now):
             self._violated(f"{node.name} announces quorum {quorum_id} after the end of its lease")
         if node.leads_in_store:
-            self._announced_by_leader(node, job, Announced(quorum_id, members))
+            self._announced_by_leader(node, job, Announced(quorum_id, members), finishing=announce.finishing)
         else:
             self._announced_by_deposed(node, job, Announced(quorum_id, members))
         if quorum_id >= self.highest.quorum_id:
             self.highest = Announced(quorum_id, members)
         self._sim.stop_if_recovered()
 
-    def _announced_by_leader(self, node: Node, job: Job, quorum: Announced) -> None:
+    def _announced_by_leader(self, node: Node, job: Job, quorum: Announced, *, finishing: bool) -> None:
         record = self._stored
         if (record.quorum_id, record.members) != quorum:
             self._violated(f"{node.name} announces {quorum}, {record} is written")
@@ -166,7 +166,7 @@ class QuorumChecks:
             self._violated(f"{node.name} announces {quorum} in epoch {job.term.epoch}, not in {self._sim.epoch}")
         if quorum.quorum_id < self.highest.quorum_id:
             self._violated(f"{node.name} leads and goes back from {self.highest} to {quorum}")
-        if len(quorum.members) < max(1, record.policy.min_replicas):
+        if len(quorum.members) < (1 if finishing else max(1, record.policy.min_replicas)):
             self._violated(f"{quorum} is below min_replicas {record.policy.min_replicas}")
         if record.closed is not None:
             self._violated(f"{node.name} announces {quorum}, and the job is closed")
