@@ -56,7 +56,7 @@ reference: $(STAMP) ## docs/reference.md and docs/python.md, made from the code
 	@$(BIN)/python docs/reference.py
 
 simulate: $(STAMP) ## groups and one to three lighthouses against all faults in virtual time: make simulate SEEDS=100000
-	@$(BIN)/python -m tests.simulation.run --seeds $(SEEDS)
+	@$(BIN)/python -m tests.simulation.run --seeds $(SEEDS) $(SIMULATE)
 
 mutants: $(STAMP) ## planted bugs, each of which a stored test has to catch
 	@$(BIN)/python -m tests.mutants.run

@@ -1,18 +1,25 @@
 """Run simulations by their seeds: ``python -m tests.simulation.run --seeds 100000 [--lighthouses N] [--finish]
-[--catch-up] [--ports] [--retry] [--spares] [--trouble]``.
+[--catch-up] [--ports] [--retry] [--spares] [--trouble] [--every]``.
 
 Prints a line of progress and, for each seed that fails, the broken rule, the fewest faults that still break it, and
 the trace. Exit code 1 when a seed failed.
+
+``--every`` runs the seeds of all simulators in ``SIMULATORS``, a block of each in turn. With ``--state FILE`` each
+finished block is a line of JSON in FILE, and a later run leaves those blocks out: a long run may end at any time.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import sys
 import time
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from functools import partial
-from typing import TypedDict, Unpack
+from pathlib import Path
+from typing import NamedTuple, TypedDict, Unpack, cast
 
 from tests.simulation.checks.violation import Violation
 from tests.simulation.faults.drawing import Fault
@@ -31,6 +38,53 @@ class Modes(TypedDict, total=False):
     retries: bool
     spares: bool
     troubles: bool
+
+
+SIMULATORS: dict[str, Modes] = {
+    "plain": {},
+    "finish": {"finishes": True},
+    "catch-up": {"catches_up": True},
+    "ports": {"ports": True},
+    "retry": {"retries": True},
+    "spares": {"spares": True},
+    "trouble": {"troubles": True},
+    "finish trouble": {"finishes": True, "troubles": True},
+    "finish spares": {"finishes": True, "spares": True},
+    "retry trouble": {"retries": True, "troubles": True},
+}
+"""All that ``--every`` runs, by name."""
+BLOCK = 500
+"""Seeds that one line of ``--state`` stands for."""
+
+
+class Block(NamedTuple):
+    """Seeds of one simulator. ``lighthouses``: their number; None: drawn from each seed."""
+
+    simulator: str
+    lighthouses: int | None
+    start: int
+    seeds: int
+
+
+def blocks(simulators: Iterable[str], lighthouses: int | None, seeds: range) -> Iterator[Block]:
+    """Yield the seeds of all simulators in blocks that begin at multiples of ``BLOCK``, one of each in turn."""
+    start = seeds.start
+    while start < seeds.stop:
+        end = min(seeds.stop, (start // BLOCK + 1) * BLOCK)
+        for name in simulators:
+            yield Block(name, lighthouses, start, end - start)
+        start = end
+
+
+def finished(state: Path) -> set[Block]:
+    """Return the blocks in ``state``; a line that a kill cut off is left out."""
+    found = set()
+    for line in state.read_text().splitlines() if state.exists() else ():
+        try:
+            found.add(Block(*json.loads(line)["block"]))
+        except (ValueError, KeyError, TypeError):
+            continue
+    return found
 
 
 def violation(
@@ -88,25 +142,41 @@ def explain(seed: int, lighthouses: int | None = None, **modes: Unpack[Modes]) -
     return f"seed {seed}: {what}\n  {about}; faults:\n{listed}\n  trace:\n{trace}"
 
 
-def run(seeds: range, jobs: int, lighthouses: int | None, **modes: Unpack[Modes]) -> int:
-    """Run all ``seeds``. Returns the number of seeds that failed."""
-    failed: list[int] = []
+def run(work: Iterable[Block], jobs: int, simulators: dict[str, Modes], state: Path | None = None) -> int:
+    """Run all seeds of ``work``. Return the number of seeds that failed.
+
+    Args:
+        work: blocks of seeds.
+        jobs: number of processes.
+        simulators: arguments of ``Simulation``, by the name in the blocks.
+        state: file of the finished blocks; gets each block that finishes.
+    """
+    done = finished(state) if state is not None else set()
+    left = [block for block in work if block not in done]
+    seeds, number, reported, failed = sum(block.seeds for block in left), 0, 0, 0
     began = time.monotonic()
-    every = max(100, len(seeds) // 100)
-    with multiprocessing.Pool(jobs) as pool:
-        results = pool.imap_unordered(partial(_run_one, lighthouses, modes), seeds, chunksize=32)
-        for number, (seed, what) in enumerate(results, 1):
-            if what is not None:
-                failed.append(seed)
-                print(f"\nseed {seed}: {what}")
-                if len(failed) <= MAX_REPORTED:
-                    print(explain(seed, lighthouses, **modes))
-            if number % every == 0 or number == len(seeds):
-                rate = number / (time.monotonic() - began)
-                line = f"{number}/{len(seeds)} seeds, {rate:.0f}/s, {len(failed)} failed"
-                print(line, end="\r" if sys.stdout.isatty() else "\n", flush=True)
+    with ExitStack() as stack:
+        pool = stack.enter_context(multiprocessing.Pool(jobs)) if jobs > 1 else None
+        for block in left:
+            modes, lighthouses = simulators[block.simulator], block.lighthouses
+            wrong = []
+            one, these = partial(_run_one, lighthouses, modes), range(block.start, block.start + block.seeds)
+            for seed, what in map(one, these) if pool is None else pool.imap_unordered(one, these, chunksize=8):
+                if what is not None:
+                    wrong.append(seed)
+                    print(f"\n{block.simulator}, seed {seed}: {what}")
+                    reported += 1
+                    if reported <= MAX_REPORTED:
+                        print(explain(seed, lighthouses, **modes))
+            number, failed = number + block.seeds, failed + len(wrong)
+            if state is not None:
+                with state.open("a") as file:
+                    file.write(json.dumps({"block": block, "failed": sorted(wrong)}) + "\n")
+            rate = number / (time.monotonic() - began)
+            line = f"{number}/{seeds} seeds, {rate:.0f}/s, {failed} failed"
+            print(line, end="\r" if sys.stdout.isatty() else "\n", flush=True)
     print()
-    return len(failed)
+    return failed
 
 
 def _run_one(lighthouses: int | None, modes: Modes, seed: int) -> tuple[int, str | None]:
@@ -116,7 +186,9 @@ def _run_one(lighthouses: int | None, modes: Modes, seed: int) -> tuple[int, str
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=1000, help="number of seeds (default: 1000)")
-    parser.add_argument("--start", type=int, default=0, help="first seed (default: 0)")
+    parser.add_argument("--from", type=int, default=0, dest="start", help="first seed (default: 0)")
+    parser.add_argument("--every", action="store_true", help="run these seeds of all simulators")
+    parser.add_argument("--state", type=Path, help="file of finished blocks of seeds, which are left out")
     parser.add_argument(
         "--lighthouses", type=int, choices=(1, 2, 3), help="their number (default: drawn from each seed)"
     )
@@ -138,7 +210,11 @@ def main() -> int:
     }
     if arguments.catch_up:
         modes["catches_up"] = True
-    return 1 if run(seeds, arguments.jobs, arguments.lighthouses, **modes) else 0
+    modes = cast("Modes", {name: True for name, wanted in modes.items() if wanted})
+    named = next((name for name, one in SIMULATORS.items() if one == modes), json.dumps(modes))
+    simulators = SIMULATORS if arguments.every else {named: modes}
+    work = blocks(simulators, arguments.lighthouses, seeds)
+    return 1 if run(work, arguments.jobs, simulators, arguments.state) else 0
 
 
 if __name__ == "__main__":

@@ -176,7 +176,7 @@ def _to_standard_error(sentence: str) -> None:
 def _outcome(plan: Plan, engine: Engine, recovery: Recovery, seconds: float) -> Outcome:
     from keepstep_history.reading import NoLogsError, check_files
 
-    outcome = Outcome(plan.request.seed, seconds, recovery.costs, recovery.commits, engine.resources.longest_lived())
+    outcome = Outcome(plan.request.seed, seconds, recovery.costs, recovery.commits, engine.resources.growth())
     outcome.wedged, outcome.unrecovered = engine.wedged, sorted(recovery.down)
     outcome.comparisons, outcome.differences = engine.observer.comparisons, engine.observer.differences
     outcome.left_out = plan.left_out

@@ -128,7 +128,7 @@ class Engine:
     async def _look_slowly(self) -> None:
         while True:
             self._places.refresh()
-            self.resources.sample(self._places, time.time())
+            self.resources.sample(self._places, time.time(), self._recovery.down)
             if not self.observer.steps_seen or self._recovery.waits_for(Role.GROUP):
                 asked = time.time()
                 with contextlib.suppress(ClickException):

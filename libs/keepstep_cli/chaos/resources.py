@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from statistics import linear_regression
+from statistics import fmean
 from typing import Any
 
 from keepstep_cli.chaos import process_table
@@ -12,10 +12,11 @@ from keepstep_cli.chaos.targets import Places
 from keepstep_cli.chaos.vocabulary import Target
 
 SETTLING_SECONDS = 30.0
-"""From the first sample of a process: these are left out, because it still starts."""
+"""From the first sample of a process: these are left out, because its caches still fill."""
 LEAST_SAMPLES = 8
-MAX_SAMPLES = 4096
-"""Of one process: 80 minutes at one each second."""
+"""Of one process after it settled; processes with fewer are left out."""
+MAX_SAMPLES = 8192
+"""Of one process: over two hours at one each second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,32 +29,58 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Growth of one process. ``seconds``: for which it was watched after it had settled."""
+    """Growth of the processes of one target or role, after they had settled.
 
+    The slopes are those of least squares over the age of the processes, each with a level of its own.
+    """
+
+    processes: int
     seconds: float
+    """For which they were watched, all together."""
     resident_bytes: int
-    """At the end."""
+    """The most that one of them had at its end."""
     bytes_per_minute: float
     descriptors: int
     descriptors_per_minute: float
+    weight: float
+    """Sum of the squared distances of the ages from their means, in minutes squared: of the slopes, in ``joint``."""
 
     def json(self) -> dict[str, Any]:
-        return {name: round(getattr(self, name), 2) for name in self.__slots__}
+        return {name: round(getattr(self, name), 4) for name in self.__slots__}
 
 
 def growth(samples: Sequence[Sample]) -> Growth | None:
-    """Return the growth by least squares; None: too few samples."""
+    """Return the growth of one process; None: too few samples."""
     settled = [one for one in samples if one.at - samples[0].at >= SETTLING_SECONDS]
     if len(settled) < LEAST_SAMPLES:
         return None
-    minutes = [one.at / 60 for one in settled]
+    middle = fmean(one.at for one in settled)
+    minutes = [(one.at - middle) / 60 for one in settled]
+    weight = sum(age * age for age in minutes)
     last = settled[-1]
     return Growth(
+        1,
         last.at - settled[0].at,
         last.resident_bytes,
-        linear_regression(minutes, [one.resident_bytes for one in settled]).slope,
+        sum(age * one.resident_bytes for age, one in zip(minutes, settled, strict=True)) / weight,
         last.descriptors,
-        linear_regression(minutes, [one.descriptors for one in settled]).slope,
+        sum(age * one.descriptors for age, one in zip(minutes, settled, strict=True)) / weight,
+        weight,
+    )
+
+
+def joint(parts: Iterable[Growth]) -> Growth:
+    """Return the growth of all processes of ``parts``, which are not empty: as if computed from all samples."""
+    parts = list(parts)
+    weight = sum(one.weight for one in parts)
+    return Growth(
+        sum(one.processes for one in parts),
+        sum(one.seconds for one in parts),
+        max(one.resident_bytes for one in parts),
+        sum(one.bytes_per_minute * one.weight for one in parts) / weight,
+        max(one.descriptors for one in parts),
+        sum(one.descriptors_per_minute * one.weight for one in parts) / weight,
+        weight,
     )
 
 
@@ -63,19 +90,21 @@ class Resources:
 
     _samples: dict[tuple[Target, int], list[Sample]] = field(default_factory=dict)
 
-    def sample(self, places: Places, now: float) -> None:
+    def sample(self, places: Places, now: float, down: Collection[Target]) -> None:
+        """Look at the processes of all targets that work. Those that are ``down`` may still start."""
         for place in places.by_target.values():
+            if place.target in down:
+                continue
             for pid in place.pids:
                 found = process_table.usage(pid)
                 samples = self._samples.setdefault((place.target, pid), [])
                 if found is not None and found.resident_bytes and len(samples) < MAX_SAMPLES:  # it is not ending
                     samples.append(Sample(now, found.resident_bytes, found.descriptors))
 
-    def longest_lived(self) -> dict[Target, Growth]:
-        """Return the growth of that process of each target which was watched the longest."""
-        found: dict[Target, Growth] = {}
+    def growth(self) -> dict[Target, Growth]:
+        """Return the growth of the processes of each target that were watched long enough."""
+        found: dict[Target, list[Growth]] = {}
         for (target, _), samples in self._samples.items():
-            one = growth(samples)
-            if one is not None and (target not in found or one.seconds > found[target].seconds):
-                found[target] = one
-        return found
+            if (one := growth(samples)) is not None:
+                found.setdefault(target, []).append(one)
+        return {target: joint(parts) for target, parts in found.items()}

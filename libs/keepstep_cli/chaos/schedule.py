@@ -20,7 +20,8 @@ from random import Random
 
 from keepstep_cli.chaos.vocabulary import KINDS, Fault, Role, Target
 
-LOOKAHEAD = 16
+LOOKAHEAD = 64
+"""Many: groups recover slowly, and the faults that wait for them must not hold up those of other targets."""
 SHORTEST_SECONDS = 0.1
 """Of faults that last."""
 SHORTEST_PAUSE_SECONDS = 0.1

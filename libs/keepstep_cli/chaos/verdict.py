@@ -12,7 +12,7 @@ from keepstep_cli.chaos.resources import Growth
 from keepstep_cli.chaos.vocabulary import KINDS, Target
 
 COLUMNS = ("fault", "number", "next commit p50", "p95", "max", "recovered p50", "max", "discarded", "false evictions")
-GROWTH_COLUMNS = ("process", "watched", "memory", "growth", "descriptors", "growth")
+GROWTH_COLUMNS = ("target", "processes", "watched", "memory", "growth", "descriptors", "growth")
 
 
 @dataclass(slots=True)
@@ -104,6 +104,7 @@ def growth_rows(growth: Mapping[Target, Growth]) -> list[tuple[str, ...]]:
     return [
         (
             str(target),
+            str(one.processes),
             f"{one.seconds:.0f} s",
             f"{one.resident_bytes / 2**20:.0f} MiB",
             f"{one.bytes_per_minute / 2**20:+.2f} MiB/min",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from keepstep_cli.asking import options
-from keepstep_cli.running.supervisor_events import MAX_RESTARTS, Restarts
+from keepstep_cli.running.supervisor_events import MAX_RESTARTS, RESTART_BACKOFF, Restarts
 
 if TYPE_CHECKING:
     from keepstep_cli.asking.rest import Lighthouse
@@ -35,6 +36,13 @@ ASK_FIRST_SECONDS = 5.0
     default=MAX_RESTARTS,
     show_default=True,
     help="Give up a group after this many restarts; the others go on.",
+)
+@click.option(
+    "--max-restart-pause",
+    type=options.Seconds(),
+    default=RESTART_BACKOFF.most,
+    show_default=True,
+    help="Longest pause before a restart. The pause doubles with each life shorter than 30 s.",
 )
 @click.option(
     "--grace", type=options.Seconds(), default=10.0, show_default=True, help="Seconds from SIGTERM to SIGKILL."
@@ -106,6 +114,7 @@ def run(
     nproc_per_replica: int,
     gpus_per_replica: int | None,
     max_restarts: int,
+    max_restart_pause: float,
     grace: float,
     spares: int,
     notice: float,
@@ -212,7 +221,8 @@ def run(
         bans = partial(ask_ban, lighthouse, job, told)
 
         async def launch() -> int:
-            limits = Restarts(max_restarts=max_restarts, grace=notice + grace)
+            backoff = replace(RESTART_BACKOFF, most=max_restart_pause)
+            limits = Restarts(max_restarts=max_restarts, backoff=backoff, grace=notice + grace)
             launcher = Launcher([*programs, *groups], limits, audience, bans, partial(ask_finished, lighthouse, job))
 
             def facts() -> dict[str, Any]:

@@ -107,6 +107,8 @@ def is_committed(lineage: Lineage) -> bool:
 
 
 def soundness(step: int, lineage: Lineage) -> Soundness:
+    if isinstance(lineage, int):  # nearly always
+        return Soundness.SOUND if step or lineage else Soundness.UNTRAINED
     if is_following(lineage):
         return Soundness.FOLLOWING
     if is_torn(lineage):

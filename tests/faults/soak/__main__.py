@@ -2,9 +2,14 @@
 
 make soak SECONDS=3600 SEED=1
 make soak SECONDS=600 SEED=2 SOAK="--keep --groups 3"
+python -m tests.faults.soak --total
 
-Four groups train with an ElasticSampler, under two lighthouses with an etcd, a relay with a data directory of 16 MiB,
-and a metrics service, each in a network namespace of its own. Needs root and iproute2. The results are in ``.soak``.
+Four groups train with an ElasticSampler, under two lighthouses with an etcd, a relay and a metrics service with a small
+disk each; each process is in a network namespace of its own. Needs root and iproute2. The results of each run are in a
+folder of ``.soak``; ``--total`` adds them up.
+
+Trainers are forked from a process that has imported torch. A start of Python takes seconds of processor time, and most
+faults would wait for one. Their memory is bounded where it is not ours: see ``BOUNDS``.
 
 Exit code: that of ``keepstep chaos`` (7: the job is wedged), or 1 if the job did not finish, or a sample was counted
 twice or not at all.
@@ -17,21 +22,23 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from keepstep_history.reading import check_files
 from keepstep_history.report import summary_lines, verdict, violation_lines
-from tests.faults.soak import accounting
+from tests.faults.soak import accounting, total
 from tests.faults.soak.accounting import problems
 from tests.support.jobs.job import free_port
 from tests.support.network import namespaces
 from tests.support.network.namespaces import Host, Namespaces
+from tests.support.processes import forked
 from tests.support.services.etcd_server import EtcdCluster
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -40,7 +47,11 @@ RESULTS = ROOT / ".soak"
 SAMPLES = 300
 """As in ``trainer.py``."""
 JOB = "soak"
-DATA_BYTES = 16 << 20
+RELAY_BYTES, METRICS_BYTES = 16 << 20, 64 << 20
+"""Of the disks of the services."""
+BOUNDS = {"TORCH_FR_BUFFER_SIZE": "100", "MALLOC_ARENA_MAX": "2"}
+"""Variables of all processes. torch keeps a record of its last 2000 collectives, a KiB each, and glibc up to eight
+arenas for each processor: a trainer would grow until it has both."""
 UNTIL_TOLD = 10**9
 LAST_STEPS = 200
 """After the last fault."""
@@ -66,9 +77,8 @@ class Soak:
         with (self.folder / f"{name}.log").open("ab") as log:
             words = [*host.command, *command]
             environment = {**os.environ, "PYTHONUNBUFFERED": "1", **variables}
-            process = subprocess.Popen(
-                words, env=environment, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log
-            )
+            start = subprocess.Popen if forked.FORKS in variables else forked.UsualPopen
+            process = start(words, env=environment, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         self._processes.append(process)
         return process
 
@@ -79,25 +89,25 @@ class Soak:
         self.start(name, host, *KEEPSTEP, kind, "--bind", bind, "--insecure", "--log-level", "warning", *flags)
         return f"http://{bind}"
 
-    def start_all(self, etcd: EtcdCluster, data: Path) -> subprocess.Popen[bytes]:
+    def start_all(self, etcd: EtcdCluster, disks: Mapping[str, Path]) -> subprocess.Popen[bytes]:
         """Start the services and the groups; return the ``keepstep run``."""
         limits = ("--store", f"{etcd.address}/soak", "--lease", "3", "--min-replicas", "2")
         for number in range(2):
             log = str(self.logs / f"events-{number}.jsonl")
             self.lighthouses.append(self.service("lighthouse", f"lighthouse-{number}", *limits, "--event-log", log))
         known = ("--lighthouse", ",".join(self.lighthouses))
-        self.service("relay", "relay", *known, "--data-dir", str(data))
-        self.service("metrics", "metrics", *known)
+        for kind, disk in disks.items():
+            self.service(kind, kind, *known, "--data-dir", str(disk))
         write_steps(self.folder, UNTIL_TOLD)
         for number in range(self._groups):
             self.host(f"group-{number}")
         prefix = Path(self.host("relay").namespace).name.removesuffix("relay")
-        trainer = f"exec ip netns exec {prefix}group-$REPLICA_GROUP_ID {sys.executable} -u -m tests.faults.soak.trainer"
-        run = ("run", "--replicas", str(self._groups), "--max-restarts", "1000000", "--job", JOB, *known)
+        limits = ("--max-restarts", "1000000", "--max-restart-pause", "0.2")
+        run = ("run", "--replicas", str(self._groups), *limits, "--job", JOB, *known)
         variables = {"SOAK_FOLDER": str(self.folder), "KEEPSTEP_STEP_LOG": str(self.logs / "steps.jsonl")}
-        path = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
-        command = (*KEEPSTEP, *run, "--", "sh", "-c", trainer)
-        return self.start("run", namespaces.LOOPBACK, *command, **variables, PYTHONPATH=path)
+        variables |= {"SOAK_HOSTS": f"{prefix}group-", forked.FORKS: "yes"}
+        command = (*KEEPSTEP, *run, "--", sys.executable, "-u", "-m", "tests.faults.soak.trainer")
+        return self.start("run", namespaces.LOOPBACK, *command, **variables)
 
     def wait_for_commits(self) -> None:
         """Wait until each group has committed a step."""
@@ -125,9 +135,9 @@ def write_steps(folder: Path, steps: int) -> None:
 
 
 @contextlib.contextmanager
-def small_disk(folder: Path) -> Iterator[Path]:
+def small_disk(folder: Path, size_bytes: int) -> Iterator[Path]:
     folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DATA_BYTES}", "tmpfs", str(folder)], check=True, timeout=10)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(folder)], check=True, timeout=10)
     try:
         yield folder
     finally:
@@ -145,8 +155,8 @@ def chaos_command(soak: Soak, etcd: EtcdCluster, options: argparse.Namespace) ->
     ]
 
 
-def check(soak: Soak, run: subprocess.Popen[bytes]) -> list[str]:
-    """Let the job finish, and return the broken promises."""
+def check(soak: Soak, run: subprocess.Popen[bytes]) -> tuple[int, list[str]]:
+    """Let the job finish, and return the number of checked samples, and the broken promises."""
     broken = []
     write_steps(soak.folder, soak.step() + LAST_STEPS)
     try:
@@ -159,7 +169,7 @@ def check(soak: Soak, run: subprocess.Popen[bytes]) -> list[str]:
     report = check_files([soak.logs])
     print(*summary_lines(report), *violation_lines(report), verdict(report), sep="\n")
     broken += wrong if counted else ["no samples were counted"]
-    return broken if report.fine else [*broken, verdict(report)]
+    return counted, broken if report.fine else [*broken, verdict(report)]
 
 
 def play(options: argparse.Namespace, folder: Path, stack: ExitStack) -> int:
@@ -167,15 +177,18 @@ def play(options: argparse.Namespace, folder: Path, stack: ExitStack) -> int:
     etcd = stack.enter_context(EtcdCluster(folder / "etcd", host=network.host("etcd")))
     soak = Soak(folder, network, options.groups)
     stack.callback(soak.end)
-    run = soak.start_all(etcd, stack.enter_context(small_disk(folder / "relay-data")))
+    sizes = {"relay": RELAY_BYTES, "metrics": METRICS_BYTES}
+    disks = {name: stack.enter_context(small_disk(folder / f"{name}-data", size)) for name, size in sizes.items()}
+    run = soak.start_all(etcd, disks)
     soak.wait_for_commits()
-    code = subprocess.run(chaos_command(soak, etcd, options), cwd=ROOT, check=False).returncode
-    broken = check(soak, run)
+    code = forked.UsualPopen(chaos_command(soak, etcd, options), cwd=ROOT).wait()
+    counted, broken = check(soak, run)
     for sentence in broken:
         print(f"BROKEN: {sentence}")
     results = options.results / "results.json"
     if results.exists():
-        results.write_text(json.dumps({**json.loads(results.read_text()), "soak_broken": broken}, indent=1) + "\n")
+        found = {**json.loads(results.read_text()), "samples": counted, "soak_broken": broken}
+        results.write_text(json.dumps(found, indent=1) + "\n")
     return code or (1 if broken else 0)
 
 
@@ -185,24 +198,34 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--groups", type=int, default=4)
     parser.add_argument("--at-most", type=int, default=5, help="of them at most two groups and one lighthouse")
-    parser.add_argument("--mean-seconds-between", type=float, default=0.4)
+    parser.add_argument("--mean-seconds-between", type=float, default=0.2, help="mean pause between two faults")
     parser.add_argument("--longest", type=float, default=6.0, help="longest fault, in seconds")
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="each run has a folder in it")
+    parser.add_argument("--total", action="store_true", help="add up the results of all runs, and run nothing")
     parser.add_argument("--keep", action="store_true", help="keep all logs, also if no promise was broken")
     options = parser.parse_args()
+    if options.total:
+        found = total.read(options.results)
+        print(*total.lines(found), sep="\n")
+        return 1 if found.broken() or not found.runs else 0
     if (why_not := namespaces.why_not()) is not None:
         print(why_not, file=sys.stderr)
         return 2
-    options.results.mkdir(parents=True, exist_ok=True)
+    options.results /= f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-seed-{options.seed}"
+    options.results.mkdir(parents=True)
+    os.environ |= {**BOUNDS, "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))}
+    forked.install()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # through the ends of all contexts
     folder = Path(tempfile.mkdtemp(prefix="keepstep-soak-"))
     code = 1
     try:
         with ExitStack() as stack:
             code = play(options, folder, stack)
     finally:
+        forked.close()
         if code or options.keep:
             shutil.rmtree(options.results / "logs", ignore_errors=True)
-            shutil.copytree(folder, options.results / "logs", ignore=shutil.ignore_patterns("etcd", "relay-data"))
+            shutil.copytree(folder, options.results / "logs", ignore=shutil.ignore_patterns("etcd", "*-data"))
         shutil.rmtree(folder, ignore_errors=True)
     return code
 

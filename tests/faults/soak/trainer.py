@@ -18,6 +18,7 @@ from torch import nn
 
 from keepstep import DistributedDataParallel, ElasticSampler, Manager, Optimizer, ProcessGroupGloo
 from tests.support.jobs.trainer import digest
+from tests.support.processes.fork_server import enter
 
 FOLDER = Path(os.environ["SOAK_FOLDER"])
 GROUP = os.environ["REPLICA_GROUP_ID"]
@@ -42,6 +43,7 @@ def last_step() -> int:
 
 
 def main() -> None:
+    enter(os.environ["SOAK_HOSTS"] + GROUP)  # before the first socket and thread
     torch.set_num_threads(1)
     torch.manual_seed(int(GROUP))
     inputs, targets = (torch.tensor(one[:SAMPLES]) for one in load_digits(return_X_y=True))

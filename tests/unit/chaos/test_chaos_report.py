@@ -8,7 +8,7 @@ import pytest
 
 from keepstep_cli.chaos.observation import differing_weights
 from keepstep_cli.chaos.recovery import Cost
-from keepstep_cli.chaos.resources import Sample, growth
+from keepstep_cli.chaos.resources import Sample, growth, joint
 from keepstep_cli.chaos.verdict import COLUMNS, Outcome, fault_rows, summary
 from keepstep_cli.chaos.vocabulary import KINDS, Fault, Role, Target
 
@@ -30,6 +30,19 @@ def test_growth_is_the_slope_after_the_start():
     assert found.bytes_per_minute == pytest.approx(600)
     assert found.descriptors_per_minute == pytest.approx(0)
     assert growth(starting) is None
+
+
+def test_the_growth_of_several_processes_is_that_of_all_their_samples_each_with_a_level_of_its_own():
+    def process(level: int, slope: int, seconds: int) -> list[Sample]:
+        return [Sample(second, level + slope * second, 9) for second in range(30 + seconds)]
+
+    same = [growth(process(level, 10, seconds)) for level, seconds in ((1000, 20), (9000, 60))]
+    found = joint([one for one in same if one is not None])
+    assert (found.processes, found.seconds) == (2, 78)
+    assert found.bytes_per_minute == pytest.approx(600)
+    other = growth(process(0, 0, 60))
+    assert other is not None
+    assert 0 < joint([found, other]).bytes_per_minute < 600
 
 
 def test_rows_are_by_kind_and_role():
