@@ -29,6 +29,7 @@ from tests.simulation.checks.violation import Violation
 from tests.simulation.faults.drawing import LAST_SECOND, Fault, draw_faults, inject
 from tests.simulation.virtual.mesh import Mesh
 from tests.simulation.virtual.network import Connection, End, Timeline
+from tests.simulation.virtual.process import begin_ordinals
 from tests.simulation.virtual.store import SharedStore
 from tests.simulation.virtual.wires import Socket
 
@@ -91,6 +92,7 @@ class Simulation:
         spares: bool = False,
         troubles: bool = False,
     ) -> None:
+        begin_ordinals()
         random = self.random = Random(f"simulation {seed}")
         self.time = Timeline()
         self.trace: list[str] = []

@@ -29,6 +29,12 @@ TIMER_DELAY = 1e-6
 _ordinals = itertools.count(1)
 
 
+def begin_ordinals() -> None:
+    """Count the futures and tasks of a new simulation from 1: it must not depend on those that ran before it."""
+    global _ordinals
+    _ordinals = itertools.count(1)
+
+
 class _Future(asyncio.Future[Any]):
     """A future whose place in a set does not depend on its address in memory: equal seeds give equal runs."""
 
