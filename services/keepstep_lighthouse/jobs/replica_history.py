@@ -49,12 +49,16 @@ class ReplicaHistory:
 
     def __init__(self) -> None:
         self._facts: OrderedDict[str, _Facts] = OrderedDict()
+        self._runtimes: Counter[str] = Counter()
+        """Number of remembered groups, by versions."""
 
     def arrived(self, replica_id: str, host: str, runtime: str) -> None:
         """A hello was accepted. ``runtime``: versions of Python and torch; empty: unknown."""
         facts = self._of(replica_id)
         facts.restarts += facts.incarnation not in ("", replica_id)
+        self._count(facts.runtime, -1)
         facts.incarnation, facts.host, facts.runtime = replica_id, host[:MAX_FACT], runtime[:MAX_FACT]
+        self._count(facts.runtime, 1)
 
     def add(self, entry: LogEntry, now: float) -> None:
         """Note an entry of the event log."""
@@ -70,6 +74,8 @@ class ReplicaHistory:
     def unlike_others(self, replica_id: str, connected: Iterable[str]) -> str:
         """Return the versions that most of the ``connected`` groups have, if this group has others; else empty."""
         own = self._of(replica_id).runtime
+        if 2 * self._runtimes[own] > sum(self._runtimes.values()):  # no need to look at all
+            return ""
         others = (self._facts[name_of(one)] for one in connected if one != replica_id and name_of(one) in self._facts)
         counts = Counter(one.runtime for one in others if one.runtime)
         usual = counts.most_common(1)[0][0] if counts else own
@@ -90,12 +96,20 @@ class ReplicaHistory:
             last_error_seconds_ago=max(0.0, now - facts.error_at),
         )
 
+    def _count(self, runtime: str, by: int) -> None:
+        self._runtimes[runtime] += by
+        if not self._runtimes[runtime]:
+            del self._runtimes[runtime]
+
     def _of(self, replica_id: str) -> _Facts:
         name = name_of(replica_id)
-        facts = self._facts.setdefault(name, _Facts())
+        if (facts := self._facts.get(name)) is None:
+            facts = self._facts[name] = _Facts()
+            self._count(facts.runtime, 1)
+            if len(self._facts) > MAX_NAMES:
+                _, gone = self._facts.popitem(last=False)
+                self._count(gone.runtime, -1)
         self._facts.move_to_end(name)
-        if len(self._facts) > MAX_NAMES:
-            self._facts.popitem(last=False)
         return facts
 
 

@@ -9,13 +9,14 @@ Every change of a group that is counted or indexed here goes through a method he
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from keepstep_lighthouse.quorum.events import Announce
 from keepstep_lighthouse.quorum.group import ANSWER, ASK, EXCLUDE, WITHDRAW, Answer, Excluded, Exclusion, Group
 from keepstep_lighthouse.quorum.open_heals import OpenHeals
+from keepstep_mesh.protocol.lineage import is_live
 from keepstep_mesh.protocol.messages import QuorumRequest
 from keepstep_mesh.protocol.names import name_of
 from keepstep_mesh.telemetry.duration_counts import DurationCounts
@@ -65,6 +66,8 @@ class Groups:
         """Asking with shrink_only."""
         self.final = 0
         """Asking with final."""
+        self.live_steps: dict[int, int] = {}
+        """Number of connected groups with live weights, by step."""
         self.tally = Tally()
         self._clock_start = 0.0
         self._arrivals = 0
@@ -95,6 +98,7 @@ class Groups:
         self.disconnect(group, now)
         del self.suspects[group.replica_id]
         group.session = session
+        self._count_live(group, 1)
         group.highest_request = -1  # a client without incarnations may have restarted, with request numbers from 1
         group.heard_at = now
         self.by_session[session] = group
@@ -103,6 +107,7 @@ class Groups:
         if group.session is None:
             return
         self.withdraw(group)
+        self._count_live(group, -1)
         del self.by_session[group.session]
         group.session = None
         group.closed_at = now
@@ -124,6 +129,7 @@ class Groups:
         self.standing_by.pop(group.replica_id, None)
         self.suspects.pop(group.replica_id, None)
         if group.session is not None:
+            self._count_live(group, -1)
             del self.by_session[group.session]
         self.counted -= group.excluded is None
         namesakes = self.by_name[group.name]
@@ -132,6 +138,27 @@ class Groups:
             self._settle_name(namesakes)
         else:
             del self.by_name[group.name]
+
+    # ---- states
+
+    def set_state(self, group: Group, request: QuorumRequest) -> None:
+        """The connected group holds the state of its request."""
+        self._count_live(group, -1)
+        group.step, group.lineage = request.step, request.lineage
+        self._count_live(group, 1)
+
+    def live_step(self, name: str) -> int:
+        """Return the highest step of the connected groups with live weights, except ``name``; 0: none."""
+        own = Counter(group.step for group in self.by_name.get(name, ()) if _is_live(group))
+        return max((step for step, count in self.live_steps.items() if count > own[step]), default=0)
+
+    def _count_live(self, group: Group, by: int) -> None:
+        if _is_live(group):
+            count = self.live_steps.get(group.step, 0) + by
+            if count:
+                self.live_steps[group.step] = count
+            else:
+                del self.live_steps[group.step]
 
     # ---- exclusion
 
@@ -198,8 +225,7 @@ class Groups:
         group.heal_given_up = False
         if group.working_since is not None:
             self._count_step(group, request, now - group.working_since)
-        group.step = request.step
-        group.lineage = request.lineage
+        self.set_state(group, request)
         group.highest_request = request.request
         self._count_request(group, self.asking)
         heapq.heappush(self._deadlines, (now + request.timeout_ms / 1000, group.replica_id, request.request))
@@ -348,6 +374,8 @@ class Groups:
         assert self.shrinking == shrinking, "shrinking requests are miscounted"
         final = sum(g.request.final for g in asking if g.request is not None)
         assert self.final == final, "final requests are miscounted"
+        live = Counter(g.step for g in groups if _is_live(g))
+        assert self.live_steps == live, "steps with live weights are miscounted"
         assert {s: g for g in groups if (s := g.session) is not None} == dict(self.by_session), "sessions are misfiled"
         assert {g.replica_id for g in groups if g.session is None} == set(self.suspects), "suspects are misfiled"
         heard = [g.heard_at for g in self.by_session.values()]
@@ -363,3 +391,11 @@ class Groups:
             counted = [g.replica_id for g in namesakes if not g.is_excluded(Exclusion.DUPLICATE_NAME)]
             assert len(counted) == 1, f"{len(counted)} incarnations of {name} count"
         assert len(self._deadlines) <= 64 + 2 * len(self.by_id), "deadlines pile up"
+
+
+def _is_live(group: Group) -> bool:
+    """Return whether another group could heal from this one now."""
+    if group.session is None:
+        return False
+    trained = group.step > 0 and isinstance(group.lineage, int)  # in most steps
+    return trained or is_live(group.step, group.lineage)

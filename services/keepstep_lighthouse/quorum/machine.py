@@ -89,7 +89,6 @@ from keepstep_lighthouse.quorum.views import (
     quorum_view,
     replica_views,
 )
-from keepstep_mesh.protocol import lineage
 from keepstep_mesh.protocol.messages import Denied, RoundBroken
 
 
@@ -336,8 +335,7 @@ class JobCore:
 
     def live_step(self, name: str) -> int:
         """Return the highest step of the connected groups, except ``name``, from which a group could heal; 0: none."""
-        others = (one for one in self._groups if one.session is not None and one.name != name)
-        return max((one.step for one in others if lineage.is_live(one.step, one.lineage)), default=0)
+        return self._groups.live_step(name)
 
     def replicas(self, now: float) -> tuple[ReplicaView, ...]:
         """Return every incarnation once: present ones sorted by replica_id, then those that left within

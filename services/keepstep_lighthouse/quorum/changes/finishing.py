@@ -177,7 +177,8 @@ def answer(state: JobState, group: Group, request: QuorumRequest) -> bool:
         return False
     state.groups.withdraw(group)
     group.highest_request = max(group.highest_request, request.request)
-    group.step, group.lineage, group.working_since = request.step, request.lineage, None
+    state.groups.set_state(group, request)
+    group.working_since = None
     holds = request.step == final.step and same_weights(request.lineage, final.lineage)
     if request.final and holds:
         _tell_closed(state, group, request, final)

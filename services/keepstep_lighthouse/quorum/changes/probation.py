@@ -16,7 +16,7 @@ explain what is confirmed are parted (``rules.parted``): they stay connected, an
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from keepstep_lighthouse.quorum.changes import retries
 from keepstep_lighthouse.quorum.group import Excluded, Exclusion, Group
@@ -88,8 +88,9 @@ def _judge(state: JobState, now: float) -> bool:
     confirmed = state.evidence.add(found, round_.number, duration, now, probation.groups)
     out = {name for name, one in probation.groups.items() if one.out and one.cause == "cut" and name in groups.by_name}
     accused = {one for one in confirmed if all(name in groups.by_name for name in one)}
-    accused = accused.union(*(state.evidence.confirmed_against(name) for name in out)) if accused else set()
-    chosen = cover(accused, lambda name: _suspicion(state, name))
+    accused = accused.union(*state.evidence.confirmed_against(out).values()) if accused else set()
+    proven = {group.name for group in state.proven}
+    chosen = cover(accused, lambda name: _suspicion(state, name, proven))
     causes = {name: _cause(state, name, accused) for name in sorted(chosen - out)} | _broken_heals(state)
     if _too_few_without(state, causes):
         return False
@@ -100,10 +101,10 @@ def _judge(state: JobState, now: float) -> bool:
     return bool(causes)
 
 
-def _suspicion(state: JobState, name: str) -> tuple[bool, int, str]:
+def _suspicion(state: JobState, name: str, proven: Container[str]) -> tuple[bool, int, str]:
     """Return what decides between groups that are accused equally often; the highest is parted."""
     arrived = max((group.arrived for group in state.groups.by_name.get(name, ())), default=0)
-    return all(group.name != name for group in state.proven), arrived, name
+    return name not in proven, arrived, name
 
 
 def _cause(state: JobState, name: str, accused: set[Accusation]) -> tuple[Cause, str]:
@@ -191,12 +192,13 @@ def let_in_at_end(state: JobState) -> bool:
 
 def _let_in_reunited(state: JobState) -> bool:
     """Let in the groups that are parted from groups that are gone."""
-    here, alone = state.groups.by_name, []
-    for name, one in state.probation.groups.items():
-        if one.out and one.cause == "cut" and name in here:
-            others = {other for pair in state.evidence.confirmed_against(name) for other in pair} - {name}
-            if others and others.isdisjoint(here):
-                alone.append(name)
+    here = state.groups.by_name
+    cut = {name for name, one in state.probation.groups.items() if one.out and one.cause == "cut" and name in here}
+    alone = []
+    for name, pairs in sorted(state.evidence.confirmed_against(cut).items()):
+        others = {other for pair in pairs for other in pair} - {name}
+        if others and others.isdisjoint(here):
+            alone.append(name)
     return _let_in_all(state, alone, "no group is left that it could not reach")
 
 

@@ -37,10 +37,13 @@ def settle(state: JobState, verdict: Verdict, judge_again: Callable[[], Verdict]
     Returns:
         The verdict that replaces it.
     """
+    waits = any(map(_may_still_ask, state.groups))
+    if waits and verdict.code not in ANNOUNCING:  # after most requests
+        return verdict
     retrying = [group for group in state.groups.all_asking() if group.member and _retries(group)]
     if not retrying:
         return verdict
-    if not any(map(_may_still_ask, state.groups)):
+    if not waits:
         if verdict.code == "min_replicas":
             for group in retrying:
                 _deny(state, group, f"{group.name} cannot retry its step: too few members of its quorum are left")

@@ -15,7 +15,7 @@ than about a tenth of the time. A link that fails now and then therefore counts 
 
 from __future__ import annotations
 
-from collections import Counter
+import heapq
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -62,16 +62,24 @@ def cover(accused: Iterable[Accusation], rank: Callable[[str], Any]) -> set[str]
     Args:
         rank: of two groups that are accused equally often, the one with the higher rank is chosen.
     """
-    alone = {name for one in accused if len(one) == 1 for name in one}
-    chosen = set(alone)
-    left = {one for one in accused if chosen.isdisjoint(one)}
-    counts = Counter(name for one in left for name in one)
-    while left:
-        worst = max(counts, key=lambda name: (counts[name], rank(name)))
-        chosen.add(worst)
-        for one in [one for one in left if worst in one]:
-            left.discard(one)
-            counts.subtract(one)
+    chosen = {name for one in accused if len(one) == 1 for name in one}
+    left: dict[str, set[Accusation]] = {}
+    for one in accused:
+        if chosen.isdisjoint(one):
+            for name in one:
+                left.setdefault(name, set()).add(one)
+    places = {name: place for place, name in enumerate(sorted(left, key=rank, reverse=True))}
+    queue = [(-len(ones), places[name], name) for name, ones in left.items()]
+    heapq.heapify(queue)
+    while queue:
+        count, place, worst = heapq.heappop(queue)
+        if len(left[worst]) != -count:  # it was accused together with a chosen one
+            heapq.heappush(queue, (-len(left[worst]), place, worst))
+        elif left[worst]:
+            chosen.add(worst)
+            for one in [*left[worst]]:
+                for name in one:
+                    left[name].discard(one)
     return chosen
 
 
@@ -113,9 +121,14 @@ class Evidence:
             strike.round, strike.until = number, now + COST_FACTOR * duration
         return {one for one in found if self._strikes[one].confirmed}
 
-    def confirmed_against(self, name: str) -> set[Accusation]:
-        """Return the confirmed accusations against a group."""
-        return {one for one, strike in self._strikes.items() if strike.confirmed and name in one}
+    def confirmed_against(self, names: Collection[str]) -> dict[str, set[Accusation]]:
+        """Return the confirmed accusations against each of these groups."""
+        found: dict[str, set[Accusation]] = {name: set() for name in names}
+        for one, strike in self._strikes.items() if names else ():
+            if strike.confirmed:
+                for name in one & found.keys():
+                    found[name].add(one)
+        return found
 
     def forgive(self, name: str, trial: Collection[str]) -> None:
         """Drop the accusations against a group, except those that concern a group on trial too."""

@@ -121,7 +121,7 @@ def end_of_grace(groups: Groups) -> float | None:
     """
     if not groups.min_groups or groups.final:
         return None
-    asking = groups.all_asking()
+    asking = [*groups.passed_over.values(), *groups.asking.values()]
     if not any(map(_holds_newest, asking)):
         return None
     last_needed = sorted(asking, key=lambda one: one.asked_at)[groups.min_groups - 1]
