@@ -31,6 +31,7 @@ import quorum_round
 import rank_step
 import rebuild
 import relay_processes
+import scale
 import sharded_speed
 import step_cost
 import swarm
@@ -62,6 +63,7 @@ ALONE = {
     "quantized": quantized.run,
     "loss": loss.run,
     "sharded": sharded_speed.run,
+    "scale": scale.run,
 }
 """Without torchft: these need no environment of it."""
 

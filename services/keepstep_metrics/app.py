@@ -20,6 +20,7 @@ from keepstep_mesh.serving.embedded import Embedded
 from keepstep_mesh.serving.process import Hosted
 from keepstep_mesh.serving.service import Endpoint, Service
 from keepstep_metrics.api import prometheus, routes
+from keepstep_metrics.api.turns import in_turns
 from keepstep_metrics.history.machine import KEPT_SECONDS
 from keepstep_metrics.lighthouse.draining import Drainer
 from keepstep_metrics.lighthouse.live_status import LiveStatusPoller
@@ -115,7 +116,8 @@ class Metrics(MetricsNode, Embedded):
             due = time.monotonic() - snapshot_at >= self.settings.snapshot_every
             if due or self.journal_bytes > MAX_JOURNAL_BYTES:
                 snapshot_at, self.journal_bytes = time.monotonic(), 0
-                self.store.snapshot(self.core.dump())
+                async with self.applying:
+                    self.store.snapshot(await in_turns(self.core.dumping()))
 
     async def _register(self) -> None:
         await self._listening.wait()

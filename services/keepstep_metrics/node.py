@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ class MetricsNode:
         self.notifier = Notifier()
         """Keys: names of jobs that changed."""
         self.streams = EventStreams(MAX_STREAMS)
+        self.applying = asyncio.Lock()
+        """Held while a batch is applied, and while a dump is made."""
         self.serving = False
         """False at the end of the service: streams end."""
         self.store: Store

@@ -12,7 +12,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,16 @@ class Page:
         except TimeoutError:
             text = await self.run("document.body.innerText")
             raise AssertionError(f"never true: {condition}; complaints: {self.complaints}; page:\n{text}") from None
+
+    async def calls_until(self, act: Callable[[], object], condition: str) -> int:
+        """Act, wait until the condition is true, and return how many calls of functions the page has made for it."""
+        await self.tell("Profiler.enable")
+        await self.tell("Profiler.startPreciseCoverage", callCount=True, detailed=False)
+        act()
+        await self.until(condition)
+        scripts = (await self.tell("Profiler.takePreciseCoverage"))["result"]
+        await self.tell("Profiler.disable")
+        return sum(function["ranges"][0]["count"] for script in scripts for function in script["functions"])
 
     async def type(self, text: str) -> None:
         """Into what has the focus."""

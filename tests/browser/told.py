@@ -23,6 +23,7 @@ from keepstep_mesh.serving.application import Route, read_json
 from keepstep_mesh.serving.openapi import plain
 from keepstep_mesh.serving.service import Endpoint, Service, serving
 from keepstep_metrics.api import dashboard_page, log_views
+from keepstep_metrics.api.span_views import MAX_OWN_COLUMNS
 from keepstep_metrics.history.events import Event
 from keepstep_metrics.history.findings.marks import marks
 from tests.browser.devtools import Browser, chromium
@@ -157,7 +158,7 @@ class ToldMesh:
             groups.append({"name": name, "spans": cut, "shares": shares, "slow": []})
         return {"job": JOB, "since": since, "until": until, "groups": groups}
 
-    def steps(self, since: float, until: float, points: int) -> dict[str, Any]:
+    def steps(self, since: float, until: float, points: int, names: list[str]) -> dict[str, Any]:
         wide = (until - since) / points
         t = [since + wide * (i + 0.5) for i in range(points)]
         seen = [self.t0 <= one for one in t]
@@ -174,7 +175,8 @@ class ToldMesh:
             "step": column(self.step),
             "committed_per_second": column(lambda one: 1 / (STEP_SECONDS + wave(one))),
             "seconds": {
-                name: column(lambda one, i=i: STEP_SECONDS + wave(one + i)) for i, name in enumerate(self.names)
+                name: column(lambda one, i=i: STEP_SECONDS + wave(one + i))
+                for i, name in enumerate(names or (self.names if len(self.names) <= MAX_OWN_COLUMNS else ()))
             },
             "quantiles": {
                 "p50": column(lambda one: STEP_SECONDS + wave(one)),
@@ -217,7 +219,8 @@ class ToldMesh:
                     return web.Response(text=HTML, content_type="text/html")
                 until = float(request.query.get("until", time.time()))
                 since = float(request.query.get("since", until - 900))
-                return web.json_response(make(since, until, int(request.query.get("points", 300))))
+                names = [request.query.getall("group", [])] if make == self.steps else []
+                return web.json_response(make(since, until, int(request.query.get("points", 300)), *names))
 
             return handle
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import types
@@ -9,6 +10,7 @@ import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from enum import Enum
+from functools import cache
 from importlib.metadata import version
 from typing import Any
 
@@ -61,6 +63,29 @@ def plain(value: object) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value if isinstance(value, str | int | None) else repr(value)
+
+
+def json_text(view: object) -> str:
+    """Encode a view as JSON, in time of C code unless it has NaN or infinities; see ``plain``."""
+    try:
+        return json.dumps(view, default=_entries, allow_nan=False, separators=(",", ":"))
+    except ValueError:
+        return json.dumps(plain(view), separators=(",", ":"))
+
+
+def _entries(value: object) -> Any:
+    """Convert a value that JSON does not know, without its parts."""
+    if isinstance(value, Enum):
+        return value.value
+    if is_dataclass(value):
+        kind: Any = type(value)
+        return {name: getattr(value, name) for name in _names(kind)}
+    return dict(value) if isinstance(value, Mapping) else repr(value)
+
+
+@cache
+def _names(cls: type) -> tuple[str, ...]:
+    return tuple(one.name for one in fields(cls))
 
 
 def describe(title: str, routes: Iterable[Route], shapes: Mapping[str, Shape]) -> dict[str, Any]:

@@ -75,4 +75,4 @@ def checked(plain: dict[str, Any], cls: type) -> dict[str, Any]:
 
 
 def json_answer(view: object, status: int = HTTPStatus.OK) -> web.Response:
-    return web.json_response(openapi.plain(view), status=status)
+    return web.Response(text=openapi.json_text(view), status=status, content_type="application/json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from keepstep_metrics.history.findings import goodput
@@ -11,6 +12,7 @@ from keepstep_metrics.history.findings.pace import sparks, steps_per_second
 from keepstep_metrics.history.group import Group
 from keepstep_metrics.history.job import Job
 from keepstep_metrics.history.timeseries.timeline import State
+from keepstep_metrics.history.work import Work
 from keepstep_metrics.lighthouse.live_status import Live, StateOfJob
 
 
@@ -103,9 +105,18 @@ class NowView:
     """Names of banned and evicted groups, as ordered, and of groups on probation."""
 
 
-def summary(job: Job, now: float) -> JobSummary:
+def jobs_view(jobs: Iterable[Job], now: float) -> Work[JobsView]:
+    """Return the summaries of all jobs, in pieces."""
+    found = []
+    for job in sorted(jobs, key=lambda one: one.name):
+        one = yield from _summary(job, now)
+        found.append(one)
+    return JobsView(tuple(found))
+
+
+def _summary(job: Job, now: float) -> Work[JobSummary]:
     alive = sum(one.is_there for one in job.groups.values())
-    ratio = goodput.ratio(goodput.group_seconds(job, now - 3600, now))
+    ratio = goodput.ratio((yield from goodput.summing(job, now - 3600, now)))
     pace = steps_per_second(job, now)
     found = (pace, sparks(job, now), alerts(job, now))
     return JobSummary(job.name, job.first_seen, job.last_seen, alive, job.step, ratio, *found)

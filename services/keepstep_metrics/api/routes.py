@@ -19,6 +19,7 @@ from keepstep_mesh.serving.openapi import Shape
 from keepstep_mesh.serving.rest import bad, json_answer, known_names, number
 from keepstep_metrics.api import dashboard_page, job_views, log_views, span_views
 from keepstep_metrics.api.stream import stream
+from keepstep_metrics.api.turns import long_answer
 from keepstep_metrics.history.events import MAX_INTEGER
 from keepstep_metrics.history.findings import marks, straggler_view
 from keepstep_metrics.history.job import Job
@@ -31,6 +32,7 @@ HOUR = 3600.0
 MAX_POINTS = 5000
 POINTS = 500
 LIMIT, MAX_LIMIT = 200, 2000
+MAX_GROUPS_ASKED = 20
 WRITE_SECONDS = 10.0
 WRITE_RETRY_AFTER_SECONDS = 2.0
 
@@ -95,7 +97,15 @@ SHAPES = {
     "GET /v1/jobs": Shape(job_views.JobsView),
     f"GET {JOB}/now": Shape(job_views.NowView),
     f"GET {JOB}/timeline": Shape(span_views.TimelineView, query=SPAN | PIXELS),
-    f"GET {JOB}/steps": Shape(span_views.StepsView, query=SPAN | PIXELS),
+    f"GET {JOB}/steps": Shape(
+        span_views.StepsView,
+        query=SPAN
+        | PIXELS
+        | {
+            "group": "name of a group with columns of its own, up to 20 times; "
+            "default: every group, if the job has at most 8"
+        },
+    ),
     f"GET {JOB}/goodput": Shape(span_views.GoodputView, query=SPAN),
     f"GET {JOB}/stragglers": Shape(straggler_view.StragglersView),
     f"GET {JOB}/transfers": Shape(log_views.TransfersView),
@@ -175,7 +185,8 @@ class _Api:
             batch = read_batch(body)
         except ValueError as error:
             raise bad(str(error)) from error
-        taken = metrics.take(batch, body)
+        async with metrics.applying:
+            taken = metrics.take(batch, body)
         try:
             await metrics.store.written(WRITE_SECONDS)
         except StoreError as error:
@@ -186,23 +197,25 @@ class _Api:
     # ---- out
 
     async def jobs(self, _request: web.Request) -> web.Response:
-        found = sorted(self._metrics.core.jobs.items())
-        return json_answer(job_views.JobsView(tuple(job_views.summary(job, time.time()) for _, job in found)))
+        return await long_answer(job_views.jobs_view(self._metrics.core.jobs.values(), time.time()))
 
     async def now(self, request: web.Request) -> web.Response:
         job = self._job(request)
         return json_answer(job_views.now_view(job, self._metrics.live(job.name), time.time()))
 
     async def timeline(self, request: web.Request) -> web.Response:
-        return json_answer(span_views.timeline(self._job(request), *_span(request), _points(request)))
+        return await long_answer(span_views.timeline(self._job(request), *_span(request), _points(request)))
 
     async def steps(self, request: web.Request) -> web.Response:
         job, (since, until) = self._job(request), _span(request)
         marked = await self._metrics.store.events_between(job.name, since, until, MAX_LIMIT, marks.KINDS)
-        return json_answer(span_views.steps(job, since, until, _points(request), time.time(), marked))
+        names = request.query.getall("group", ())
+        if len(names) > MAX_GROUPS_ASKED:
+            raise bad(f"too many groups: {len(names)} (limit {MAX_GROUPS_ASKED})")
+        return json_answer(span_views.steps(job, since, until, _points(request), time.time(), marked, names))
 
     async def goodput(self, request: web.Request) -> web.Response:
-        return json_answer(span_views.goodput(self._job(request), *_span(request)))
+        return await long_answer(span_views.goodput(self._job(request), *_span(request)))
 
     async def stragglers(self, request: web.Request) -> web.Response:
         return json_answer(straggler_view.stragglers_view(self._job(request)))

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from keepstep_metrics.history.events import Event
-from keepstep_metrics.history.findings.goodput import group_seconds, ratio, shares
+from keepstep_metrics.history.findings.goodput import ratio, shares, summing
 from keepstep_metrics.history.findings.marks import Mark, marks
 from keepstep_metrics.history.histogram import BINS, quantile
 from keepstep_metrics.history.job import Job
 from keepstep_metrics.history.timeseries.timeline import merged
+from keepstep_metrics.history.work import Work
 
 MARK_PIXELS = 3
 """Marks that are closer together than this in a chart become one."""
+MAX_OWN_COLUMNS = 8
+"""A job of more groups has lines of single groups on request only: 1,000 columns are 10 MB."""
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
@@ -49,13 +51,13 @@ class StepsView:
     committed_per_second: tuple[float, ...]
     """Commits of the group with the most commits."""
     seconds: dict[str, tuple[float | None, ...]]
-    """Mean seconds of committed steps, by group."""
+    """Mean seconds of committed steps, by group; see the parameter ``group``."""
     quantiles: dict[str, tuple[float | None, ...]]
     """Seconds of all groups' steps, within 5 %, by quantile."""
     values: dict[str, tuple[float | None, ...]]
     """Mean over groups, by recorded value."""
     group_values: dict[str, dict[str, tuple[float | None, ...]]]
-    """The same for each group, by recorded value and group."""
+    """The same for these groups, by recorded value and group."""
     marks: tuple[Mark, ...]
     """Failures, heals and quorum changes, for the charts."""
 
@@ -80,7 +82,8 @@ class GoodputView:
     """Mean seconds from a failure to the next commit of the failed group."""
 
 
-def timeline(job: Job, since: float, until: float, points: int) -> TimelineView:
+def timeline(job: Job, since: float, until: float, points: int) -> Work[TimelineView]:
+    """Return the view, in pieces."""
     groups = []
     for name, one in sorted(job.groups.items()):
         spans = one.timeline.spans(since, until)
@@ -93,26 +96,39 @@ def timeline(job: Job, since: float, until: float, points: int) -> TimelineView:
         slow = [(max(since, begin), until if end is None else min(until, end)) for begin, end in one.slow]
         visible = tuple((begin, end) for begin, end in slow if begin < end)
         groups.append(GroupTimeline(name, pixels, shares(seconds), visible))
+        yield
     return TimelineView(job.name, since, until, tuple(groups))
 
 
-def steps(job: Job, since: float, until: float, points: int, now: float, events: Iterable[Event] = ()) -> StepsView:
-    """Return the columns. ``events``: those to mark, in the order of their numbers."""
+def steps(
+    job: Job,
+    since: float,
+    until: float,
+    points: int,
+    now: float,
+    events: Iterable[Event] = (),
+    names: Collection[str] = (),
+) -> StepsView:
+    """Return the columns.
+
+    Args:
+        events: Those to mark, in the order of their numbers.
+        names: Groups that get columns of their own; empty: all groups, if they are at most ``MAX_OWN_COLUMNS``.
+    """
+    few = sorted(job.groups) if len(job.groups) <= MAX_OWN_COLUMNS else ()
+    own = [name for name in names or few if name in job.groups]
     width = max((until - since) / max(points, 1), job.highest.ring(since, 0, now).width)
     count = max(1, -int(-(until - since) // width))
-    groups = {name: one.steps.points(since, until, width, now) for name, one in sorted(job.groups.items())}
+    groups = {name: job.groups[name].steps.points(since, until, width, now) for name in own}
+    most = job.most.points(since, until, width, now)
     highest = job.highest.points(since, until, width, now, max)
     histogram = job.histogram.points(since, until, width, now)
     nothing = [0] * BINS
-    most: Counter[int] = Counter()
-    for of_group in groups.values():
-        for point, cells in of_group.items():
-            most[point] = max(most[point], int(cells[0]))
     return StepsView(
         job=job.name,
         t=tuple(since + point * width for point in range(count)),
         step=tuple(int(highest[point][0]) if point in highest else None for point in range(count)),
-        committed_per_second=tuple(most[point] / width for point in range(count)),
+        committed_per_second=tuple(most[point][0] / width if point in most else 0.0 for point in range(count)),
         seconds={
             name: tuple(
                 cells[2] / cells[0] if (cells := of_group.get(point)) is not None and cells[0] else None
@@ -128,9 +144,9 @@ def steps(job: Job, since: float, until: float, points: int, now: float, events:
         values={name: _means(one.points(since, until, width, now), count) for name, one in job.values.items()},
         group_values={
             name: {
-                group: _means(one.points(since, until, width, now), count)
-                for (value, group), one in sorted(job.group_values.items())
-                if value == name
+                group: _means(job.group_values[name, group].points(since, until, width, now), count)
+                for group in own
+                if (name, group) in job.group_values
             }
             for name in job.values
         },
@@ -142,12 +158,12 @@ def _means(points: dict[int, Any], count: int) -> tuple[float | None, ...]:
     return tuple(points[point][0] / points[point][1] if point in points else None for point in range(count))
 
 
-def goodput(job: Job, since: float, until: float) -> GoodputView:
-    total = group_seconds(job, since, until)
+def goodput(job: Job, since: float, until: float) -> Work[GoodputView]:
+    """Return the view, in pieces."""
+    total = yield from summing(job, since, until)
     committed = discarded = 0
-    for one in job.groups.values():
-        for _, cells in one.steps.ring(since, 0, until).rows(since, until):
-            committed, discarded = committed + int(cells[0]), discarded + int(cells[1])
+    for _, cells in job.steps.ring(since, 0, until).rows(since, until):
+        committed, discarded = committed + int(cells[0]), discarded + int(cells[1])
     failures = [one for one in job.failures if since <= one.t < until]
     to_commit = [one.committed_at - one.t for one in failures if one.committed_at is not None]
     to_return = [one.recovered_at - one.t for one in failures if one.recovered_at is not None]

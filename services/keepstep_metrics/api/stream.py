@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import time
+from weakref import WeakKeyDictionary
 
 from aiohttp import web
 
-from keepstep_mesh.serving.openapi import plain
+from keepstep_mesh.serving.openapi import json_text
 from keepstep_mesh.serving.server_sent_events import last_event_id, message
 from keepstep_metrics.api import job_views
 from keepstep_metrics.history.events import Event
@@ -18,6 +18,8 @@ from keepstep_metrics.node import MetricsNode
 
 NOW_SECONDS = 0.25
 """Least time between two ``now`` events."""
+GROUPS_AT_ONCE = 250
+"""A job of more groups is sent less often: in proportion, so that bytes and work per second stay the same."""
 PING_SECONDS = 10.0
 MAX_BATCH = 100
 """Events of one write."""
@@ -35,7 +37,7 @@ async def stream(metrics: MetricsNode, request: web.Request, name: str | None) -
             if text:
                 await opened.send(text)
                 sent_at = loop.time()
-                await asyncio.sleep(NOW_SECONDS)
+                await asyncio.sleep(pause(metrics.core.jobs.get(name or "")))
             else:
                 with contextlib.suppress(TimeoutError):
                     await metrics.notifier.wait(name or "", max(sent_at + PING_SECONDS, loop.time() + 0.01))
@@ -62,16 +64,34 @@ class _JobMessages:
         if job is None:
             return self._events([deleted]) if deleted is not None and deleted.id > self._after else ""
         text += self._events(_newer(job, self._after))
-        if (changes := job.changes + self._metrics.live_changes(job.name)) != self._changes:
-            self._changes = changes
-            now = job_views.now_view(job, self._metrics.live(job.name), time.time())
-            text += message("now", json.dumps(plain(now)))
+        if job.changes + self._metrics.live_changes(job.name) != self._changes:
+            self._changes, now = now_text(self._metrics, job)
+            text += message("now", now)
         return text
 
     def _events(self, events: list[Event]) -> str:
         if events:
             self._after = events[-1].id
-        return "".join(message("event", json.dumps(plain(one)), one.id) for one in events)
+        return "".join(message("event", json_text(one), one.id) for one in events)
+
+
+def pause(job: Job | None) -> float:
+    """Return the least time between two ``now`` events of a job, in seconds."""
+    return NOW_SECONDS * max(1.0, len(job.groups) / GROUPS_AT_ONCE if job is not None else 1.0)
+
+
+def now_text(metrics: MetricsNode, job: Job) -> tuple[int, str]:
+    """Return ``now`` of a job as JSON, the same for all streams for a moment, and the number of changes in it."""
+    t, live = time.time(), metrics.live(job.name)
+    known = _texts.get(job)
+    if known is None or not 0 <= t - known[0] < pause(job) / 2:
+        changes = job.changes + metrics.live_changes(job.name)
+        known = _texts[job] = t, changes, json_text(job_views.now_view(job, live, t))
+    return known[1:]
+
+
+_texts: WeakKeyDictionary[Job, tuple[float, int, str]] = WeakKeyDictionary()
+"""When the text of a job was made, the number of changes then, and the text."""
 
 
 def _newer(job: Job, after: int) -> list[Event]:

@@ -1,6 +1,7 @@
 // Charts drawn by uPlot. The charts of a page share range, cursor and marks with the timeline.
 
-import { colour, rem, roundTimes, timeText } from "./timeline.js";
+import { colour, rem } from "./drawing.js";
+import { roundTimes, timeText } from "./timeline.js";
 import { el, say } from "./dom.js";
 import { paintMarks } from "./marks.js";
 import { limits, newest } from "./scales.js";

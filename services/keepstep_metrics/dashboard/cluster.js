@@ -1,7 +1,7 @@
 // The cluster page: jobs, alerts, lighthouses, their store, and registered services.
 
 import { el, panel, Rows, say, table, textRow } from "./dom.js";
-import { colour } from "./timeline.js";
+import { colour } from "./drawing.js";
 import { age, bytes, clock, duration, number, percent } from "./words.js";
 
 const REFRESH = 3_000; // ms

@@ -1,7 +1,19 @@
 // The table of groups, and the transfers. Both follow the stream.
 
 import { el, panel, Rows, say, table, textRow } from "./dom.js";
-import { age, byName, byStableNames, bytes, clock, duration, number, percent, stateName, STATES } from "./words.js";
+import {
+  age,
+  byStableNames,
+  bytes,
+  clock,
+  duration,
+  inOrder,
+  number,
+  percent,
+  plural,
+  stateName,
+  STATES,
+} from "./words.js";
 
 const COLUMNS = [
   ["group", "name"],
@@ -15,6 +27,9 @@ const COLUMNS = [
   ["last error", "error"],
   ["", "orders"],
 ];
+
+const MOST_ROWS = 100; // until more are wanted: a page with thousands of rows is slow
+const NORMAL = new Set(["training", "standby"]);
 
 export class Groups {
   /** `order(action, name)`; `pick(name)`. */
@@ -34,14 +49,26 @@ export class Groups {
     box.classList.add("stacked");
     this.out = el("ul", { class: "chips", "aria-label": "Groups that are kept out" });
     this.kept = new Rows(this.out, (name) => this.keptOut(name), "");
-    this.node = panel("Groups", el("div", { class: "bar" }, this.chips, this.filter), box, this.out);
+    this.most = MOST_ROWS;
+    const showMore = () => {
+      this.most += MOST_ROWS;
+      this.show(this.now, this.t);
+    };
+    this.more = el("button", { type: "button", class: "small", hidden: true, onclick: showMore });
+    this.node = panel("Groups", el("div", { class: "bar" }, this.chips, this.filter), box, this.more, this.out);
     this.node.classList.add("full", "groups");
   }
 
   chip(state) {
     const count = el("b");
+    const name = el("span", { class: `state ${state}` }, stateName(state));
+    const filter = () => {
+      this.filter.value = this.filter.value === stateName(state) ? "" : stateName(state);
+      this.show(this.now, this.t);
+    };
+    const button = el("button", { type: "button", class: "link", title: "show only these", onclick: filter }, name);
     return {
-      node: el("li", {}, el("span", { class: `state ${state}` }, stateName(state)), " ", count),
+      node: el("li", {}, button, " ", count),
       update: (item) => say(count, String(item.count)),
     };
   }
@@ -85,12 +112,12 @@ export class Groups {
       update: (group) => {
         const slow = group.straggler && group.state !== "lost";
         const idle = !slow && group.state === "waiting_quorum";
-        const out = idle && this.now.kept_out.includes(group.name);
+        const out = idle && this.keptNames.has(group.name);
         const waits = idle && this.now.blame && `waiting for ${this.now.blame.slow[0]}`;
         say(state, slow ? "slow" : out ? "kept out" : waits || stateName(group.state));
         state.className = `state ${slow ? "slow" : Object.hasOwn(STATES, group.state) ? group.state : ""}`;
         straggler.hidden = !group.straggler;
-        replace.hidden = group.state === "standby" || !this.now.groups.some((one) => one.state === "standby");
+        replace.hidden = group.state === "standby" || !this.hasSpares;
         const texts = [
           age(this.t - group.since),
           number(group.step),
@@ -103,6 +130,11 @@ export class Groups {
         cells.forEach((cell, i) => say(cell, texts[i]));
       },
     };
+  }
+
+  /** Whether a group stands first in a list that is too long to show at once. */
+  trouble(group) {
+    return Number(!NORMAL.has(group.state) || group.straggler || this.keptNames.has(group.name));
   }
 
   keptOut(name) {
@@ -122,15 +154,22 @@ export class Groups {
     this.kept.show(now.kept_out, (name) => name);
     this.now = now;
     this.t = t;
+    this.keptNames = new Set(now.kept_out);
     const count = Object.fromEntries(Object.keys(STATES).map((state) => [state, 0]));
     for (const { state } of now.groups) count[state] = (count[state] ?? 0) + 1;
+    this.hasSpares = count.standby > 0;
     this.counts.show(
       Object.keys(STATES).filter((state) => count[state]).map((state) => ({ state, count: count[state] })),
       (one) => one.state,
     );
     const wanted = this.filter.value.trim().toLowerCase();
     const shown = now.groups.filter((one) => `${one.name} ${stateName(one.state)}`.toLowerCase().includes(wanted));
-    this.rows.show(shown.sort((a, b) => byName(a.name, b.name)), (one) => one.name);
+    const rows = inOrder(shown);
+    const more = rows.length - this.most;
+    if (more > 0) rows.sort((a, b) => this.trouble(b) - this.trouble(a));
+    this.rows.show(rows.slice(0, this.most), (one) => one.name);
+    this.more.hidden = more <= 0;
+    if (more > 0) say(this.more, `show more (${plural(more, "group")} left; groups in trouble come first)`);
   }
 }
 

@@ -8,12 +8,14 @@ import { Incidents } from "./incidents.js";
 import { headline } from "./scales.js";
 import { StepCharts } from "./step_charts.js";
 import { Timeline } from "./timeline.js";
-import { age, byName, byStableNames, clock, duration, number, percent, plural, stateName } from "./words.js";
+import { age, byStableNames, clock, duration, inOrder, number, percent, plural, stateName } from "./words.js";
 
 const REFRESH = 5_000; // ms between requests for the history in the live range
 const SOON = 400; // ms after an event
 const SHARE = 10; // pause, as a multiple of the time of the answers: with many groups they are expensive
 const MOST_EVENTS = 500;
+const OWN_LINES = 8; // groups up to which the service answers with the lines of all
+const itself = (name) => name;
 const SHORTEST = 1; // s, smallest zoom
 const SPANS = [[120, "2 min"], [900, "15 min"], [3600, "1 h"], [6 * 3600, "6 h"], [24 * 3600, "24 h"]];
 const LONGEST = SPANS.at(-1)[0]; // the service has no older data
@@ -189,6 +191,12 @@ export class JobPage {
   pick(name) {
     this.picked = this.picked === name ? null : name;
     this.charts.pick(this.picked);
+    if (this.linesOf) this.refresh();
+  }
+
+  /** The group whose lines must be requested; null: none, or the answer has the lines of all groups. */
+  get linesOf() {
+    return this.now?.groups.length > OWN_LINES ? this.picked : null;
   }
 
   tick() {
@@ -220,11 +228,11 @@ export class JobPage {
     const named = (
       names,
     ) => (names.length > 12 ? `${names.slice(0, 10).join(", ")} and ${names.length - 10} more` : names.join(", "));
-    const joining = now.joining.length ? `; joining: ${named([...now.joining].sort(byName))}` : "";
+    const joining = now.joining.length ? `; joining: ${named(inOrder([...now.joining], itself))}` : "";
     say(
       this.members,
       now.participants.length
-        ? `Quorum ${now.quorum_id}, epoch ${now.epoch}: ${named([...now.participants].sort(byName))}${joining}`
+        ? `Quorum ${now.quorum_id}, epoch ${now.epoch}: ${named(inOrder([...now.participants], itself))}${joining}`
         : `No members${joining}`,
     );
     this.groups.show(now, now.t);
@@ -249,8 +257,7 @@ export class JobPage {
       const still = straggler && slow.length ? [...slow.slice(0, -1), [slow.at(-1)[0], this.t]] : slow;
       groups.set(name, { name, shares, slow: still, spans: added });
     }
-    const sorted = [...groups.values()].sort((a, b) => byName(a.name, b.name));
-    this.timeline.show(sorted, this.range, this.steps?.marks);
+    this.timeline.show(inOrder([...groups.values()]), this.range, this.steps?.marks);
     if (!this.stepsShownAt || performance.now() - this.stepsShownAt > 900 || this.fixed) this.showSteps();
   }
 
@@ -272,7 +279,7 @@ export class JobPage {
       const range = { since, until: this.fixed ? until : null };
       const [timeline, steps, goodput, stragglers, transfers, failures, incidents] = await Promise.all([
         get("timeline", { ...range, points: pixels(this.timeline.host) }),
-        get("steps", { ...range, points: pixels(this.charts.node) }),
+        get("steps", { ...range, points: pixels(this.charts.node), group: this.linesOf }),
         get("goodput", range),
         get("stragglers"),
         get("transfers"),

@@ -1,6 +1,6 @@
 // Marks of events in the timeline and in every chart.
 
-import { colour } from "./timeline.js";
+import { colour } from "./drawing.js";
 
 export const MARKS = {
   failure: { name: "failure", colour: "--lost", dash: [] },

@@ -7,7 +7,6 @@ import { duration, number } from "./words.js";
 
 const LATE = 1; // s from the end of a step to its record, at most
 const MOST_VALUES = 3;
-const MOST_GROUPS = 8; // lines of groups beside the mean
 
 export class StepCharts {
   /** `options`: as in Chart. */
@@ -43,8 +42,7 @@ export class StepCharts {
     const { t, step, values, group_values: groups, marks } = this.found;
     if (!this.values.has(name)) this.values.set(name, this.valueChart(name));
     const chart = this.values.get(name);
-    const ofGroups = Object.entries(groups[name] ?? {});
-    const some = ofGroups.length > MOST_GROUPS ? ofGroups.filter(([group]) => group === this.picked) : ofGroups;
+    const some = Object.entries(groups[name] ?? {});
     const lines = some.length > 1 || this.picked
       ? { mean: values[name], ...Object.fromEntries(some) }
       : { [name]: values[name] };

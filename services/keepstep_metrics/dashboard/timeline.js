@@ -1,6 +1,7 @@
 // The timeline of all groups on one canvas. Only visible rows are drawn, so 1,000 groups cost as much as 40.
 
 import { el, say } from "./dom.js";
+import { colour, hatch, rem, resized, shortened } from "./drawing.js";
 import { MARKS, paintMarks } from "./marks.js";
 import { clock, duration, percent, stateName, STATES } from "./words.js";
 
@@ -112,9 +113,10 @@ export class Timeline {
     const { host, canvas, context, tall, axis } = this;
     const whole = axis + tall * this.groups.length;
     const width = host.clientWidth;
+    this.shape = { width, gutter: this.gutter, letter: rem() }; // read once: each reading may lay out the page
     const height = Math.min(whole, Math.max(160, Math.round(innerHeight * 0.62)));
-    host.style.height = `${height + 2}px`;
-    this.spacer.style.height = `${whole - height}px`;
+    resized(host, `${height + 2}px`);
+    resized(this.spacer, `${whole - height}px`);
     const scale = devicePixelRatio || 1;
     if (canvas.width !== Math.round(width * scale) || canvas.height !== Math.round(height * scale)) {
       canvas.width = Math.round(width * scale);
@@ -124,7 +126,8 @@ export class Timeline {
     }
     context.setTransform(scale, 0, 0, scale, 0, 0);
     context.clearRect(0, 0, width, height);
-    const letters = Math.round(0.76 * rem());
+    const { gutter } = this.shape;
+    const letters = Math.round(0.76 * this.shape.letter);
     context.font = `${letters}px system-ui, sans-serif`;
     context.textBaseline = "middle";
     const fills = Object.fromEntries(Object.keys(LEGEND).map((state) => [state, colour(`--${state}`)]));
@@ -138,11 +141,12 @@ export class Timeline {
       row: colour("--hover"),
     };
     this.paintTimes(ink.line, (at) => context.fillRect(at, axis - 4, 1, height));
-    const first = Math.floor(host.scrollTop / tall);
+    const { scrollTop } = host;
+    const first = Math.floor(scrollTop / tall);
     const last = Math.min(this.groups.length, first + Math.ceil((height - axis) / tall) + 1);
     const every = Math.max(1, Math.ceil((letters + 3) / tall)); // names of low rows would overlap
     for (let index = first; index < last; index += 1) {
-      const top = axis + index * tall - host.scrollTop;
+      const top = axis + index * tall - scrollTop;
       if (index === this.row) {
         context.fillStyle = ink.row;
         context.fillRect(0, top, width, tall);
@@ -151,14 +155,14 @@ export class Timeline {
       if (index % every === 0 || index === this.row) {
         context.fillStyle = index === this.row ? ink.text : ink.dim;
         context.fillText(
-          shortened(context, this.groups[index].name, this.gutter - 10),
+          shortened(context, this.groups[index].name, gutter - 10),
           4,
           top + Math.max(tall, letters) / 2,
         );
       }
     }
     paintMarks(context, this.marks, (t) => this.xOf(t), {
-      from: this.gutter,
+      from: gutter,
       to: width,
       top: axis - 4,
       bottom: height,
@@ -168,7 +172,10 @@ export class Timeline {
     context.textAlign = "center";
     this.paintTimes(
       ink.dim,
-      (at, text) => at > this.gutter + 2 * rem() && at < width - 2 * rem() && context.fillText(text, at, axis / 2 - 1),
+      (at, text) => {
+        const margin = 2 * this.shape.letter;
+        if (at > gutter + margin && at < width - margin) context.fillText(text, at, axis / 2 - 1);
+      },
     );
     context.textAlign = "left";
     if (this.drag?.moved) {
@@ -181,17 +188,19 @@ export class Timeline {
   /** Position of a time; the right margin is that of the charts. */
   xOf(t) {
     const { since, until } = this.range;
-    return this.gutter + ((t - since) / (until - since)) * (this.host.clientWidth - RIGHT - this.gutter);
+    const { width, gutter } = this.shape;
+    return gutter + ((t - since) / (until - since)) * (width - RIGHT - gutter);
   }
 
   paintRow({ spans, slow = [] }, top, width, fills, hatches, ink) {
     const { context, tall } = this;
     const { since, until } = this.range;
+    const { gutter, letter } = this.shape;
     const thick = tall > 8 ? tall - 3 : tall - 1;
     const x = (t) => this.xOf(t);
     for (const [from, to, state] of spans) {
       if (to < since || from > until) continue;
-      const left = Math.max(this.gutter, x(from));
+      const left = Math.max(gutter, x(from));
       // A short outage must be visible: only training may be thinner than 2 px.
       const wide = Math.max(Math.min(width, x(to)) - left, state === "training" ? 0 : 2);
       context.fillStyle = fills[state] ?? "gray";
@@ -200,7 +209,7 @@ export class Timeline {
         context.fillStyle = hatches[state];
         context.fillRect(left, top, wide, thick);
       }
-      if (tall >= 1.1 * rem() && state !== "training" && wide > 40) {
+      if (tall >= 1.1 * letter && state !== "training" && wide > 40) {
         const name = stateName(state);
         const long = context.measureText(name).width;
         if (long + 12 > wide) continue;
@@ -212,12 +221,12 @@ export class Timeline {
     }
     context.fillStyle = fills.slow;
     for (const [from, to] of slow) {
-      const left = Math.max(this.gutter, x(from));
+      const left = Math.max(gutter, x(from));
       const wide = Math.max(2, Math.min(width, x(to)) - left);
       if (to < since || from > until) continue;
       context.fillRect(left, top, wide, thick);
       context.fillStyle = ink.on;
-      if (tall >= 1.1 * rem() && wide > 40) context.fillText("slow", left + 6, top + thick / 2 + 0.5);
+      if (tall >= 1.1 * letter && wide > 40) context.fillText("slow", left + 6, top + thick / 2 + 0.5);
       context.fillStyle = fills.slow;
     }
   }
@@ -226,7 +235,7 @@ export class Timeline {
   paintTimes(ink, paint) {
     const { since, until } = this.range;
     this.context.fillStyle = ink;
-    for (const t of roundTimes(since, until, this.host.clientWidth - RIGHT - this.gutter)) {
+    for (const t of roundTimes(since, until, this.shape.width - RIGHT - this.shape.gutter)) {
       paint(this.xOf(t), timeText(t));
     }
   }
@@ -354,47 +363,3 @@ export function roundTimes(since, until, width) {
 
 /** Formats a round time, without its seconds if they are 0. */
 export const timeText = (t) => (t % 60 ? clock(t) : clock(t).replace(/:\d\d$/, ""));
-
-/** Returns a colour of the current theme. */
-export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-
-/** Returns the font size of the page in px. */
-export const rem = () => parseFloat(getComputedStyle(document.documentElement).fontSize);
-
-const made = new Map();
-
-/** Returns a pattern, so that states differ without colours too. */
-function hatch(context, kind) {
-  const ink = colour("--hatch");
-  const key = `${kind} ${ink}`;
-  if (!made.has(key)) {
-    const tile = el("canvas", { width: 8, height: 8 });
-    const pen = tile.getContext("2d");
-    pen.strokeStyle = pen.fillStyle = ink;
-    pen.lineWidth = 1.6;
-    pen.beginPath();
-    const lines = {
-      up: [[-2, 2, 2, -2], [-2, 10, 10, -2], [6, 10, 10, 6]],
-      down: [[-2, 6, 2, 10], [-2, -2, 10, 10], [6, -2, 10, 2]],
-      bars: [[4, 0, 4, 8]],
-    };
-    for (const [x, y, toX, toY] of lines[kind] ?? (kind === "cross" ? [...lines.up, ...lines.down] : [])) {
-      pen.moveTo(x, y);
-      pen.lineTo(toX, toY);
-    }
-    pen.stroke();
-    if (kind === "dots") pen.fillRect(3, 3, 2, 2);
-    made.set(key, tile);
-  }
-  return context.createPattern(made.get(key), "repeat");
-}
-
-/** Shortens a text in its middle: names often differ only at their ends. */
-function shortened(context, text, wide) {
-  if (context.measureText(text).width <= wide) return text;
-  const cut = (letters) =>
-    `${text.slice(0, letters - Math.floor(letters / 2))}…${text.slice(text.length - Math.floor(letters / 2))}`;
-  let letters = text.length - 1;
-  while (letters > 2 && context.measureText(cut(letters)).width > wide) letters -= 1;
-  return cut(letters);
-}

@@ -14,6 +14,17 @@ export const stateName = (state) => STATES[state] ?? String(state);
 
 export const byName = new Intl.Collator(undefined, { numeric: true }).compare;
 
+const MOST_PLACES = 50_000;
+const places = new Map();
+
+/** Sorts `items` by their names. Compares names only when new ones come: with 1,000 of them it takes long. */
+export function inOrder(items, nameOf = (one) => one.name) {
+  if (places.size > MOST_PLACES) places.clear();
+  const added = items.map(nameOf).filter((name) => !places.has(name));
+  if (added.length) [...places.keys(), ...new Set(added)].sort(byName).forEach((name, i) => places.set(name, i));
+  return items.sort((a, b) => places.get(nameOf(a)) - places.get(nameOf(b)));
+}
+
 const clockFormat = new Intl.DateTimeFormat(undefined, {
   hour: "2-digit",
   minute: "2-digit",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from copy import copy
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -134,7 +135,7 @@ class Group:
 
     def dump(self) -> dict[str, Any]:
         return {
-            **{key: getattr(self, key) for key in ("name", "replica_id", *PLAIN)},
+            **{key: copy(getattr(self, key)) for key in ("name", "replica_id", *PLAIN)},
             "timeline": self.timeline.dump(),
             "steps": self.steps.dump(),
             "recent": [*self.recent],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from copy import copy
 from dataclasses import asdict
 from typing import Any
 
@@ -26,6 +27,7 @@ from keepstep_metrics.history.timeseries import lost_steps
 from keepstep_metrics.history.timeseries.series import Series
 from keepstep_metrics.history.timeseries.timeline import State
 from keepstep_metrics.history.transfers import TransferLog
+from keepstep_metrics.history.work import Work
 
 MAX_GROUPS = 5000
 """Stable names in one job."""
@@ -57,6 +59,10 @@ class Job:
         """Stable names of groups that joined and are in no quorum yet."""
         self.highest = Series(1, "d")
         """The job's step."""
+        self.steps = Series(2, "L")
+        """Committed and discarded steps of all groups."""
+        self.most = Series(1)
+        """Commits of the group with the most commits."""
         self.histogram = Series(BINS, "L")
         """Seconds of committed steps."""
         self.values: dict[str, Series] = {}
@@ -106,6 +112,8 @@ class Job:
         group.add_step(replica_id, step, now)
         if step.committed:
             self._count_commit(group, step)
+        else:
+            self.steps.count(step.t, 1)
 
     def _set_incarnation(self, group: Group, replica_id: str) -> None:
         """A new incarnation is judged by its own steps only."""
@@ -121,6 +129,8 @@ class Job:
             standing.steps += 1
         self.step = max(self.step, step.step)
         self.highest.highest(step.t, step.step)
+        self.steps.count(step.t, 0)
+        self.most.highest_of(step.t, group.steps)
         self.histogram.count(step.t, bin_of(step.seconds))
         if not step.heal_seconds:
             self._add_values(group, step)
@@ -284,12 +294,18 @@ class Job:
 
     # ---- over a restart
 
-    def dump(self) -> dict[str, Any]:
+    def dumping(self) -> Work[dict[str, Any]]:
+        groups = []
+        for one in self.groups.values():
+            groups.append(one.dump())
+            yield
         plain = ("name", "first_seen", "last_seen", "step", "quorum_id", "epoch", "participants", "judged_at")
         return {
-            **{key: getattr(self, key) for key in plain},
+            **{key: copy(getattr(self, key)) for key in plain},
             "joining": sorted(self.joining),
-            "groups": [one.dump() for one in self.groups.values()],
+            "groups": groups,
+            "steps": self.steps.dump(),
+            "most": self.most.dump(),
             "highest": self.highest.dump(),
             "histogram": self.histogram.dump(),
             "values": {name: one.dump() for name, one in self.values.items()},
@@ -308,6 +324,8 @@ class Job:
         job.joining = set(dumped["joining"])
         job.groups = {one["name"]: Group.load(one) for one in dumped["groups"]}
         job.highest.load(dumped["highest"])
+        job.steps.load(dumped["steps"])
+        job.most.load(dumped["most"])
         job.histogram.load(dumped["histogram"])
         for name, series in dumped["values"].items():
             job.values[name] = Series(2, "d")

@@ -26,6 +26,7 @@ from keepstep_mesh.protocol.telemetry_records import (
 )
 from keepstep_metrics.history.events import JOB_DELETED, MAX_INTEGER, Event
 from keepstep_metrics.history.job import Job
+from keepstep_metrics.history.work import Work, whole
 
 MAX_JOBS = 100
 MAX_SENDERS = 20_000
@@ -140,8 +141,16 @@ class MetricsCore:
     # ---- over a restart
 
     def dump(self) -> dict[str, Any]:
+        return whole(self.dumping())
+
+    def dumping(self) -> Work[dict[str, Any]]:
+        """Make a dump in pieces. Apply no batch between them."""
+        jobs = []
+        for job in self.jobs.values():
+            dumped = yield from job.dumping()
+            jobs.append(dumped)
         return {
-            "jobs": [job.dump() for job in self.jobs.values()],
+            "jobs": jobs,
             "last_event": self.last_event,
             "deleted": [[name, asdict(event)] for name, event in self.deleted.items()],
             "senders": [[*key, last, self.dropped.get(key, 0)] for key, last in self._senders.items()],

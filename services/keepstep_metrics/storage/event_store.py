@@ -36,8 +36,10 @@ CREATE TABLE IF NOT EXISTS events (
 CREATE INDEX IF NOT EXISTS events_of_job ON events (job, id);
 CREATE INDEX IF NOT EXISTS events_by_time ON events (t);
 """
-FORM = 2
+FORM = 3
 """Format of a snapshot. A snapshot of another format is dropped; its events stay."""
+SNAPSHOT_DEPTH = 4
+"""Nesting of a snapshot down to a group: snapshot, jobs, job, groups."""
 MAX_PENDING_BYTES = 64 << 20
 """Batches in memory that wait for the disk."""
 WRITE_RETRY_SECONDS = 1.0
@@ -64,7 +66,7 @@ class Store:
         self._last = 0
         self._written = asyncio.Condition()
         self._written_upto = 0
-        self._snapshot: tuple[int, bytes] | None = None
+        self._snapshot: tuple[int, dict[str, Any]] | None = None
         self._forget_before: float | None = None
         self._wake = asyncio.Event()
         self.trouble: str | None = None
@@ -131,8 +133,8 @@ class Store:
             raise StoreError(self.trouble or f"no write to disk succeeded within {seconds:g} s")
 
     def snapshot(self, plain: dict[str, Any]) -> None:
-        """Queue a snapshot of the core, which includes everything added until now."""
-        self._snapshot = self._last, msgpack.packb(plain)
+        """Queue a snapshot of the core, which includes everything added until now. Do not change ``plain`` any more."""
+        self._snapshot = self._last, plain
         self._wake.set()
 
     def forget_events(self, before: float) -> None:
@@ -258,14 +260,14 @@ class Store:
             gone = ((job, one.id) for job, one in events if one.event == JOB_DELETED)
             connection.executemany("DELETE FROM events WHERE job = ? AND id < ?", gone)
 
-    def _tidied(self, snapshot: tuple[int, bytes] | None, before: float | None) -> None:
+    def _tidied(self, snapshot: tuple[int, dict[str, Any]] | None, before: float | None) -> None:
+        body = b"" if snapshot is None else _packed(snapshot[1])
         with self._transaction() as connection:
             if before is not None:
                 connection.execute("DELETE FROM events WHERE t < ?", (before,))
             if snapshot is not None and self._path is not None:
-                upto, body = snapshot
-                connection.execute("INSERT OR REPLACE INTO snapshot VALUES (1, ?, ?, ?)", (FORM, upto, body))
-                connection.execute("DELETE FROM journal WHERE n <= ?", (upto,))
+                connection.execute("INSERT OR REPLACE INTO snapshot VALUES (1, ?, ?, ?)", (FORM, snapshot[0], body))
+                connection.execute("DELETE FROM journal WHERE n <= ?", (snapshot[0],))
 
     def _transaction(self) -> sqlite3.Connection:
         """Begin a transaction. Used as a context: commit at its end, roll back on an error."""
@@ -287,3 +289,25 @@ class Store:
         query = f"SELECT id, t, event, name, sentence, detail FROM events WHERE {where}"  # noqa: S608 - ours
         for id_, t, event, name, sentence, detail in self._connection.execute(query, values):
             yield Event(id_, t, event, name, sentence, json.loads(detail))
+
+
+def _packed(plain: dict[str, Any]) -> bytes:
+    """Pack a snapshot, group by group: msgpack lets no other thread run while it packs a value."""
+    packer = msgpack.Packer(autoreset=False)
+
+    def pack(value: Any, depth: int) -> None:
+        if depth and isinstance(value, dict):
+            packer.pack_map_header(len(value))
+            for key, one in value.items():
+                packer.pack(key)
+                pack(one, depth - 1)
+        elif depth and isinstance(value, list):
+            packer.pack_array_header(len(value))
+            for one in value:
+                pack(one, depth - 1)
+        else:
+            packer.pack(value)
+
+    pack(plain, SNAPSHOT_DEPTH)
+    packed: bytes = packer.bytes()
+    return packed

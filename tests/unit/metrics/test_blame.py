@@ -10,6 +10,7 @@ from keepstep_metrics.history.findings.blame import blame
 from keepstep_metrics.history.findings.pace import sparks, steps_per_second
 from keepstep_metrics.history.job import Job
 from keepstep_metrics.history.machine import MetricsCore
+from keepstep_metrics.history.work import whole
 from keepstep_metrics.lighthouse.live_status import NOTHING
 from tests.unit.metrics.job_driver import T, World, joined
 
@@ -42,7 +43,7 @@ def test_the_time_in_which_a_group_is_slow_is_kept_over_a_restart_and_ends_with_
     world = with_a_slow_group()
 
     def slow(core: MetricsCore) -> list[tuple[float, float]]:
-        view = span_views.timeline(core.jobs[world.job.name], T, T + 40, 100)
+        view = whole(span_views.timeline(core.jobs[world.job.name], T, T + 40, 100))
         return [span for one in view.groups if one.name == "r3" for span in one.slow]
 
     ((since, until),) = slow(world.core)

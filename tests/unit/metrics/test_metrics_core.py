@@ -15,6 +15,7 @@ from keepstep_metrics.history.histogram import BINS, bin_of, quantile
 from keepstep_metrics.history.job import MAX_EVENTS, SILENT_SECONDS
 from keepstep_metrics.history.machine import MetricsCore
 from keepstep_metrics.history.timeseries.timeline import State
+from keepstep_metrics.history.work import whole
 from keepstep_metrics.lighthouse.live_status import NOTHING
 from tests.support.services.metrics_driver import JOB, Teller, event, step
 from tests.unit.metrics.job_driver import T, World, joined
@@ -49,10 +50,10 @@ def test_a_step_that_is_discarded_is_a_retry_and_a_short_wait_is_part_of_a_step(
     world.steps("a:1", 12, 13, committed=False, reason="a peer died")
     world.steps("a:1", 13, 15)
     assert world.states("a", 15)[1:] == [(10, 12, "training"), (12, 13, "retrying"), (13, 15, "training")]
-    told = span_views.goodput(world.job, T, T + 15)
+    told = whole(span_views.goodput(world.job, T, T + 15))
     assert told.seconds == {"training": 4, "retrying": 1, "waiting_quorum": 10, "healing": 0, "lost": 0, "draining": 0}
     assert told.goodput == pytest.approx(4 / 15)
-    told = span_views.goodput(world.job, T, T + 16)
+    told = whole(span_views.goodput(world.job, T, T + 16))
     assert (told.steps_committed, told.steps_discarded) == (4, 1)
 
 
@@ -71,7 +72,7 @@ def test_a_group_that_leaves_on_purpose_has_no_life_until_it_comes_back() -> Non
     world.happens(17, "left", "a:1", reason="drained")
     world.happens(100, "joined", "a:2", member=False)
     assert world.states("a", 110)[1:] == [(10, 15, "training"), (15, 17, "draining"), (100, 110, "waiting_quorum")]
-    assert span_views.goodput(world.job, T + 20, T + 90).goodput is None
+    assert whole(span_views.goodput(world.job, T + 20, T + 90)).goodput is None
     assert not world.job.failures
 
 
@@ -119,7 +120,7 @@ def test_a_failure_is_over_for_the_others_under_the_next_quorum_and_for_the_grou
     world.steps("b:2", 40, 45, 5, quorum_id=3)
     (failure,) = log_views.failures(world.job, 10).failures
     assert (failure.seconds_to_commit, failure.seconds_to_return, failure.recovered_at) == (2, 25, T + 45)
-    told = span_views.goodput(world.job, T, T + 60)
+    told = whole(span_views.goodput(world.job, T, T + 60))
     assert (told.failures, told.mean_time_to_recover, told.mean_time_to_return) == (1, 2, 25)
 
 
@@ -233,7 +234,7 @@ def test_a_batch_that_came_twice_or_in_part_is_counted_once() -> None:
     plain = msgpack.unpackb(first)
     plain["records"] += [step(T + 2, 3), step(T + 3, 4)]
     assert core.apply(read_batch(msgpack.packb(plain)), T)[0] == 1
-    assert span_views.goodput(core.jobs[JOB], T - 10, T + 10).steps_committed == 4
+    assert whole(span_views.goodput(core.jobs[JOB], T - 10, T + 10)).steps_committed == 4
     restarted = Teller("a:1")  # another process of that name begins at one again
     assert core.apply(read_batch(restarted.batch(step(T + 4, 5))), T)[0] == 1
 
@@ -249,9 +250,9 @@ def test_a_core_that_is_dumped_and_loaded_answers_as_before() -> None:
     loaded = again.jobs[JOB]
     for view in (
         lambda job: job_views.now_view(job, NOTHING, T + 100),
-        lambda job: span_views.timeline(job, T, T + 100, 100),
+        lambda job: whole(span_views.timeline(job, T, T + 100, 100)),
         lambda job: span_views.steps(job, T, T + 100, 100, T + 100),
-        lambda job: span_views.goodput(job, T, T + 100),
+        lambda job: whole(span_views.goodput(job, T, T + 100)),
         straggler_view.stragglers_view,
         lambda job: log_views.transfers(job, NOTHING),
         lambda job: log_views.failures(job, 10),

@@ -16,6 +16,7 @@ from keepstep_metrics.api import job_views, log_views, span_views
 from keepstep_metrics.history.findings import straggler_view
 from keepstep_metrics.history.job import MAX_GROUPS
 from keepstep_metrics.history.machine import MetricsCore
+from keepstep_metrics.history.work import whole
 from keepstep_metrics.lighthouse.live_status import NOTHING
 from tests.support.services.metrics_driver import JOB, Teller, event, step
 
@@ -81,14 +82,14 @@ def test_any_batch_is_refused_or_accepted_and_every_answer_is_json_that_a_browse
     again = MetricsCore()
     again.load(msgpack.unpackb(msgpack.packb(core.dump()), strict_map_key=False))
     for job in again.jobs.values():
-        found = span_views.timeline(job, T - 300, T + 300, 100)
+        found = whole(span_views.timeline(job, T - 300, T + 300, 100))
         for group in found.groups:
             assert sum(group.shares.values()) == pytest.approx(1)
         answers = (
             found,
             job_views.now_view(job, NOTHING, T),
             span_views.steps(job, T - 300, T + 300, 100, T + 300),
-            span_views.goodput(job, T - 300, T + 300),
+            whole(span_views.goodput(job, T - 300, T + 300)),
             straggler_view.stragglers_view(job),
             log_views.transfers(job, NOTHING),
             log_views.failures(job, 10),

@@ -24,7 +24,7 @@ LEAST_STEPS = 20
 CHECKPOINTS_LIMIT = 3
 CHECKPOINT_SECONDS = 300.0
 FRESH_SECONDS = 5.0
-"""A page asks four times a second; counting the steps of 1,000 groups takes 0.1 s."""
+"""A page asks four times a second; adding the times of 1,000 groups takes milliseconds."""
 SEVERITIES = {
     "TrainingStands": "critical",
     "GroupsAreLostOften": "warning",
@@ -124,9 +124,8 @@ def _old_checkpoint(job: Job, now: float) -> str | None:
 def _steps(job: Job, since: float, until: float) -> tuple[int, int]:
     """Return the committed and the discarded steps of all groups."""
     committed = discarded = 0
-    for one in job.groups.values():
-        for _, cells in one.steps.ring(since, 60, until).rows(since, until):
-            committed, discarded = committed + int(cells[0]), discarded + int(cells[1])
+    for _, cells in job.steps.ring(since, 60, until).rows(since, until):
+        committed, discarded = committed + int(cells[0]), discarded + int(cells[1])
     return committed, discarded
 
 

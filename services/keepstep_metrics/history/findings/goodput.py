@@ -6,14 +6,21 @@ from collections.abc import Mapping
 
 from keepstep_metrics.history.job import Job
 from keepstep_metrics.history.timeseries.timeline import LIVING, State
+from keepstep_metrics.history.work import Work, whole
 
 
 def group_seconds(job: Job, since: float, until: float) -> dict[State, float]:
     """Return the seconds of all groups, by state."""
+    return whole(summing(job, since, until))
+
+
+def summing(job: Job, since: float, until: float) -> Work[dict[State, float]]:
+    """Do ``group_seconds`` in pieces."""
     total = dict.fromkeys(LIVING, 0.0)
-    for group in job.groups.values():
+    for group in [*job.groups.values()]:
         for state, seconds in group.timeline.seconds(since, until).items():
             total[state] += seconds
+        yield
     return total
 
 
