@@ -1,7 +1,7 @@
 """A replica group that runs scripts of ``examples/``, one after another; several scripts are a job each.
 
 After each script that ends with exit code 0 it prints {"event": "finished", "script", "pid", "step", "digest"}. The
-digest covers model and optimizer; of a script with LocalSGD the model, and of one with DiLoCo the fragments, which are
+digest covers model and optimizers; of a script with LocalSGD the model, and of one with DiLoCo the fragments, which are
 equal in all groups.
 Environment variables:
 
@@ -36,15 +36,21 @@ def main() -> None:
             if end.code:
                 raise
             # else the group was drained
-        names["manager"].shutdown()
+        manager = names["manager"] if "manager" in names else manager_of(names["trainer"])
+        manager.shutdown()
         line = {
             "event": "finished",
             "script": script.stem,
             "pid": os.getpid(),
-            "step": names["manager"].current_step(),
+            "step": manager.current_step(),
             "digest": digest(shared_state(names)),
         }
         print(json.dumps(line), flush=True)
+
+
+def manager_of(trainer: Any) -> Any:
+    """Return the Manager of a Trainer of Lightning or of Transformers."""
+    return trainer.strategy.manager if hasattr(trainer, "strategy") else trainer.manager
 
 
 def shared_state(names: dict[str, Any]) -> object:
@@ -53,6 +59,10 @@ def shared_state(names: dict[str, Any]) -> object:
         return names["diloco"].state_dict()["fragments"]
     if "LocalSGD" in names:
         return names["model"].state_dict()
+    if "trainer" in names:
+        trainer = names["trainer"]
+        optimizers = trainer.optimizers if hasattr(trainer, "strategy") else [trainer.optimizer]
+        return [names["model"].state_dict(), [one.state_dict() for one in optimizers]]
     return [names["model"].state_dict(), names["adamw"].state_dict()]
 
 

@@ -1,0 +1,1 @@
+"""Training frameworks on keepstep, an optional extra each. Nothing else imports this room."""

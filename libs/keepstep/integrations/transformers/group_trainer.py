@@ -1,0 +1,184 @@
+"""The Trainer of Transformers as one of several replica groups.
+
+``zero_grad`` of the optimizer is never called by a Trainer: a step begins in the callback ``CommittedFlow``.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers.trainer_callback import ExportableState
+
+from keepstep.data import DistributedSampler
+from keepstep.integrations.group_number import group_and_groups
+from keepstep.integrations.transformers.accelerated import (
+    GroupOptimizer,
+    check_single_process,
+    replace_model,
+    replace_optimizer,
+)
+from keepstep.integrations.transformers.flow import CommittedFlow
+from keepstep.manager import Manager
+from keepstep.process_group import ProcessGroupGloo, ProcessGroupNCCL
+
+MANAGER_FILE = "keepstep.pt"
+"""In each checkpoint folder, beside ``trainer_state.json``."""
+
+
+class KeepstepMixin:
+    """Makes a Trainer train with other replica groups: ``class MyTrainer(KeepstepMixin, SFTTrainer)``.
+
+    ``global_step`` counts committed steps, and the training ends after ``max_steps`` of them. Model, optimizer,
+    scheduler, GradScaler, the best metric and the state of callbacks heal. Each group trains on its shard of the
+    samples, and evaluates on all of them. One group writes checkpoints, to an ``output_dir`` that all groups share.
+
+    Args:
+        manager: of this replica group, without registered state. Default: ``Manager(pg=ProcessGroupNCCL())`` on a CUDA
+            device, else with ``ProcessGroupGloo``.
+        **kwargs: of the Trainer.
+
+    Raises:
+        ValueError: Accelerate connects several processes, or the process sees several GPUs.
+    """
+
+    def __init__(self, *args: Any, manager: Manager | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        trainer: Any = self
+        check_single_process(trainer.accelerator)
+        if trainer.args.n_gpu > 1:
+            raise ValueError(
+                f"this group sees {trainer.args.n_gpu} GPUs, and a Trainer would split batches over them: give it one "
+                f"(keepstep run --gpus-per-replica 1)"
+            )
+        accelerated = trainer.args.device.type == "cuda"
+        self.manager = manager or Manager(pg=ProcessGroupNCCL() if accelerated else ProcessGroupGloo())
+        self.steps_in_epoch = 1
+        """Number of committed steps in an epoch."""
+        self._group_optimizer: GroupOptimizer | None = None
+        self._place: int | None = 0
+        """Number of this group among those of the last committed step; 0 before the first one."""
+        trainer.add_callback(CommittedFlow(self))
+
+    @property
+    def committed(self) -> bool:
+        """Whether the last step committed. ``on_step_end`` of callbacks is called in any case."""
+        return self._group_optimizer is not None and self._group_optimizer.committed
+
+    # ---- data and length of the training
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        trainer: Any = self
+        dataset = trainer.train_dataset if train_dataset is None else train_dataset
+        if dataset is None or not hasattr(dataset, "__len__"):
+            return super()._get_train_sampler(train_dataset)  # type: ignore[misc]
+        strategy = trainer.args.train_sampling_strategy
+        if strategy not in ("random", "sequential"):
+            raise ValueError(f"train_sampling_strategy={strategy!r} does not know groups: use 'random' or 'sequential'")
+        group, groups = group_and_groups("override _get_train_sampler")
+        seed = trainer.args.seed if trainer.args.data_seed is None else trainer.args.data_seed
+        return DistributedSampler(dataset, group, groups, 0, 1, shuffle=strategy == "random", seed=seed)
+
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
+        epochs, self.steps_in_epoch, *others = super().set_initial_training_values(args, dataloader)  # type: ignore[misc]
+        del epochs  # steps that did not commit are repeated: only the number of committed steps ends the training
+        return (sys.maxsize, self.steps_in_epoch, *others)
+
+    # ---- model, optimizer, state
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        trainer: Any = self
+        if self._group_optimizer is None:
+            self._group_optimizer = replace_optimizer(self.manager, trainer.accelerator, trainer.optimizer)
+            trainer.optimizer = self._group_optimizer
+        return super().create_scheduler(num_training_steps, optimizer)  # type: ignore[misc]
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> tuple[nn.Module, Any]:
+        model, dataloader = super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
+        trainer: Any = self
+        replicated = replace_model(self.manager, trainer.accelerator, model)
+        trainer.model_wrapped = replicated
+        self._register(model)
+        return replicated, dataloader
+
+    def _register(self, model: nn.Module) -> None:
+        trainer: Any = self
+        register, inner = self.manager.register_state_dict_fn, trainer.optimizer.optimizer
+        register("model", model.load_state_dict, model.state_dict)
+        register("optimizer", inner.load_state_dict, inner.state_dict)
+        register("scheduler", trainer.lr_scheduler.load_state_dict, trainer.lr_scheduler.state_dict)
+        if (scaler := trainer.accelerator.scaler) is not None:
+            register("scaler", scaler.load_state_dict, scaler.state_dict)
+        register("trainer", self._load_decisions, self._decisions)
+        self.manager.compare_only(["model", "optimizer", "scheduler"])
+
+    def _stateful(self) -> list[Any]:
+        trainer: Any = self
+        return [one for one in trainer.callback_handler.callbacks if isinstance(one, ExportableState)]
+
+    def _decisions(self) -> dict[str, Any]:
+        """Return what decides about saving and stopping."""
+        trainer: Any = self
+        state = trainer.state
+        return {
+            "best_metric": state.best_metric,
+            "best_global_step": state.best_global_step,
+            "best_model_checkpoint": state.best_model_checkpoint,
+            "should_training_stop": trainer.control.should_training_stop,
+            "callbacks": [one.state()["attributes"] for one in self._stateful()],
+        }
+
+    def _load_decisions(self, saved: dict[str, Any]) -> None:
+        trainer: Any = self
+        for name in ("best_metric", "best_global_step", "best_model_checkpoint"):
+            setattr(trainer.state, name, saved[name])
+        trainer.control.should_training_stop = saved["should_training_stop"]
+        for one, attributes in zip(self._stateful(), saved["callbacks"], strict=True):
+            for name, value in attributes.items():
+                setattr(one, name, value)
+
+    # ---- checkpoints
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        trainer: Any = self
+        self._place = self.manager.participating_rank() if self.committed else self._place
+        if self._place == 0:
+            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+            return
+        state = trainer.state
+        if state.best_global_step:  # as the group that writes
+            folder = Path(trainer._get_output_dir(trial=trial))  # noqa: SLF001
+            state.best_model_checkpoint = str(folder / f"checkpoint-{state.best_global_step}")
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+        torch.save(self.manager.state_dict(), Path(output_dir) / MANAGER_FILE)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        if checkpoint is None:
+            return
+        file, trainer = Path(checkpoint) / MANAGER_FILE, self
+        if file.exists():
+            self.manager.load_state_dict(torch.load(file))
+        else:  # of a Trainer without keepstep
+            step = trainer.state.global_step  # type: ignore[attr-defined]
+            self.manager.load_state_dict({"step": step, "batches_committed": 0})
+
+    # ---- the end
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        self.manager.finish()  # before the best model is loaded: a group that is behind heals here
+        trainer: Any = self
+        trainer.state.global_step = self.manager.current_step()
+        output = super()._finalize_training(*args, **kwargs)  # type: ignore[misc]
+        self.manager.shutdown()
+        return output
+
+
+class KeepstepTrainer(KeepstepMixin, transformers.Trainer):  # type: ignore[misc]  # its package may be missing
+    """``transformers.Trainer`` as one of several replica groups. See ``KeepstepMixin``."""
