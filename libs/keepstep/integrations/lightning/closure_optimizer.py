@@ -19,9 +19,7 @@ class ClosureOptimizer(OptimizerWrapper):
 
     committed = False
 
-    def step(  # type: ignore[override]
-        self, closure: Callable[[], Any] | None = None, *, grad_scaler: GradScaler | None = None
-    ) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *, grad_scaler: GradScaler | None = None) -> Any:
         """Run the closure, and step the optimizer if the step commits. Return what the closure returned."""
         output = closure() if closure is not None else None
         stepped = super().step(grad_scaler=grad_scaler)
