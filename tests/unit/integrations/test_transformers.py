@@ -63,6 +63,7 @@ class Notes(transformers.TrainerCallback):
 
     def on_step_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
         self.steps.append((state.global_step, self.trainer.committed))
+        assert state.epoch == state.global_step / 2
 
     def on_log(self, _args: Any, state: Any, _control: Any, logs: dict[str, float], **_: Any) -> None:
         if "loss" in logs:

@@ -191,7 +191,7 @@ class KeepstepStrategy(strategies.DDPStrategy):  # type: ignore[misc]  # its pac
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         output = super().training_step(*args, **kwargs)
-        if output is None:
+        if output is None and self.lightning_module.automatic_optimization:
             raise RuntimeError(
                 "training_step returned None: the other groups wait for the gradients of this one; return a loss that "
                 "is zero, such as 0.0 * loss"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers.trainer_callback import ExportableState
+from transformers.trainer_callback import DefaultFlowCallback, ExportableState
 
 from keepstep.data import DistributedSampler
 from keepstep.integrations.group_number import group_and_groups
@@ -62,7 +62,9 @@ class KeepstepMixin:
         self._group_optimizer: GroupOptimizer | None = None
         self._place: int | None = 0
         """Number of this group among those of the last committed step; 0 before the first one."""
-        trainer.add_callback(CommittedFlow(self))
+        callbacks = trainer.callback_handler.callbacks
+        default = next((i for i, one in enumerate(callbacks) if isinstance(one, DefaultFlowCallback)), -1)
+        callbacks.insert(default + 1, CommittedFlow(self))  # callbacks of the script see what it corrects
 
     @property
     def committed(self) -> bool:
