@@ -167,6 +167,8 @@ async def test_checkpoints_are_stored_at_a_relay() -> None:
             loaded = place.load_checkpoint("elsewhere/epoch=1-step=20.ckpt")
             assert loaded["global_step"] == 21
             assert loaded["state_dict"]["w"].equal(saved["state_dict"]["w"])
+            with pytest.raises(ValueError, match="would run code"):
+                place.load_checkpoint("epoch=1-step=20.ckpt", weights_only=False)
             place.remove_checkpoint("epoch=1-step=20.ckpt")
             place.remove_checkpoint("epoch=1-step=20.ckpt")
             with pytest.raises(FileNotFoundError, match="no checkpoint 'epoch-1-step-20'"):

@@ -83,13 +83,19 @@ class RelayCheckpointIO(checkpoint_io.CheckpointIO):  # type: ignore[misc]  # it
         Args:
             path: as in ``save_checkpoint``.
             map_location: as in ``torch.load``.
-            weights_only: as in ``torch.load``; None: True, so that loading runs no code of the file.
+            weights_only: False is refused: what comes over the network must not run code.
 
         Raises:
+            ValueError: ``weights_only`` is False.
             FileNotFoundError: the relay has no checkpoint of that name.
             CheckpointDamaged: a chunk is not what was written.
             OSError: the relay did not answer.
         """
+        if weights_only is False:
+            raise ValueError(
+                "weights_only=False would run code of a checkpoint that came over the network; leave it out, and save "
+                "only tensors and plain values"
+            )
         name = self.name(path)
         file = self._files.files(name).get(FILE)
         if file is None or not file.is_committed:
@@ -97,9 +103,7 @@ class RelayCheckpointIO(checkpoint_io.CheckpointIO):  # type: ignore[misc]  # it
         data = bytearray()
         for number in range(chunk_count(file.size)):
             data += self._files.chunk(file, number)
-        loaded: dict[str, Any] = torch.load(
-            io.BytesIO(data), map_location=map_location, weights_only=weights_only is not False
-        )
+        loaded: dict[str, Any] = torch.load(io.BytesIO(data), map_location=map_location, weights_only=True)
         return loaded
 
     def remove_checkpoint(self, path: Any) -> None:

@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from torch import nn
 from transformers.trainer_callback import DefaultFlowCallback, ExportableState
@@ -26,7 +26,7 @@ from keepstep.integrations.transformers.flow import CommittedFlow
 from keepstep.manager import Manager
 from keepstep.process_group import ProcessGroupGloo, ProcessGroupNCCL
 
-MANAGER_FILE = "keepstep.pt"
+MANAGER_FILE = "keepstep.json"
 """In each checkpoint folder, beside ``trainer_state.json``."""
 
 
@@ -158,7 +158,7 @@ class KeepstepMixin:
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
-        torch.save(self.manager.state_dict(), Path(output_dir) / MANAGER_FILE)
+        (Path(output_dir) / MANAGER_FILE).write_text(json.dumps(self.manager.state_dict()))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
@@ -166,7 +166,7 @@ class KeepstepMixin:
             return
         file, trainer = Path(checkpoint) / MANAGER_FILE, self
         if file.exists():
-            self.manager.load_state_dict(torch.load(file))
+            self.manager.load_state_dict(json.loads(file.read_text()))
         else:  # of a Trainer without keepstep
             step = trainer.state.global_step  # type: ignore[attr-defined]
             self.manager.load_state_dict({"step": step, "batches_committed": 0})
