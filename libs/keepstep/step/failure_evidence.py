@@ -3,8 +3,9 @@
 The lighthouse keeps a group out that fails by itself, or that others cannot reach. Gloo and NCCL do not tell whose
 connection failed first: a group that aborts a step closes the connections of all its peers. So a group whose step
 failed, with the loss of no group, *probes* the group servers of its quorum: it connects to the ``MAX_PEERS`` next to
-it, at the same time. A group that gives no answer counts. A refusal shows that the process died, which the lighthouse
-learns soon; but a group that refuses again, in the next quorum that fails, is behind a firewall, and counts too.
+it, at the same time, and to the next ones after each failed step whose probe found nothing. A group that gives no
+answer counts. A refusal shows that the process died, which the lighthouse learns soon; but a group that refuses again,
+in the next quorum that fails, is behind a firewall, and counts too.
 
 A link may work again when the step fails, so a step that makes no progress is probed too. A connection over TCP sends
 again after 0.2 s, and after twice the time before each further try: a link whose outage made a collective time out was
@@ -14,6 +15,7 @@ down for at least the first two fifths of that time.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -70,6 +72,8 @@ class FailureEvidence:
         """The last quorum that lost a member."""
         self._refused: dict[str, int] = {}
         """By replica_id: the quorum in which a group refused the last probe."""
+        self._unexplained = 0
+        """Failed steps whose probe found nothing. Equal in most groups, so that those of a pair probe each other."""
 
     # ---- the step, on the training thread or the mesh thread
 
@@ -106,6 +110,8 @@ class FailureEvidence:
         silent = step.silent or await self._probe(step.plan)
         if failed.quorum_id == self._lost_of:
             return None
+        if not silent and not self._refused:
+            self._unexplained += 1
         return replace(failed, cause=PEER, peers=tuple(sorted(silent)[:MAX_PEERS])) if silent else failed
 
     async def watch(self) -> None:
@@ -121,7 +127,7 @@ class FailureEvidence:
 
     async def _probe(self, plan: QuorumPlan) -> set[str]:
         """Return the replica_ids of the groups that give no answer; empty once a group of the quorum is known lost."""
-        peers = _nearest(plan.members, plan.replica_rank)
+        peers = _nearest(plan.members, plan.replica_rank, self._unexplained)
         probes = {asyncio.create_task(_reach(peer.info.address)): peer.replica_id for peer in peers}
         try:
             pending = set(probes)
@@ -142,10 +148,14 @@ class FailureEvidence:
         return silent
 
 
-def _nearest(members: Sequence[Member], rank: int) -> list[Member]:
-    """Return the ``MAX_PEERS`` members next to ``rank`` on both sides, without that one."""
+def _nearest(members: Sequence[Member], rank: int, skipped: int = 0) -> list[Member]:
+    """Return the ``MAX_PEERS`` members next to ``rank`` on both sides, without that one.
+
+    ``skipped``: so many times as many of them are left out. After the farthest come the nearest again.
+    """
     distances = sorted(range(1, len(members)), key=lambda offset: min(offset, len(members) - offset))
-    return [members[(rank + offset) % len(members)] for offset in distances[:MAX_PEERS]]
+    begin = MAX_PEERS * (skipped % max(1, math.ceil(len(distances) / MAX_PEERS)))
+    return [members[(rank + offset) % len(members)] for offset in distances[begin : begin + MAX_PEERS]]
 
 
 async def _reach(address: str) -> Literal["answers", "refuses", "silent"]:

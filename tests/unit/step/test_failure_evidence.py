@@ -135,6 +135,22 @@ def test_of_many_groups_the_nearest_on_both_sides_are_probed() -> None:
     assert len(failure_evidence._nearest(members[:3], 0)) == 2
 
 
+async def test_a_distant_group_is_probed_after_a_failed_step_that_explains_nothing(
+    answers: str, silent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failure_evidence, "MAX_PEERS", 2)
+    plan = plan_of(b=answers, c=silent, d=answers, e=answers)
+    evidence = FailureEvidence(60.0)
+    named = []
+    for _ in range(3):
+        evidence.begins(plan, StepTimes(time.monotonic()))
+        evidence.failed(UNKNOWN, BROKEN)
+        failure = await evidence.collect()
+        assert failure is not None
+        named.append(failure.peers)
+    assert named == [(), ("c",), ("c",)], "what was found is probed again, because a second failed step confirms it"
+
+
 @pytest.mark.parametrize(
     ("failures", "merged"),
     [
