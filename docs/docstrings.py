@@ -50,6 +50,12 @@ SECTIONS = (
         "DistributedDataParallel Optimizer DistributedSampler ElasticSampler ElasticLoader PureDistributedDataParallel",
     ),
     section(
+        "Data of other libraries",
+        "[Data](data.md) says when to use which.",
+        "keepstep.integrations",
+        "keepstep.integrations.grain:ElasticIterator keepstep.integrations.datasets:StreamLoader",
+    ),
+    section(
         "Quantized collectives",
         "[Quantized collectives](quantized.md) describes them.",
         "keepstep.collectives",
