@@ -40,7 +40,7 @@ class StreamLoader:
         resumes: whether the stream goes on exactly from its own ``state_dict()``. Then ``state_dict`` has that state,
             and a group that loaded it reads from there on; else from the beginning of the epoch. Not for a stream with
             a shuffle buffer, whose content is in no state.
-        collate_fn: makes a batch of a list of examples.
+        collate_fn: makes a batch of a list of examples; default: as a DataLoader does.
         drop_last: leave out the last batch of an epoch if it is smaller.
         rank: as in ``ElasticSampler``.
         num_ranks: as in ``ElasticSampler``.
@@ -57,7 +57,7 @@ class StreamLoader:
         global_batch_size: int,
         *,
         resumes: bool = False,
-        collate_fn: Callable[[list[Any]], Any] = default_collate,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
         drop_last: bool = False,
         rank: int | None = None,
         num_ranks: int | None = None,
@@ -70,7 +70,7 @@ class StreamLoader:
         self.sampler = ElasticSampler(
             length, manager, global_batch_size, shuffle=False, drop_last=drop_last, rank=rank, num_ranks=num_ranks
         )
-        self._stream, self._resumes, self._collate = stream, resumes, collate_fn
+        self._stream, self._resumes, self._collate = stream, resumes, collate_fn or default_collate
         self._examples: Iterator[Any] = iter(())
         self._batch: list[Any] = []
         """The global batch that begins at the first position of ``_states``."""
