@@ -11,7 +11,7 @@ SEED ?= 1
 # The tests start hundreds of Python processes: without stored byte code each would compile all of keepstep.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo demo-resume test coverage lint reference bench simulate mutants faults soak gpu clean
+.PHONY: help setup demo demo-resume test coverage lint reference bench simulate mutants faults upgrade soak gpu clean
 .DEFAULT_GOAL := help
 
 help: ## what there is to do
@@ -63,6 +63,9 @@ mutants: $(STAMP) ## planted bugs, each of which a stored test has to catch
 
 faults: $(STAMP) ## lighthouses, etcd, groups killed, frozen, cut off, again and again (half an hour): make faults FAULTS=--list
 	@$(BIN)/python -m tests.faults $(FAULTS)
+
+upgrade: $(STAMP) ## a mesh of another commit, restarted process by process from this tree, and back: make upgrade OLD=COMMIT
+	@$(BIN)/python -m tests.faults.upgrade $(if $(OLD),--old-commit $(OLD)) $(UPGRADE)
 
 soak: $(STAMP) ## a real job under faults of a seed, with `keepstep chaos`: make soak SECONDS=3600 SEED=1
 	@$(BIN)/python -m tests.faults.soak --seconds $(SECONDS) --seed $(SEED) $(SOAK)

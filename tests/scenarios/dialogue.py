@@ -43,7 +43,6 @@ from keepstep_mesh.protocol.membership import (
     StepFailure,
 )
 from keepstep_mesh.protocol.messages import (
-    PROTOCOL_VERSION,
     Closed,
     Denied,
     Drain,
@@ -75,7 +74,6 @@ OPTIONS = (
     "grace",
     "final",
     "retry",
-    "version",
     "own error",
     "cannot reach",
     "names none",
@@ -217,9 +215,8 @@ class Dialogue:
             quorum_id, step = re.fullmatch(r"quorum (\d+) step (\d+)", options["holds"]).groups()  # type: ignore[union-attr]
             held = HeldAnswer(1, int(quorum_id), int(step))
         seen = int(options.get("has seen quorum", "0"))
-        version = int(options.get("version", str(PROTOCOL_VERSION)))
         spares = {"groups": int(options["a spare of"]), "standby": True} if "a spare of" in options else {}
-        facts = {"seen": seen, "version": version, "host": options.get("from", ""), **spares}
+        facts = {"seen": seen, "host": options.get("from", ""), **spares}
         return self._each(match, lambda one: self.driver.opens(one, held=held, **facts))
 
     def asks(self, match: re.Match[str]) -> list[Decision]:

@@ -33,7 +33,10 @@ def group_settings(
     retry_allreduce: bool = False,
     process_group: Mapping[str, str] | None = None,
 ) -> str:
-    """Return the settings that decide the arithmetic, as groups compare them. Add new settings here.
+    """Return the settings that decide the arithmetic, as groups compare them.
+
+    Add new settings here. Leave one out at the value that stands for what the release before does: groups of both
+    releases then train together.
 
     ``process_group``: those without which the process groups do not connect.
     """

@@ -31,7 +31,7 @@ from keepstep_mesh.net.http import Problem
 from keepstep_mesh.protocol.group_messages import RankAsk, RankVote
 from keepstep_mesh.protocol.membership import MemberInfo, Quorum
 from keepstep_mesh.protocol.messages import (
-    FINISH_VERSION,
+    RETRY_VERSION,
     Evicted,
     Failed,
     Healing,
@@ -279,10 +279,10 @@ class GroupServer:
 
     async def _request_quorum(self, ask: RankAsk) -> Quorum:
         """Ask the lighthouse; after a timeout ask again, up to ``quorum_retries`` times."""
-        if ask.final and self._session.version < FINISH_VERSION:
+        if ask.retry and self._session.version < RETRY_VERSION:  # it would not deny a retry that comes too late
             raise KeepstepError(
-                f"the lighthouse {self._session.lighthouse} does not know finish(): update it, or end the training "
-                f"with manager.shutdown()"
+                f"cannot retry the step: the lighthouse {self._session.lighthouse} speaks protocol "
+                f"{self._session.version}, a retry needs {RETRY_VERSION}: update the lighthouses"
             )
         request = QuorumRequest(
             request=0,

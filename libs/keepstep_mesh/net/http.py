@@ -17,6 +17,7 @@ from yarl import URL
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import AuthError, KeepstepError, ProtocolError
 from keepstep_mesh.net.fork_safety import open_socket
+from keepstep_mesh.protocol.messages import PROTOCOL_VERSION
 from keepstep_mesh.security.tls import TlsFiles, as_safe, watched_client_context
 from keepstep_mesh.security.tokens import ClientToken, derived, place_of
 
@@ -25,6 +26,8 @@ log = get_logger("keepstep.http")
 PROBLEM_JSON = "application/problem+json"
 KIND_HEADER = "Keepstep-For"
 """Header of a request: the kind of service that it is for (``lighthouse``, ``relay``, ``metrics``)."""
+PROTOCOL_HEADER = "Keepstep-Protocol"
+"""Header of a request: ``PROTOCOL_VERSION`` of the client. Browsers, and clients of version 3, do not send it."""
 MAX_PROBLEM_BYTES = 64 * 1024
 PROBLEM_SECONDS = 5.0
 """Longest that the reason of a refusal may take to come."""
@@ -82,6 +85,7 @@ def client_session(
         connector=connector(tls),
         timeout=aiohttp.ClientTimeout(total=timeout, sock_connect=HTTP_CONNECT_SECONDS),
         headers=UNCOMPRESSED
+        | {PROTOCOL_HEADER: str(PROTOCOL_VERSION)}
         | ({KIND_HEADER: kind} if kind else {})
         | ({hdrs.AUTHORIZATION: f"Bearer {token}"} if token else {}),
         auto_decompress=False,

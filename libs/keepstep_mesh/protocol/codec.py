@@ -22,10 +22,12 @@ from keepstep_mesh.protocol.membership import MAX_DATA_BYTES, MemberInfo
 from keepstep_mesh.protocol.messages import (
     OLDEST_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
+    RETRY_VERSION,
     Hello,
     QuorumAnswer,
     ToLighthouse,
     ToWorker,
+    Welcome,
 )
 
 MAX_FRAME_BYTES = 1024 * 1024
@@ -37,6 +39,8 @@ PACK_BUFFER_BYTES = 4096
 message."""
 MAX_TEXT = 4096
 MAX_ITEMS = 65536
+MAX_LIBRARY = 80
+"""Characters of the name of a library in an error."""
 
 Decoder = Callable[[Any, str], Any]
 Message = ToLighthouse | ToWorker | WithinGroup
@@ -269,14 +273,28 @@ def answer_frames(answer: QuorumAnswer | RankQuorum) -> Callable[[int], bytes]:
 
 
 def check_version(hello: Hello) -> None:
-    """Raise ``VersionError``, which names the side to update, if the versions do not match."""
+    """Raise ``VersionError``, which names the side to update, if this lighthouse does not support the worker."""
     if hello.version < OLDEST_PROTOCOL_VERSION:
         raise VersionError(
-            f"the worker speaks protocol {hello.version}, this lighthouse needs at least {OLDEST_PROTOCOL_VERSION}: "
-            f"update keepstep in the training environment"
+            f"the worker{_of(hello.library)} speaks protocol {hello.version}, this lighthouse needs at least "
+            f"{OLDEST_PROTOCOL_VERSION}: update keepstep in the training environment"
         )
     if hello.oldest_version > PROTOCOL_VERSION:
         raise VersionError(
-            f"the worker needs at least protocol {hello.oldest_version}, this lighthouse speaks {PROTOCOL_VERSION}: "
-            f"update the lighthouse"
+            f"the worker{_of(hello.library)} needs at least protocol {hello.oldest_version}, this lighthouse speaks "
+            f"{PROTOCOL_VERSION}: update the lighthouses first"
+        )
+
+
+def _of(library: str) -> str:
+    return f" ({library[:MAX_LIBRARY]})" if library else ""
+
+
+def check_welcome(welcome: Welcome, *, standby: bool) -> None:
+    """Raise ``VersionError`` if this worker does not support the lighthouse. ``standby``: as in its hello."""
+    needs = RETRY_VERSION if standby else OLDEST_PROTOCOL_VERSION
+    if welcome.version < needs:
+        raise VersionError(
+            f"the lighthouse speaks protocol {welcome.version}, this {'spare' if standby else 'worker'} needs at least "
+            f"{needs}: update the lighthouses first"
         )

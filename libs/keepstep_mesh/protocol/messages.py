@@ -1,8 +1,12 @@
 """Messages between a worker and the lighthouse, one frozen dataclass each.
 
-On the wire a message is a msgpack array: its kind, then its fields in the order of the class. New fields are appended,
-with a default, so that versions of the protocol can talk to each other; a change that breaks this raises
-``PROTOCOL_VERSION``. ``keepstep_mesh.protocol.codec`` encodes, decodes, and checks every field.
+On the wire a message is a msgpack array: its kind, then its fields in the order of the class.
+``keepstep_mesh.protocol.codec`` encodes, decodes, and checks every field. A release works together with the one before:
+
+* New fields are appended, with a default. A reader ignores fields that it does not know.
+* ``PROTOCOL_VERSION`` grows with a new kind of message, and with a field whose loss would do harm. The sender looks at
+  the version of its peer before it relies on either.
+* ``OLDEST_PROTOCOL_VERSION`` is at most the version of the release before. Older peers are refused.
 
 A worker opens a session with ``Hello``. The lighthouse answers no other message before it has sent ``Welcome``.
 """
@@ -23,12 +27,12 @@ from keepstep_mesh.protocol.membership import (
     StepReport,
 )
 
-FINISH_VERSION = 3
-"""The version that added final requests and ``Closed``."""
-PROTOCOL_VERSION = 3
-"""Version of this build. Version 2 added ``Timing`` and ``Services``, which are sent to workers from version 2 on."""
-OLDEST_PROTOCOL_VERSION = 1
-"""Oldest version that this build supports."""
+RETRY_VERSION = 4
+"""The version that added ``QuorumRequest.retry`` and ``Hello.standby``."""
+PROTOCOL_VERSION = 4
+"""Version of this build."""
+OLDEST_PROTOCOL_VERSION = 3
+"""Oldest version that this build works with. Version 3 added ``Closed`` and final requests."""
 
 MAX_HEAL_ERROR = 1000
 """Limit of ``Healing.error``, in characters."""

@@ -15,7 +15,8 @@ from aiohttp import hdrs, web
 from keepstep_mesh.config.log_limiter import LogLimiter
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import AuthError, ProtocolError
-from keepstep_mesh.net.http import Problem
+from keepstep_mesh.net.http import PROTOCOL_HEADER, Problem
+from keepstep_mesh.protocol.messages import OLDEST_PROTOCOL_VERSION
 from keepstep_mesh.security.audit import Caller
 from keepstep_mesh.security.tokens import Access, ForbiddenError, Role, Token, Tokens
 from keepstep_mesh.security.web_pages import MisdirectedError, host_problem, origin_problem
@@ -27,6 +28,7 @@ MAX_BODY_BYTES = 1024 * 1024
 """Of a request, unless the service says otherwise."""
 BODY_SECONDS = 10.0
 """Longest that the body of a request may take to come."""
+MAX_VERSION_DIGITS = 9
 REFUSAL_LOG_SECONDS = 10.0
 """Interval of log lines about refused requests of one address; the next line counts those in between."""
 MAX_REFUSED_ADDRESSES = 1000
@@ -94,6 +96,7 @@ def _guarded(route: Route, gate: _Gate, refusals: LogLimiter) -> Handler:
                     left_out=left_out,
                 )
             raise
+        _check_protocol(request)
         if token is not None:
             request[ROLE], request[CALLER] = token.role, _caller(request, token)
         if route.is_order or route.access is Access.ADMIN:
@@ -101,6 +104,17 @@ def _guarded(route: Route, gate: _Gate, refusals: LogLimiter) -> Handler:
         return await route.handler(request)
 
     return handle
+
+
+def _check_protocol(request: web.Request) -> None:
+    """Raise ``Problem`` 426 if a service or worker of keepstep asks that is too old."""
+    version = request.headers.get(PROTOCOL_HEADER, "")
+    if version.isdecimal() and int(version[:MAX_VERSION_DIGITS]) < OLDEST_PROTOCOL_VERSION:
+        raise Problem(
+            HTTPStatus.UPGRADE_REQUIRED,
+            f"the client speaks protocol {version[:MAX_VERSION_DIGITS]}, this service needs at least "
+            f"{OLDEST_PROTOCOL_VERSION}: update keepstep at {request.remote}",
+        )
 
 
 @dataclass(frozen=True, slots=True)

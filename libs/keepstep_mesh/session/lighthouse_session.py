@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.config.settings import base_url
-from keepstep_mesh.errors import KeepstepError, ProtocolError, SessionClosed
+from keepstep_mesh.errors import KeepstepError, ProtocolError, SessionClosed, VersionError
 from keepstep_mesh.net.http import Identity
 from keepstep_mesh.net.websocket import Link
 from keepstep_mesh.protocol import codec
@@ -345,6 +345,8 @@ class LighthouseSession:
             self._on_message(message)
         except StaleLighthouseError as error:
             self._move(str(error))
+        except VersionError as error:
+            self._end(error)
         except ProtocolError as error:
             self._log.error("bad message from the lighthouse", lighthouse=self._connector.address, reason=str(error))
             self._connector.close(f"bad message: {error}")

@@ -167,7 +167,8 @@ class SessionCore:
         )
 
     def welcomed(self, welcome: Welcome) -> None:
-        """Apply ``Welcome``. Raises ``StaleLighthouseError``."""
+        """Apply ``Welcome``. Raises ``VersionError``, ``StaleLighthouseError``."""
+        codec.check_welcome(welcome, standby=self.stands_by)
         self._refuse_stale(welcome.epoch, self.quorum_id)
         self.epoch = welcome.epoch
         self.quorum_id = max(self.quorum_id, welcome.quorum_id)

@@ -144,7 +144,7 @@ class Job:
             session.refuse("not_ready", why)
             return
         self.sessions[session.number] = session
-        facts = hello.quorum_id_seen, hello.held, hello.groups, hello.version, session.host, hello.standby
+        facts = hello.quorum_id_seen, hello.held, hello.groups, session.host, hello.standby
         event = Opened(session.number, session.replica_id, *facts)
         self._process(event, welcomed)
         if session.number in self.sessions:

@@ -29,6 +29,7 @@ from keepstep_mesh.errors import ProtocolError, VersionError
 from keepstep_mesh.net import websocket
 from keepstep_mesh.protocol import codec, names
 from keepstep_mesh.protocol.messages import (
+    OLDEST_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
     CancelRequest,
     Failed,
@@ -140,7 +141,7 @@ class Session:
             else:
                 self._hold_back(frame)
         except VersionError as error:
-            too_old = self._hello is not None and self._hello.version < PROTOCOL_VERSION
+            too_old = self._hello is not None and self._hello.version < OLDEST_PROTOCOL_VERSION
             self.refuse("version_too_old" if too_old else "version_too_new", str(error))
         except ProtocolError as error:
             self._on_bad(self, str(error))
@@ -209,14 +210,14 @@ class Session:
 
     def tell_timing(self, policy: Policy) -> None:
         """Send the timing of a changed policy. A peer that is not welcomed yet gets it with its welcome."""
-        self._tell_if_understood(codec.encode(Timing(*self._timing(policy), int(policy.heal_timeout * 1000))))
+        self._tell_welcomed(codec.encode(Timing(*self._timing(policy), int(policy.heal_timeout * 1000))))
 
     def tell_services(self, frame: bytes) -> None:
         """Send the registered services; ``frame`` is the same for all sessions."""
-        self._tell_if_understood(frame)
+        self._tell_welcomed(frame)
 
-    def _tell_if_understood(self, frame: bytes) -> None:
-        if self._welcomed and self._hello is not None and self._hello.version >= 2:
+    def _tell_welcomed(self, frame: bytes) -> None:
+        if self._welcomed:
             self.send(frame)
 
     def _timing(self, policy: Policy) -> tuple[int, int, int]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from keepstep_lighthouse.quorum.job_record import JobRecord, Policy
 from keepstep_mesh.protocol.membership import Data, HeldAnswer, Member
-from keepstep_mesh.protocol.messages import PROTOCOL_VERSION, Healing, QuorumRequest, ToWorker
+from keepstep_mesh.protocol.messages import Healing, QuorumRequest, ToWorker
 
 # ---- events
 
@@ -26,8 +26,6 @@ class Opened:
     held: HeldAnswer | None = None
     groups: int = 0
     """Number of groups of the job, as this one knows it; 0: unknown."""
-    version: int = PROTOCOL_VERSION
-    """Version of the protocol that the group speaks."""
     host: str = ""
     """Address from which the group connected; empty: unknown."""
     standby: bool = False

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from keepstep_lighthouse.quorum.events import Announce
 from keepstep_mesh.protocol.membership import Lineage, MemberInfo, StepReport
-from keepstep_mesh.protocol.messages import PROTOCOL_VERSION, Healing, QuorumRequest
+from keepstep_mesh.protocol.messages import Healing, QuorumRequest
 
 
 class State(IntEnum):
@@ -167,8 +167,6 @@ class Group:
     """As in its request; empty: unknown."""
     step: int = 0
     lineage: Lineage = ""
-    version: int = PROTOCOL_VERSION
-    """Version of the protocol that it speaks."""
     held_back_at: tuple[int, Lineage] | None = None
     """Step and lineage at which it asked to train while other groups had finished there."""
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from keepstep_cli.asking.rest import Lighthouse, Relay
-from keepstep_cli.errors import Unreachable
+from keepstep_cli.errors import Refused, Unreachable
 from keepstep_mesh.errors import ProtocolError
+from keepstep_mesh.net import http
+from keepstep_mesh.protocol.messages import OLDEST_PROTOCOL_VERSION
 from keepstep_mesh.security.tokens import ClientToken, Tokens
 from keepstep_mesh.serving.service_kind import as_seen_from
 from tests.services.cli.scene import keepstep, running
@@ -53,6 +55,14 @@ async def test_a_worker_ends_at_once_with_the_same_sentence() -> None:
         worker = Worker(other.address)
         with pytest.raises(ProtocolError, match="this is a metrics service, not a lighthouse; the lighthouse is at"):
             await worker.session.start()
+
+
+async def test_a_service_refuses_another_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running("r0") as job:
+        await Lighthouse(job.lighthouse.address, None).get("cluster")
+        monkeypatch.setattr(http, "PROTOCOL_VERSION", OLDEST_PROTOCOL_VERSION - 1)
+        with pytest.raises(Refused, match="speaks protocol 2, this service needs at least 3: update keepstep at"):
+            await Lighthouse(job.lighthouse.address, None).get("cluster")
 
 
 async def test_addresses_are_for_clients_that_may_read() -> None:

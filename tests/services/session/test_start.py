@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from keepstep_mesh.errors import AuthError, SessionClosed, VersionError
-from keepstep_mesh.protocol.messages import NotLeader, QuorumRequest, Refused
+from keepstep_mesh.protocol.messages import OLDEST_PROTOCOL_VERSION, NotLeader, QuorumRequest, Refused, Welcome
 from keepstep_mesh.security.tokens import Tokens
 from keepstep_mesh.session import connector, session_machine
 from keepstep_mesh.testing import ChaosProxy, scripted_lighthouse
@@ -90,6 +90,16 @@ async def test_a_refusal_for_good_ends_the_start() -> None:
             (await lighthouse.session(welcome_epoch=None)).send(Refused(code, f"because of {code}"))
             with pytest.raises(kind, match=f"because of {code}"):
                 await starting
+
+
+async def test_a_lighthouse_that_is_too_old_ends_the_start() -> None:
+    async with scripted_lighthouse() as lighthouse:
+        worker = Worker(lighthouse.url)
+        starting = asyncio.create_task(worker.session.start())
+        old = OLDEST_PROTOCOL_VERSION - 1
+        (await lighthouse.session(welcome_epoch=None)).send(Welcome(old, 1, 0, 30_000, 60_000, 200))
+        with pytest.raises(VersionError, match=f"the lighthouse speaks protocol {old}, .*update the lighthouses first"):
+            await starting
 
 
 async def test_a_wrong_token_ends_the_start_at_once() -> None:

@@ -23,7 +23,7 @@ from keepstep.rendezvous.key_value_server import VERSION, RendezvousError, Table
 from keepstep_mesh.protocol import codec
 from keepstep_mesh.protocol.group_messages import RankAsk, RankHello, RankQuorum, RankReady
 from keepstep_mesh.protocol.membership import Member, MemberInfo
-from keepstep_mesh.protocol.messages import Denied, Leave, QuorumAnswer, QuorumRequest, RoundBroken
+from keepstep_mesh.protocol.messages import PROTOCOL_VERSION, Denied, Leave, QuorumAnswer, QuorumRequest, RoundBroken
 from keepstep_mesh.session.session_events import Push
 from keepstep_mesh.session.session_settings import SessionSettings
 from keepstep_mesh.testing import ScriptedLighthouse, ScriptedSession, scripted_lighthouse
@@ -199,7 +199,9 @@ async def test_an_older_rank_gets_every_list() -> None:
         scene = Scene(lighthouse)
         await scene.start(ranks=RANKS - 1)
         async with http.ws_connect(f"{scene.server.address}/v1/ranks", max_msg_size=0) as older:
-            hello = msgpack.unpackb(codec.encode(RankHello(1, 1, RANKS - 1, RANKS, 0)))[:6]
+            hello = msgpack.unpackb(codec.encode(RankHello(PROTOCOL_VERSION, PROTOCOL_VERSION, RANKS - 1, RANKS, 0)))[
+                :6
+            ]
             await older.send_bytes(msgpack.packb(hello))
             assert isinstance(codec.decode(await older.receive_bytes()), RankReady)
             for step, listed in enumerate((members(MANY), None, None), start=1):

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
@@ -28,7 +28,7 @@ Others = Literal["etcd", "lighthouses", "workers"]
 
 
 class Mesh(Job):
-    """``nodes``: lighthouses. ``lease``: seconds.
+    """``nodes``: lighthouses. ``lease``: seconds. ``environment``: variables of the lighthouses.
 
     With ``network`` each lighthouse, each group and etcd (which the caller starts on its host ``etcd``) has a host of
     its own there. Without, all are on loopback, each lighthouse reaches etcd through proxies of its own, and with
@@ -44,10 +44,12 @@ class Mesh(Job):
         min_replicas: int = 1,
         lease: float = LEASE,
         network: Namespaces | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__("--lease", str(lease), *flags, min_replicas=min_replicas)
         self.lighthouses: list[asyncio.subprocess.Process] = []
         self._network = network
+        self._environment = environment
         self._prefix = uuid.uuid4().hex
         self._hosts = [network.host(f"lighthouse-{one}") if network else LOOPBACK for one in range(nodes)]
         self._ports = [free_port() for _ in range(nodes)]
@@ -90,7 +92,7 @@ class Mesh(Job):
 
     # ---- lighthouses
 
-    async def start_node(self, number: int) -> asyncio.subprocess.Process:
+    async def start_node(self, number: int, environment: Mapping[str, str] | None = None) -> asyncio.subprocess.Process:
         host = self._hosts[number]
         etcd = (
             ",".join(f"127.0.0.1:{one.port}" for one in self._to_etcd[number])
@@ -104,11 +106,14 @@ class Mesh(Job):
             command += ["--advertise", self._to_lighthouses[number].url]
         with (self.directory / "lighthouse.log").open("ab") as log:
             return await asyncio.create_subprocess_exec(
-                *(*host.command, sys.executable, "-m", "keepstep_cli", "lighthouse", *command), stdout=log, stderr=log
+                *(*host.command, sys.executable, "-m", "keepstep_cli", "lighthouse", *command),
+                env={**os.environ, **(environment or self._environment or {})},
+                stdout=log,
+                stderr=log,
             )
 
-    async def restart_node(self, number: int) -> None:
-        self.lighthouses[number] = await self.start_node(number)
+    async def restart_node(self, number: int, environment: Mapping[str, str] | None = None) -> None:
+        self.lighthouses[number] = await self.start_node(number, environment)
 
     async def signal_node(self, number: int, what: int) -> None:
         if self.lighthouses[number].returncode is None:

@@ -38,7 +38,7 @@ from keepstep_lighthouse.quorum.job_record import JobRecord, Policy
 from keepstep_lighthouse.quorum.machine import JobCore
 from keepstep_lighthouse.quorum.views import ReplicaState
 from keepstep_mesh.protocol.membership import HeldAnswer, Lineage, MemberInfo, StateRoot, StepFailure, StepReport
-from keepstep_mesh.protocol.messages import PROTOCOL_VERSION, Healing, QuorumRequest, ToWorker
+from keepstep_mesh.protocol.messages import Healing, QuorumRequest, ToWorker
 
 BEAT_SECONDS = 0.5
 UNIX_AT_START = 1_000_000.0
@@ -104,14 +104,13 @@ class Driver:
         seen: int = 0,
         held: HeldAnswer | None = None,
         groups: int = 0,
-        version: int = PROTOCOL_VERSION,
         host: str = "",
         standby: bool = False,
     ) -> list[Decision]:
         session = len(self.replica_of) + 1
         self.replica_of[session] = replica_id
         self.session_of[replica_id] = session
-        return self.feed(Opened(session, replica_id, seen, held, groups, version, host, standby))
+        return self.feed(Opened(session, replica_id, seen, held, groups, host, standby))
 
     def open_all(self, *replica_ids: str) -> None:
         for replica_id in replica_ids:

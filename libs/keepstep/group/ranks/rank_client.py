@@ -31,7 +31,6 @@ from keepstep_mesh.protocol.group_messages import (
     RankVote,
 )
 from keepstep_mesh.protocol.messages import (
-    OLDEST_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
     Failed,
     Goodbye,
@@ -86,9 +85,7 @@ class RankClient:
         self.live_step = 0
         self.services: tuple[ServiceAddress, ...] = ()
         self.durable_relays: tuple[str, ...] = ()
-        self._hello = RankHello(
-            PROTOCOL_VERSION, OLDEST_PROTOCOL_VERSION, group_rank, world_size, restart, keeps_list=True
-        )
+        self._hello = RankHello(PROTOCOL_VERSION, PROTOCOL_VERSION, group_rank, world_size, restart, keeps_list=True)
         self._token = ClientToken.of(token)
         self._on_failed = on_failed
         self._on_push = on_push

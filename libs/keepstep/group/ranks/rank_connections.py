@@ -17,7 +17,6 @@ from keepstep_mesh.errors import ProtocolError
 from keepstep_mesh.protocol import codec
 from keepstep_mesh.protocol.group_messages import RankAsk, RankDecision, RankHello, RankQuorum, RankReady, RankVote
 from keepstep_mesh.protocol.messages import (
-    OLDEST_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
     Failed,
     Goodbye,
@@ -190,9 +189,10 @@ class RankConnections:
     def _check_hello(self, hello: object) -> None:
         if not isinstance(hello, RankHello):
             raise ProtocolError("the first message of a rank must be rank_hello")
-        if hello.version < OLDEST_PROTOCOL_VERSION or hello.oldest_version > PROTOCOL_VERSION:
+        if hello.version != PROTOCOL_VERSION:
             raise ProtocolError(
-                f"rank {hello.group_rank} runs another version of keepstep; install the same version for all ranks"
+                f"rank {hello.group_rank} speaks protocol {hello.version}, rank 0 {PROTOCOL_VERSION}: install the same "
+                f"version of keepstep for all ranks of a group"
             )
         size, lowest = self._settings.world_size, 0 if self._settings.rank_0_connects else 1
         if hello.world_size not in (0, size) or not lowest <= hello.group_rank < size:

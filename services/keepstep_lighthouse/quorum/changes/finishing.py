@@ -32,7 +32,7 @@ from keepstep_lighthouse.quorum.rules.quorum_rules import Verdict, choose
 from keepstep_lighthouse.quorum.rules.reasons import named
 from keepstep_mesh.protocol.lineage import Soundness, reference_state, same_weights, soundness
 from keepstep_mesh.protocol.membership import FinalState, Lineage
-from keepstep_mesh.protocol.messages import FINISH_VERSION, Closed, Denied, QuorumRequest
+from keepstep_mesh.protocol.messages import Closed, Denied, QuorumRequest
 
 MAX_HEALS = 3
 """Finishing quorums in which a group may heal without success."""
@@ -88,11 +88,6 @@ def _note_round(state: JobState, chosen: list[Group], step: int, lineage: Lineag
 
 def _refuse_any(state: JobState, chosen: list[Group], step: int, lineage: Lineage) -> bool:
     """Refuse groups that cannot finish with the others. Return whether any was refused."""
-    if old := [group for group in chosen if group.version < FINISH_VERSION]:
-        final = named(group.name for group in chosen if _is_final(group))
-        why = f"{final} called finish(), which this version of keepstep does not know; run one version in all groups"
-        _refuse(state, old, "start", why)
-        return True
     wrong, why = _other_scripts(chosen)
     if wrong:
         _refuse(state, wrong, "layout", why)

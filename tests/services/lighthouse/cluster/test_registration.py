@@ -230,18 +230,6 @@ async def test_workers_learn_of_services_with_the_welcome_and_when_they_change()
         assert await early.next(Services) == Services(())
 
 
-async def test_a_worker_of_the_version_before_is_told_of_no_change() -> None:
-    async with (
-        lighthouse() as one,
-        worker(one.address, version=1, oldest_version=1) as older,
-        registered([one.address], RELAY) as registrar,
-    ):
-        await known(registrar)
-        await older.ask(0)
-        answer = await older.next(QuorumAnswer)  # and nothing before it
-        assert answer.request == 1
-
-
 async def test_nothing_is_told_before_the_welcome() -> None:
     async with (
         lighthouse() as one,

@@ -7,6 +7,7 @@ import contextlib
 from dataclasses import replace
 
 import aiohttp
+import msgpack
 import pytest
 
 from keepstep_lighthouse.jobs import sessions
@@ -166,16 +167,11 @@ async def test_a_change_of_the_heartbeats_reaches_the_workers_that_are_there() -
     async with (
         lighthouse(policy=Policy(heartbeat_timeout=60.0)) as one,
         worker(one.address, "r0:1", heartbeat_interval_ms=100) as member,
-        worker(one.address, "r1:1", version=1, oldest_version=1) as older,
     ):
         job = one.jobs["job"]
         assert member.welcome.heartbeat_interval_ms == 6000
         await job.order(PolicyOrdered(replace(job.core.record.policy, heartbeat_timeout=2.0, min_replicas=2), "ann"))
         assert await member.next(Timing) == Timing(200, 2000, 200, 60_000)
-        await member.ask(0)
-        await older.ask(0)
-        await member.next(QuorumAnswer)
-        await older.next(QuorumAnswer)  # nothing that it could not read came before
 
 
 async def test_a_connection_that_ends_without_a_word_is_a_loss_after_the_grace() -> None:
@@ -316,8 +312,12 @@ async def test_frames_that_come_before_the_welcome_are_not_lost() -> None:
 @pytest.mark.parametrize(
     ("changes", "code", "said"),
     [
-        ({"version": 0, "oldest_version": 0}, "version_too_old", "update keepstep in the training environment"),
-        ({"version": 9, "oldest_version": 9}, "version_too_new", "update the lighthouse"),
+        (
+            {"version": 2, "oldest_version": 1},
+            "version_too_old",
+            "2, this lighthouse needs at least 3: update",
+        ),
+        ({"version": 9, "oldest_version": 9}, "version_too_new", "update the lighthouses first"),
         ({"replica_id": ""}, "bad_message", "replica_id must be"),
         ({"replica_id": "x" * 257}, "bad_message", "replica_id must be"),
         ({"replica_id": "r0\n"}, "bad_message", "replica_id must be"),
@@ -330,6 +330,15 @@ async def test_a_hello_that_will_not_do_is_refused_with_the_reason(changes: dict
         await stranger.hello(**changes)
         refused = await stranger.refusal()
         assert (refused.code, said in refused.reason) == (code, True), refused
+
+
+async def test_a_worker_of_the_release_before_takes_part() -> None:
+    async with lighthouse() as one, worker(one.address) as newer, connection(one.address, "r1:1") as older:
+        for message in (["hello", 3, 1, "r1:1"], ["ask", 1, 0, "", False, 0, 60_000, ["http://r1:1"]]):
+            await older.socket.send_bytes(msgpack.packb(message))
+        assert (await older.next(Welcome)).version == PROTOCOL_VERSION
+        await newer.ask(0)
+        assert (await older.until(QuorumAnswer)).members == (await newer.until(QuorumAnswer)).members
 
 
 async def test_a_newer_worker_that_still_speaks_our_version_is_welcome() -> None:

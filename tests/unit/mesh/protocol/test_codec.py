@@ -13,13 +13,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from keepstep_mesh.errors import ProtocolError, VersionError
+from keepstep_mesh.errors import ProtocolError
 from keepstep_mesh.protocol import codec
 from keepstep_mesh.protocol.group_messages import WithinGroup
 from keepstep_mesh.protocol.membership import MAX_DATA_BYTES, Member, MemberInfo
 from keepstep_mesh.protocol.messages import (
-    OLDEST_PROTOCOL_VERSION,
-    PROTOCOL_VERSION,
     Heartbeat,
     Hello,
     Leave,
@@ -67,10 +65,6 @@ def values(hint: object) -> st.SearchStrategy:
 any_message = st.sampled_from(KINDS).flatmap(values)
 
 
-def hello(**changes: object) -> Hello:
-    return dataclasses.replace(Hello(PROTOCOL_VERSION, OLDEST_PROTOCOL_VERSION, "r0:1"), **changes)
-
-
 def test_no_two_messages_have_the_same_kind() -> None:
     assert len({kind.kind for kind in KINDS}) == len(set(KINDS))
 
@@ -81,12 +75,6 @@ def test_every_message_comes_back_as_it_was(message) -> None:
     back = codec.decode(codec.encode(message))
     assert type(back) is type(message)
     assert back == message
-
-
-@given(any_message, st.lists(data, max_size=3))
-def test_fields_that_a_newer_peer_appended_are_ignored(message, appended) -> None:
-    frame = msgpack.packb(msgpack.unpackb(codec.encode(message), strict_map_key=False) + appended)
-    assert codec.decode(frame) == message
 
 
 def test_fields_that_an_older_peer_does_not_know_have_their_defaults() -> None:
@@ -186,18 +174,3 @@ def test_members_without_data_share_nothing_with_the_frame() -> None:
     member = Member("r0", 1, 1, 0, False, MemberInfo("http://a:1"))
     frame = codec.encode(QuorumAnswer(1, 1, 1, 0, 1, 1, 1, 0, (member,)))
     assert codec.decode(memoryview(frame)).members == (member,)
-
-
-def test_a_worker_that_is_too_old_is_told_to_update_itself(monkeypatch) -> None:
-    monkeypatch.setattr(codec, "OLDEST_PROTOCOL_VERSION", 3)
-    monkeypatch.setattr(codec, "PROTOCOL_VERSION", 5)
-    with pytest.raises(VersionError, match="update keepstep in the training environment"):
-        codec.check_version(hello(version=2, oldest_version=1))
-    codec.check_version(hello(version=3, oldest_version=1))
-
-
-def test_a_worker_that_is_too_new_wants_the_lighthouse_updated(monkeypatch) -> None:
-    monkeypatch.setattr(codec, "PROTOCOL_VERSION", 5)
-    with pytest.raises(VersionError, match="update the lighthouse"):
-        codec.check_version(hello(version=9, oldest_version=6))
-    codec.check_version(hello(version=9, oldest_version=5))

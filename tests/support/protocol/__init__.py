@@ -1,0 +1,1 @@
+"""Messages as each version of the protocol wrote them, and what records and reads them."""
