@@ -11,7 +11,7 @@ SEED ?= 1
 # The tests start hundreds of Python processes: without stored byte code each would compile all of keepstep.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo demo-resume test coverage lint reference bench simulate mutants faults upgrade soak gpu clean
+.PHONY: help setup demo demo-resume test coverage lint reference bench simulate mutants faults upgrade month soak gpu clean
 .DEFAULT_GOAL := help
 
 help: ## what there is to do
@@ -66,6 +66,9 @@ faults: $(STAMP) ## lighthouses, etcd, groups killed, frozen, cut off, again and
 
 upgrade: $(STAMP) ## a mesh of another commit, restarted process by process from this tree, and back: make upgrade OLD=COMMIT
 	@$(BIN)/python -m tests.faults.upgrade $(if $(OLD),--old-commit $(OLD)) $(UPGRADE)
+
+month: $(STAMP) ## services in a month of virtual time with 100,000 jobs: what they keep is bounded: make month JOBS=10000
+	@$(BIN)/python -m tests.faults.month $(if $(JOBS),--jobs $(JOBS)) $(MONTH)
 
 soak: $(STAMP) ## a real job under faults of a seed, with `keepstep chaos`: make soak SECONDS=3600 SEED=1
 	@$(BIN)/python -m tests.faults.soak --seconds $(SECONDS) --seed $(SEED) $(SOAK)

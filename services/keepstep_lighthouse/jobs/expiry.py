@@ -1,8 +1,11 @@
-"""Expiry of unused jobs. Pure.
+"""Expiry of unused jobs, and the jobs that make room for a new one. Pure.
 
 A job expires when it was unused for the ``job_ttl`` of its policy. It is in use while a session is open; an operator's
 order counts as use too. It does not expire while a group may reconnect (reconnect grace, takeover grace). The time of
 the last use is not stored: a new leader counts from the beginning of its term.
+
+A lighthouse with as many jobs as it may have deletes one for a new job: an expired one, or else one whose groups have
+finished, unused for ``OVER_SECONDS``. It never deletes a job that may go on.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 NEVER = float("inf")
+OVER_SECONDS = 3600.0
+"""Time for which a finished job is shown, even if its place is needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +30,8 @@ class JobUse:
     """When its last session ended, or its last order arrived."""
     awaited: bool = False
     """A group without a session may reconnect."""
+    over: bool = False
+    """All its groups have finished."""
 
 
 def due_at(use: JobUse) -> float:
@@ -35,7 +42,21 @@ def due_at(use: JobUse) -> float:
 def expired(uses: Iterable[JobUse], now: float) -> list[str]:
     """Return the names of expired jobs, the longest unused first."""
     found = [use for use in uses if due_at(use) <= now and not use.awaited]
-    return [use.job for use in sorted(found, key=lambda use: use.used_at)]
+    return _longest_unused(found)
+
+
+def replaceable(uses: Iterable[JobUse], now: float) -> list[str]:
+    """Return the names of jobs that make room for a new one, in the order in which they do."""
+    known = list(uses)
+    gone = expired(known, now)
+    over = (use for use in known if use.over and use.ttl and not use.sessions and not use.awaited)
+    return gone + [
+        job for job in _longest_unused(use for use in over if now - use.used_at >= OVER_SECONDS) if job not in gone
+    ]
+
+
+def _longest_unused(uses: Iterable[JobUse]) -> list[str]:
+    return [use.job for use in sorted(uses, key=lambda use: use.used_at)]
 
 
 def next_due(uses: Iterable[JobUse]) -> float:

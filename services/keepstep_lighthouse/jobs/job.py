@@ -354,7 +354,9 @@ class Job:
     @property
     def use(self) -> JobUse:
         awaited = self.closed or self.core.returning() is not None
-        return JobUse(self.name, self.core.record.policy.job_ttl, len(self.sessions), self.used_at, awaited)
+        record = self.core.record
+        over = record.closed is not None or (record.ended is not None and record.ended.code == "finished")
+        return JobUse(self.name, record.policy.job_ttl, len(self.sessions), self.used_at, awaited, over)
 
     @property
     def unused(self) -> bool:

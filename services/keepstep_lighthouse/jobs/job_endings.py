@@ -19,7 +19,7 @@ from typing import Protocol, TypeVar
 
 from keepstep_lighthouse.jobs import records
 from keepstep_lighthouse.jobs.event_log import EventLog, Happened
-from keepstep_lighthouse.jobs.expiry import JobUse, expired, next_due
+from keepstep_lighthouse.jobs.expiry import JobUse, expired, next_due, replaceable
 from keepstep_lighthouse.jobs.job import Job
 from keepstep_lighthouse.leadership.term import Term, TermOverError
 from keepstep_lighthouse.quorum.views import ReplicaState
@@ -37,6 +37,7 @@ PAUSE_SECONDS = 0.1
 MAX_EVICTED = 10_000
 """Number of incarnations remembered that were evicted with their job; the oldest are dropped."""
 BY_TTL = "job_ttl"
+BY_LIMIT = "max_jobs"
 
 log = get_logger("keepstep.lighthouse")
 
@@ -147,16 +148,24 @@ class JobEndings:
                 log.exception("fault in the expiry of jobs")  # this task must not end: without it, jobs never expire
                 await asyncio.sleep(EXPIRY_CHECK_SECONDS)
 
-    async def expire(self, at_most: int | None = None) -> None:
+    async def expire(self) -> None:
         """Delete the jobs that have expired, the longest unused first. Raises ``TermOverError``."""
-        left = at_most
-        while left != 0 and (names := self.expired()):
-            job, now = self._owner.jobs[names[0]], time.monotonic()
-            await self.delete(job, BY_TTL, job_ttl=job.core.record.policy.job_ttl, idle_seconds=now - job.used_at)
-            left = None if left is None else left - 1
+        while names := expired(self._uses(), time.monotonic()):
+            await self._delete_unused(names[0], BY_TTL)
 
-    def expired(self) -> list[str]:
-        return expired(self._uses(), time.monotonic())
+    @property
+    def can_make_room(self) -> bool:
+        """Whether a job may be deleted for a new one."""
+        return bool(replaceable(self._uses(), time.monotonic()))
+
+    async def make_room(self) -> None:
+        """Delete a job for a new one, if one may be. Raises ``TermOverError``."""
+        if names := replaceable(self._uses(), time.monotonic()):
+            await self._delete_unused(names[0], BY_LIMIT)
+
+    async def _delete_unused(self, name: str, by: str) -> None:
+        job, now = self._owner.jobs[name], time.monotonic()
+        await self.delete(job, by, job_ttl=job.core.record.policy.job_ttl, idle_seconds=now - job.used_at)
 
     def _uses(self) -> list[JobUse]:
         return [job.use for job in self._owner.jobs.values()] if self._owner.term is not None else []

@@ -190,7 +190,9 @@ class LighthouseNode:
         self._welcomed.clear()
         self.registry.term_begins()
         self.endings.term_begins(floor)
-        self.events.forget_others({key.removeprefix(records.JOB_PREFIX) for key in found})
+        jobs = {key.removeprefix(records.JOB_PREFIX) for key in found}
+        self.events.forget_others(jobs)
+        self._policy_warned &= jobs
         self.term, self.trouble, self._led_since = term, None, time.monotonic()
         for key, record in found.items():
             name = key.removeprefix(records.JOB_PREFIX)
@@ -337,8 +339,8 @@ class LighthouseNode:
                 session.refuse("not_ready", self.trouble or "the lighthouse is not ready")
                 return
             if len(self.jobs) >= self.settings.max_jobs:
-                if may_make_room and self.endings.expired():
-                    self.owned(asyncio.create_task(self._open_after_expiry(session, hello)))
+                if may_make_room and self.endings.can_make_room:
+                    self.owned(asyncio.create_task(self._open_in_room_made(session, hello)))
                 else:
                     session.refuse("not_ready", _no_room(session.job, self.settings.max_jobs))
                 return
@@ -351,9 +353,9 @@ class LighthouseNode:
         job.open(session, hello)
         session.begin(job)
 
-    async def _open_after_expiry(self, session: Session, hello: Hello) -> None:
+    async def _open_in_room_made(self, session: Session, hello: Hello) -> None:
         with contextlib.suppress(TermOverError):  # without a term, ``_open`` refuses the session
-            await self.endings.expire(at_most=1)
+            await self.endings.make_room()
         if not session.ending:
             self._open(session, hello, may_make_room=False)
 

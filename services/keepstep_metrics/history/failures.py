@@ -56,6 +56,12 @@ class FailureLog:
             if failure.name == name and failure.recovered_at is None:
                 failure.recovered_at = t
 
+    def forget_after(self, t: float) -> None:
+        """See ``Job.forget_after``."""
+        kept = [one for one in self._all if max(one.t, one.committed_at or 0.0, one.recovered_at or 0.0) <= t]
+        self._all = deque(kept, MAX_FAILURES)
+        self._open = [one for one in self._open if one in kept]
+
     def dump(self) -> list[dict[str, Any]]:
         return [asdict(one) for one in self._all]
 

@@ -133,6 +133,14 @@ class Group:
         if replica_id == self.replica_id:
             self.timeline.mark(max(t, self.timeline.since), state)
 
+    def forget_after(self, t: float) -> None:
+        """See ``Job.forget_after``."""
+        self.timeline.forget_after(t)
+        self.steps.forget_after(t)
+        self.committed_at, self.error_at = min(self.committed_at, t), min(self.error_at, t)
+        self.ends = {one: min(end, t) for one, end in self.ends.items()}
+        self.slow = deque(((since, until) for since, until in self.slow if since <= t), MAX_SLOW)
+
     def dump(self) -> dict[str, Any]:
         return {
             **{key: copy(getattr(self, key)) for key in ("name", "replica_id", *PLAIN)},

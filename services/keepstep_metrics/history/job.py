@@ -101,6 +101,29 @@ class Job:
         for key in [key for key in self.group_values if key[1] not in self.groups]:
             del self.group_values[key]
 
+    def forget_after(self, t: float) -> None:
+        """Forget what was recorded for a time after ``t``: the clock of this service was set back to ``t``.
+
+        States, groups, and steps stay. Without this, no record would count until the clock is there again.
+        """
+        self.first_seen, self.last_seen = min(self.first_seen, t), min(self.last_seen, t)
+        self.formed_at = min(self.formed_at, t)
+        for series in (
+            self.highest,
+            self.steps,
+            self.most,
+            self.histogram,
+            *self.values.values(),
+            *self.group_values.values(),
+        ):
+            series.forget_after(t)
+        for group in self.groups.values():
+            group.forget_after(t)
+        self.failures.forget_after(t)
+        self.transfers.forget_after(t)
+        if self.durable is not None:
+            self.durable.committed_at = min(self.durable.committed_at, t)
+
     # ---- records of workers
 
     def add_step(self, replica_id: str, step: StepRecord, now: float) -> None:

@@ -7,6 +7,7 @@ Rules:
 * A record counts once: records are numbered by their sender, and ``MetricsCore`` keeps the last number of each sender.
 * Events get their numbers here.
 * Everything is bounded. ``dump`` and ``load`` carry all of it over a restart.
+* If the clock of the service is set back, what was recorded for later times is forgotten.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ MAX_DELETED = 1000
 class MetricsCore:
     def __init__(self) -> None:
         self.jobs: dict[str, Job] = {}
+        self.now = 0.0
+        """Time of the last batch."""
         self.last_event = 0
         """Number of the last event."""
         self.deleted: OrderedDict[str, Event] = OrderedDict()
@@ -56,6 +59,9 @@ class MetricsCore:
 
     def apply(self, batch: Batch, now: float) -> tuple[int, list[tuple[str, Event]]]:
         """Return how many records were new, and the new events, each with its job."""
+        if now < self.now - MAX_AHEAD_SECONDS:
+            self._clock_set_back(now)
+        self.now = now
         head = batch.head
         seen = self._note_sender(head, len(batch.records))
         events: list[tuple[str, Event]] = []
@@ -92,6 +98,12 @@ class MetricsCore:
                 self.last_event += 1
                 events.append((job.name, job.add_straggler_event(straggler, now, self.last_event)))
         return len(new), events
+
+    def _clock_set_back(self, now: float) -> None:
+        for job in self.jobs.values():
+            job.forget_after(now)
+        for name, event in self.deleted.items():
+            self.deleted[name] = replace(event, t=min(event.t, now))
 
     def _note_sender(self, head: BatchHead, records: int) -> int:
         """Return the number of the last record before this batch."""
@@ -152,6 +164,7 @@ class MetricsCore:
         return {
             "jobs": jobs,
             "last_event": self.last_event,
+            "now": self.now,
             "deleted": [[name, asdict(event)] for name, event in self.deleted.items()],
             "senders": [[*key, last, self.dropped.get(key, 0)] for key, last in self._senders.items()],
             "dropped_total": self.dropped_total,
@@ -161,6 +174,7 @@ class MetricsCore:
         for one in dumped["jobs"]:
             job = Job.load(one)
             self.jobs[job.name] = job
+        self.now = dumped.get("now", 0.0)
         self.last_event, self.dropped_total = dumped["last_event"], dumped["dropped_total"]
         self.deleted.update((name, Event(**event)) for name, event in dumped.get("deleted", []))
         for name, boot, last, dropped in dumped["senders"]:

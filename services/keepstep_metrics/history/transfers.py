@@ -73,6 +73,10 @@ class TransferLog:
             found.ended = record.t
             found.error = record.error
 
+    def forget_after(self, t: float) -> None:
+        """See ``Job.forget_after``."""
+        self._all = deque((one for one in self._all if max(one.began, one.ended or 0.0) <= t), MAX_TRANSFERS)
+
     def dump(self) -> list[dict[str, Any]]:
         return [asdict(one) for one in self._all]
 

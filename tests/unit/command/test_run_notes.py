@@ -103,3 +103,13 @@ def test_a_drained_group_is_not_finished_and_a_job_that_goes_back_is_told() -> N
     back = event("went_back", **{"from": 80, "to": 0, "lost_steps": 80, "reason": "no group was left"})
     told = "the job went back from step 80 to 0 (80 steps are lost): no group was left"
     assert GroupStory().sentence(back) == told
+
+
+def test_a_file_that_was_rotated_away_is_left(tmp_path: Path) -> None:
+    files = LogFolder(tmp_path)
+    files.line("r0", 0, "before")
+    (tmp_path / "r0-0.log").rename(tmp_path / "r0-0.log.1")
+    files.line("r0", 0, "after")
+    files.close()
+    assert (tmp_path / "r0-0.log.1").read_text() == "before\n"
+    assert (tmp_path / "r0-0.log").read_text() == "after\n"

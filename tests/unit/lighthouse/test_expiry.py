@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep_lighthouse.jobs.expiry import NEVER, JobUse, due_at, expired, next_due
+from keepstep_lighthouse.jobs.expiry import NEVER, OVER_SECONDS, JobUse, due_at, expired, next_due, replaceable
 from keepstep_lighthouse.quorum.events import Persist
 from keepstep_lighthouse.quorum.job_record import JobRecord, Policy
 from tests.support.models.core_driver import Driver
@@ -42,6 +42,16 @@ def test_a_job_to_which_groups_may_come_back_does_not_expire() -> None:
 def test_a_ttl_of_0_is_never() -> None:
     assert expired([replace(IDLE, ttl=0)], 1e9) == []
     assert next_due([]) == NEVER
+
+
+def test_expired_jobs_make_room_first_then_those_that_are_over_for_an_hour() -> None:
+    over = replace(IDLE, job="over", ttl=1e6, over=True)
+    uses = [over, replace(over, job="older", used_at=90), replace(IDLE, job="may go on", ttl=1e6)]
+    assert replaceable(uses, 99 + OVER_SECONDS) == ["older"]
+    assert replaceable([*uses, IDLE], 100 + OVER_SECONDS) == ["idle", "older", "over"]
+    assert replaceable([replace(IDLE, over=True)], 1e9) == ["idle"], "once"
+    for kept in (replace(over, sessions=1), replace(over, awaited=True), replace(over, ttl=0)):
+        assert replaceable([kept], 1e9) == []
 
 
 @given(st.lists(USES), st.floats(0, 200))

@@ -396,3 +396,19 @@ def test_a_parted_group_is_kept_out_and_not_lost_until_it_is_in_a_quorum_again()
     assert dumped.jobs[JOB].groups["b"].parted
     world.happens(25, "quorum", quorum_id=3, members=["a:1", "b:1"])
     assert job_views.now_view(world.job, NOTHING, T + 26).kept_out == ()
+
+
+def test_records_count_at_once_after_the_clock_of_the_service_was_set_back() -> None:
+    """Records of a month that has not come would otherwise hide all of those that come now."""
+    world, month = joined("a:1", "b:1"), 30 * 86400
+    world.steps("a:1", month, month + 20)
+    world.happens(month + 20, "lost", "b:1", reason="its connection ended", member=True)
+    world.happens(month + 20, "job_deleted", job="other")
+    world.steps("a:1", 10, 30)
+    assert world.states("a", 30) == [(0, 10, "waiting_quorum"), (10, 30, "training")]
+    assert world.job.groups["b"].timeline.state is State.LOST, "what is known of the present stays"
+    assert [*world.job.failures] == []
+    assert sum(committed for _, (committed, _, _) in world.job.groups["a"].steps.rings[0].rows(T, T + 31)) == 20
+    assert world.job.last_seen == T + 30
+    world.happens(31, "joined", "r0:1", job="other")
+    assert "other" in world.core.jobs

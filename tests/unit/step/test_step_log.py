@@ -50,6 +50,18 @@ def test_lines_say_who_wrote_them_and_are_numbered(path: Path) -> None:
     ]
 
 
+def test_a_file_that_was_rotated_away_is_left(path: Path) -> None:
+    log = StepLog("night", "a:1", 0)
+    log.write("committed", 1, 7)
+    path.rename(path.with_name("steps.jsonl.1"))
+    log.write("committed", 2, 7)
+    path.unlink()
+    log.write("committed", 3, 7)
+    log.close()
+    assert [one["step"] for one in lines(path.with_name("steps.jsonl.1"))] == [1]
+    assert [one["step"] for one in lines(path)] == [3]
+
+
 def test_a_file_that_cannot_be_written_is_named_with_its_variable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

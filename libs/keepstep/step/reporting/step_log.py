@@ -29,6 +29,7 @@ import time
 
 from keepstep.group.quorum_plan import QuorumPlan
 from keepstep_mesh.config.logging import get_logger
+from keepstep_mesh.config.rotation import is_moved
 
 log = get_logger("keepstep.step_log")
 
@@ -36,10 +37,13 @@ STEP_LOG_ENV = "KEEPSTEP_STEP_LOG"
 
 
 class StepLog:
-    """Appends one line for each event. Several processes may share a file. ValueError if it cannot be opened."""
+    """Appends one line for each event. Several processes may share a file. ValueError if it cannot be opened.
+
+    A file that was renamed, as logrotate does, is left, and a new one begins.
+    """
 
     def __init__(self, job: str, replica_id: str, group_rank: int) -> None:
-        path = os.environ.get(STEP_LOG_ENV)
+        path = self._path = os.environ.get(STEP_LOG_ENV) or ""
         self._who = {"job": job, "replica_id": replica_id, "group_rank": group_rank}
         self._lock = threading.Lock()
         self._lines = 0
@@ -50,7 +54,7 @@ class StepLog:
         self._plan: QuorumPlan | None = None
         """The last plan, written or equal to the one that was written."""
         try:
-            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644) if path else -1
+            self._file = _opened(path) if path else -1
         except OSError as error:
             raise ValueError(f"{STEP_LOG_ENV}={path} cannot be opened for writing: {error.strerror}") from error
 
@@ -65,8 +69,12 @@ class StepLog:
                 self._append((json.dumps({**head, **detail}) + "\n").encode())
 
     def _append(self, line: bytes) -> None:
-        line = b"\n" + line if self._cut else line
         try:
+            if is_moved(self._path, self._file):
+                new = _opened(self._path)
+                os.close(self._file)
+                self._file, self._cut = new, False
+            line = b"\n" + line if self._cut else line
             written = os.write(self._file, line)  # one write: lines of two processes never mix
             self._cut = written < len(line)
             if self._cut:
@@ -94,6 +102,10 @@ class StepLog:
             if self._file >= 0:
                 os.close(self._file)
                 self._file = -1
+
+
+def _opened(path: str) -> int:
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
 
 def _differ(before: QuorumPlan | None, plan: QuorumPlan) -> bool:

@@ -9,6 +9,8 @@ from typing import BinaryIO
 
 import click
 
+from keepstep_mesh.config.rotation import is_moved
+
 NOTES = "run"
 """``run.log`` has the messages of the supervisor."""
 
@@ -59,6 +61,9 @@ class LogFolder:
         return None
 
     def _file(self, name: str) -> BinaryIO:
-        if name not in self._files:
-            self._files[name] = (self._folder / f"{name}.log").open("ab", buffering=0)
+        path, file = self._folder / f"{name}.log", self._files.get(name)
+        if file is None or is_moved(path, file.fileno()):
+            self._files[name] = path.open("ab", buffering=0)
+            if file is not None:
+                file.close()
         return self._files[name]

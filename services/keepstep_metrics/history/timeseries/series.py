@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -85,6 +85,10 @@ class Ring:
         rows = zip(*(cells[column::columns] for column in range(columns)), strict=True)  # a chart reads 10^5 rows
         return ((number * width, row) for number, row in zip(self.times[first:last], rows, strict=True))
 
+    def forget_after(self, t: float) -> None:
+        first = bisect_right(self.times, max(t, 0) // self.width)
+        del self.times[first:], self._cells[first * self._columns :]
+
     def dump(self) -> tuple[bytes, bytes]:
         return self.times.tobytes(), self._cells.tobytes()
 
@@ -115,6 +119,10 @@ class Series:
         """Raise column 0 of each row of ``t`` to column 0 of the same row of ``other``."""
         for ring, its in zip(self.rings, other.rings, strict=True):
             ring.highest(t, its.first(t))
+
+    def forget_after(self, t: float) -> None:
+        for ring in self.rings:
+            ring.forget_after(t)
 
     def points(
         self,

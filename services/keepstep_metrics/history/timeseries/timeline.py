@@ -103,6 +103,13 @@ class Timeline:
         if (gone := bisect_right(self.starts, t) - 1) > 0:
             del self.starts[:gone], self.states[:gone]
 
+    def forget_after(self, t: float) -> None:
+        """Forget what happened after ``t``. The last state holds from ``t`` on."""
+        state, first = self.state, bisect_right(self.starts, t)
+        if first < len(self.starts):
+            del self.starts[first:], self.states[first:]
+            self.mark(t, state)
+
     def spans(self, since: float, until: float) -> list[tuple[float, float, State]]:
         """Return (begin, end, state) between the two times, without ``GONE``."""
         if not self.starts or until <= since:

@@ -17,13 +17,13 @@ import pytest
 from keepstep_lighthouse.api import prometheus
 from keepstep_lighthouse.app import Lighthouse
 from keepstep_lighthouse.jobs import event_log, records
-from keepstep_lighthouse.jobs.expiry import due_at
+from keepstep_lighthouse.jobs.expiry import OVER_SECONDS, due_at
 from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_lighthouse.store.contract import Compare, Write, WriteFailedError
 from keepstep_lighthouse.store.memory_store import MemoryStore
 from keepstep_lighthouse.store.opening import open_store
 from keepstep_mesh.protocol.membership import HeldAnswer
-from keepstep_mesh.protocol.messages import Evicted, QuorumAnswer, RoundBroken
+from keepstep_mesh.protocol.messages import Closed, Evicted, QuorumAnswer, RoundBroken
 from tests.services.rest.scene import Rest
 from tests.support.services.etcd_server import EtcdCluster
 from tests.support.services.lighthouse_driver import (
@@ -308,6 +308,21 @@ async def test_a_job_in_its_takeover_grace_does_not_expire(tmp_path: Path) -> No
 
 
 # ---- limits
+
+
+async def test_a_job_whose_groups_have_finished_makes_room_after_an_hour() -> None:
+    async with served(max_jobs=1, policy=KEPT) as (one, _):
+        async with worker(one.address, job="first") as group:
+            (answer,) = await round_of([group])
+            await group.ask(1, lineage=answer.quorum_id, final=True)
+            await group.until(Closed)
+        await eventually(lambda: not one.jobs["first"].sessions and one.jobs["first"].core.returning() is None)
+        async with connection(one.address, job="second") as second:
+            await second.hello()
+            assert (await second.refusal()).code == "not_ready"
+        one.jobs["first"].used_at -= OVER_SECONDS
+        async with worker(one.address, job="second"):
+            assert list(one.jobs) == ["second"]
 
 
 async def test_a_newcomer_beyond_the_limit_is_told_what_to_do_and_expired_jobs_make_room_first(
