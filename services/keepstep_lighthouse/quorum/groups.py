@@ -235,14 +235,16 @@ class Groups:
     def _count_step(self, group: Group, request: QuorumRequest, seconds: float) -> None:
         """``request`` ends the step that began with the last answer, ``seconds`` ago."""
         group.step_seconds, group.working_since = seconds, None
-        # a group that asks for the same step again, without a failure, waited for heals before that step
+        # a group that asks for the step of its answer again, without a failure, waited for heals before that step; one
+        # that asks at its old state again withdrew its request, or did not heal where others finished
         answer, report = group.answer.announce if group.answer is not None else None, request.last_step
         same_step = answer is not None and request.step == answer.step
+        same_state = (request.step, request.lineage) == (group.step, group.lineage)
         failed = request.commit_failures > 0 and not request.retry  # a retried step is neither committed nor discarded
         if failed and answer is not None and report is not None and report.committed:
             # what failed is a collective after the step, if the report is of this step
             failed = (report.quorum_id, report.step) != (answer.quorum_id, answer.step)
-        committed = not failed and not same_step
+        committed = not (failed or same_step or same_state)
         group.committed += committed
         if committed:
             group.committed_at = group.asked_at

@@ -298,8 +298,8 @@ MUTATIONS = (
     Mutation(
         "a quorum that groups heal before counts as a step",
         f"{LIGHTHOUSE}/quorum/groups.py",
-        "committed = not failed and not same_step\n",
-        "committed = not failed\n",
+        "committed = not (failed or same_step or same_state)\n",
+        "committed = not (failed or same_state)\n",
         Test(f"{HEAL_ROUNDS}::test_it_is_no_step_that_was_committed_or_failed"),
     ),
     Mutation(

@@ -26,6 +26,13 @@ MUTATIONS = (
         Test(SIMULATION),
     ),
     Mutation(
+        "a group that asks at its old state again has committed a step",
+        "services/keepstep_lighthouse/quorum/groups.py",
+        "committed = not (failed or same_step or same_state)\n",
+        "committed = not (failed or same_step)\n",
+        Test(f"{SCENARIOS}[46_replacement]"),
+    ),
+    Mutation(
         "a group is drained for a spare that has not healed",
         RULES,
         " and soundness(group.step, group.lineage) is Soundness.SOUND",
