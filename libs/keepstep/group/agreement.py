@@ -31,6 +31,7 @@ def group_settings(
     refuse_nonfinite: bool,
     durable_every: int = 0,
     retry_allreduce: bool = False,
+    spares: int = 0,
     process_group: Mapping[str, str] | None = None,
 ) -> str:
     """Return the settings that decide the arithmetic, as groups compare them.
@@ -38,18 +39,20 @@ def group_settings(
     Add new settings here. Leave one out at the value that stands for what the release before does: groups of both
     releases then train together.
 
+    ``spares``: number of groups that stand by, which decides how many train.
     ``process_group``: those without which the process groups do not connect.
     """
-    spares = f" of {min_replica_size}" if world_size_mode is WorldSizeMode.FIXED_WITH_SPARES else ""
+    places = f" of {min_replica_size}" if world_size_mode is WorldSizeMode.FIXED_WITH_SPARES else ""
     return settings_text(
         {
             "arithmetic": ARITHMETIC,
             "use_async_quorum": use_async_quorum,
-            "world_size_mode": f"{world_size_mode.name}{spares}",
+            "world_size_mode": f"{world_size_mode.name}{places}",
             "init_sync": init_sync,
             "refuse_nonfinite": refuse_nonfinite,
             **({"durable_every": durable_every} if durable_every else {}),
             **({"retry_allreduce": True} if retry_allreduce else {}),
+            **({"KEEPSTEP_SPARES": spares} if spares else {}),
             **(process_group or {}),
         }
     )

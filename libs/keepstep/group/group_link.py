@@ -50,6 +50,8 @@ class LinkSettings:
     store_port: int | None
     restart: int
     quorum_retries: int
+    spares: int = 0
+    """Number of groups of the job that stand by."""
     notice: float = 0.0
     """Seconds from SIGTERM in which a spare may replace the group; 0: it leaves at once."""
 
@@ -126,6 +128,7 @@ class LinkSettings:
             store_port=store_port,
             restart=environment.restart_count(),
             quorum_retries=quorum_retries,
+            spares=spares,
             notice=environment.seconds("NOTICE_SEC", timedelta(0)).total_seconds() if notice else 0.0,
         )
         if spares and not settings.session.about.groups:

@@ -166,5 +166,6 @@ class ManagerSettings:
             refuse_nonfinite=self.refuse_nonfinite,
             durable_every=self.durable.every,
             retry_allreduce=self.retry_allreduce,
+            spares=self.link.spares,
             process_group=process_group,
         )

@@ -172,6 +172,11 @@ def run(
         )
     in_job = spares if spares_in_job is None else spares_in_job
     _check_numbers(replicas, spares, first_replica, replicas_in_job, in_job, min_replicas)
+    if (told_spares := os.environ.get("KEEPSTEP_SPARES", "")) not in ("", str(in_job)):
+        raise click.UsageError(
+            f"KEEPSTEP_SPARES={told_spares} is set, and the job has {in_job} spares: pass --spares-in-job, "
+            f"which sets it for the groups, and unset it here"
+        )
     token = read_token(token_file)
     try:
         tls.client_context()

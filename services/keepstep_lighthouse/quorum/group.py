@@ -165,6 +165,8 @@ class Group:
     info: MemberInfo = field(default_factory=MemberInfo)
     settings: str = ""
     """As in its request; empty: unknown."""
+    groups: int = 0
+    """Number of groups of the job, as it tells; 0: unknown."""
     step: int = 0
     lineage: Lineage = ""
     held_back_at: tuple[int, Lineage] | None = None

@@ -60,7 +60,7 @@ class Groups:
         self.standing_by: dict[str, Group] = {}
         self.counted = 0
         self.expected = 0
-        """Number of groups of the job, as the groups tell; 0: unknown."""
+        """Number of groups of the job, as those tell that have asked and fit each other; 0: unknown."""
         self.members_asking = 0
         self.shrinking = 0
         """Asking with shrink_only."""

@@ -40,6 +40,10 @@ def test_the_least_number_of_groups_counts_only_where_it_is_a_divisor():
     )
 
 
+def test_the_number_of_spares_is_compared_under_the_name_of_its_variable():
+    assert difference(settings(spares=1), "a", settings(), "b") == "setting KEEPSTEP_SPARES: 1 in a, unknown in b"
+
+
 def test_the_version_of_the_arithmetic_is_compared():
     older = settings().replace(f"arithmetic {ARITHMETIC}", "arithmetic 0")
     assert difference(settings(), "here", older, "r1") == f"setting arithmetic: {ARITHMETIC} in here, 0 in r1"

@@ -108,6 +108,15 @@ def test_spares_are_more_groups_which_know_their_number_and_the_time_of_a_notice
     assert {"[r2/0] I am 2 5 2 30.0", "[r3/0] I am 3 5 2 30.0"} <= set(run.lines)
 
 
+def test_another_number_of_spares_in_the_environment_is_an_error_of_usage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KEEPSTEP_SPARES", "1")
+    done = keepstep(tmp_path, "run", "--replicas", "2", "--", "true")
+    assert done.returncode == 2
+    assert "KEEPSTEP_SPARES=1 is set, and the job has 0 spares" in done.stderr
+
+
 def test_a_token_reaches_the_ranks_as_a_file_that_they_can_read_again(started, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("secret\n")
     script = 'print("token", open(os.environ["KEEPSTEP_TOKEN_FILE"]).read(), "KEEPSTEP_TOKEN" in os.environ)'

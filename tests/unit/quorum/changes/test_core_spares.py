@@ -69,6 +69,23 @@ def test_the_restarted_process_of_a_name_stands_by_also_when_it_came_before_the_
     assert members(announced(driver.asks("r1:1", 1, 1, failures=1))) == ["r1:1", "r2:1"]
 
 
+def test_a_group_that_counts_the_spares_as_groups_is_refused_and_lets_no_spare_in() -> None:
+    driver = Driver(Policy())
+    for name in ("r0:1", "r1:1", "r2:1"):
+        driver.opens(name, standby=True, groups=2)
+    driver.opens("r3:1", groups=3)
+    driver.asks("r3:1", settings="KEEPSTEP_SPARES 0")
+    driver.asks("r0:1", settings="KEEPSTEP_SPARES 1")
+    assert members(announced(driver.asks("r1:1", settings="KEEPSTEP_SPARES 1"))) == ["r0:1", "r1:1"]
+    driver.asks("r2:1", settings="KEEPSTEP_SPARES 1")
+    assert states(driver)["r2:1"] is ReplicaState.SPARE
+    driver.opens("r4:1", groups=3)
+    (denied,) = told(driver, driver.asks("r4:1", settings="KEEPSTEP_SPARES 0"))["r4:1"]
+    assert isinstance(denied, Denied)
+    assert "setting KEEPSTEP_SPARES: 0 in r4, 1 in r0" in denied.reason
+    assert states(driver)["r2:1"] is ReplicaState.SPARE
+
+
 def test_a_spare_whose_settings_differ_is_refused_before_it_is_needed() -> None:
     driver = Driver(Policy())
     for name in ("r0:1", "r1:1", "r2:1"):

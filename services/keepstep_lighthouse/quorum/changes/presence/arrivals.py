@@ -29,8 +29,8 @@ def open_session(state: JobState, event: Opened, now: float, now_unix: float) ->
         membership.raise_quorum_id(state, seen)
         if state.announcer.last is None:
             state.takeover.wait((), now, state.takeover_grace)
-    known = state.groups.expected if len(state.groups) else 0  # else the job may begin again with fewer groups
-    state.groups.expected = max(known, event.groups)
+    if not len(state.groups):
+        state.groups.expected = 0  # the job may begin again with fewer groups
     group = state.groups.by_id.get(event.replica_id)
     if group is None:
         member = event.replica_id in state.members
@@ -48,7 +48,7 @@ def open_session(state: JobState, event: Opened, now: float, now_unix: float) ->
             state.tell(group.session, Refused("replaced", f"{group.replica_id} opened another session"))
             state.end(group.session)
         state.groups.connect(group, event.session, now)
-    group.host = event.host
+    group.host, group.groups = event.host, event.groups
     if group.replica_id in state.takeover.absent:
         state.no_longer_absent(group.replica_id, now)
     if group.draining is not None:
