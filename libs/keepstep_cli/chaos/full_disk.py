@@ -33,12 +33,17 @@ class FullDisk:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / NAME
+        self._stopped = False
+
+    def stop(self) -> None:
+        """End ``__enter__`` early, in another thread, before the filesystem is full."""
+        self._stopped = True
 
     def __enter__(self) -> None:
         try:
             with self._path.open("wb", buffering=0) as file:
                 for size in PIECES:
-                    _fill(file.fileno(), bytes(size))
+                    self._fill(file.fileno(), bytes(size))
         except BaseException:
             self.__exit__()
             raise
@@ -46,13 +51,12 @@ class FullDisk:
     def __exit__(self, *_: object) -> None:
         self._path.unlink(missing_ok=True)
 
-
-def _fill(file: int, piece: bytes) -> None:
-    while True:
-        try:
-            if os.write(file, piece) < len(piece):
-                return
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                return
-            raise
+    def _fill(self, file: int, piece: bytes) -> None:
+        while not self._stopped:
+            try:
+                if os.write(file, piece) < len(piece):
+                    return
+            except OSError as error:
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    return
+                raise

@@ -173,7 +173,8 @@ class Injector:
     async def _fill_disk(self, place: Place, fault: Fault) -> None:
         if place.data_folder is None:
             raise InjectionError("it has no data directory")
-        await _within(full_disk.FullDisk(place.data_folder), fault.seconds)
+        disk = full_disk.FullDisk(place.data_folder)
+        await _within(disk, fault.seconds, disk.stop)
 
     # ---- orders
 
@@ -229,13 +230,20 @@ class Injector:
     }
 
 
-async def _within(context: AbstractContextManager[None], seconds: float) -> None:
-    """Enter ``context`` for so many seconds, in a thread, because it starts commands or writes files."""
+async def _within(
+    context: AbstractContextManager[None], seconds: float, stop: Callable[[], None] | None = None
+) -> None:
+    """Enter ``context`` for so many seconds, in a thread, because it starts commands or writes files.
+
+    ``stop``: lets a long entry end early, after a cancellation.
+    """
     entering = asyncio.ensure_future(asyncio.to_thread(context.__enter__))
     try:
         await asyncio.shield(entering)
         await asyncio.sleep(seconds)
     finally:
+        if stop is not None:
+            stop()
         await asyncio.wait([entering])  # a thread goes on after a cancellation, and what it did must be undone
         if entering.exception() is None:
             context.__exit__(None, None, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import subprocess
 import time
 from collections.abc import Iterator
@@ -92,6 +93,19 @@ def test_kinds_that_cannot_hit_a_service_have_a_reason(place, tmp_path):
     assert "--restart-services" in reasons["kill"]
     assert available(place, Permissions(restart_services=True)) == ["kill", "freeze", "slow", "restart"]
     assert network.why_not(place.pids[0])
+
+
+async def test_a_command_that_ends_does_not_wait_until_the_disk_is_full(tmp_path, monkeypatch):
+    monkeypatch.setattr(full_disk, "PIECES", (1,))  # it would take days
+    folder = process_table.Program(("--data-dir", str(tmp_path)), {}, str(tmp_path))
+    place = Place(SERVICE, [os.getpid()], program=folder)
+    filling = asyncio.create_task(injector(place, tmp_path).inject(Fault(1, KINDS["fill-disk"], SERVICE, 60.0)))
+    async with asyncio.timeout(20):
+        while not (tmp_path / full_disk.NAME).exists():  # noqa: ASYNC110 - nothing to wait on
+            await asyncio.sleep(0.01)
+        filling.cancel()
+        await asyncio.wait([filling])
+    assert not (tmp_path / full_disk.NAME).exists()
 
 
 def test_only_a_small_filesystem_of_its_own_is_filled(tmp_path):
