@@ -56,10 +56,15 @@ def decision_on(context: StepContext, vote: RankVote, seconds: float) -> bool:
         raise GroupFailedExit(reason) from error
 
 
-def all_ready(context: StepContext, ready: bool) -> bool:
+def all_ready(context: StepContext, ready: bool, waiting: float = 0.0) -> bool:
     """Return whether all ranks of this group are ready. Call it equally often in all ranks, between two steps.
 
     The first rank that is not ready decides, so that no rank waits for the others. A yes waits for all of them.
+
+    Args:
+        context: of this process.
+        ready: whether this rank is.
+        waiting: how long another rank may be busy before it calls this, in seconds, beside its forward pass.
 
     Raises:
         GroupFailedExit: this rank cannot learn the decision.
@@ -68,7 +73,7 @@ def all_ready(context: StepContext, ready: bool) -> bool:
         return ready
     context.polls += 1
     poll = RankVote(0, 0, context.progress.step, context.last_attempt, ready, context.polls)
-    return decision_on(context, poll, POLL_TIMEOUTS * context.timeout.total_seconds())
+    return decision_on(context, poll, waiting + POLL_TIMEOUTS * context.timeout.total_seconds())
 
 
 def root_of(context: StepContext, plan: QuorumPlan) -> StateRoot | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from keepstep.checkpointing.errors import TransferError
 from keepstep.checkpointing.state import early_copy
 from keepstep.checkpointing.state.early_copy import EarlyCopy
 from keepstep.checkpointing.state.pack_layout import Layout
+from keepstep.step.agreeing import POLL_TIMEOUTS
 from keepstep_mesh.errors import KeepstepError
 from tests.services.manager.groups import SECOND, change_policy, events, manager, place_to_meet, together
 
@@ -231,6 +233,35 @@ def test_the_ranks_of_a_group_catch_up_in_the_same_step(lighthouse, steps):
     assert (b0, b1) == (a0, a1)
     assert followed0 == followed1 >= 2 * FOLLOWED
     assert "torn" not in events(steps)
+
+
+def test_all_ranks_wait_for_the_state_when_one_has_no_memory_left(lighthouse, steps):
+    """Rank 0 has memory left, and its state. That of rank 1 arrives later than a poll of the ranks would end."""
+    homes = {name: place_to_meet() for name in "ab"}
+    gates, ahead, joined = [Gate(), Gate()], threading.Event(), threading.Event()
+    gates[0].open.set()
+
+    def join(rank: int) -> tuple[Any, int]:
+        assert ahead.wait(60)
+        how = {"checkpoint_transport": gates[rank], "timeout": SECOND, "rank": rank, **homes["b"]}
+        with manager(lighthouse, "b", **how) as m:
+            own, followed = Group(m, 2, catch_up_memory=1 if rank else 1 << 30), 0
+            joined.set()
+            while m.current_step() < LAST_STEP:
+                own.step()
+                followed += m.catching_up
+            m.finish()
+            return own.result(), followed
+
+    def release() -> None:
+        assert joined.wait(60)
+        time.sleep((POLL_TIMEOUTS + 1) * SECOND.total_seconds())
+        gates[1].open.set()
+
+    stay = [partial(veteran, lighthouse, ahead, joined, {"rank": rank, **homes["a"]}) for rank in range(2)]
+    a0, a1, (b0, followed0), (b1, followed1), _ = together(*stay, *(partial(join, rank) for rank in range(2)), release)
+    assert (b0, b1) == (a0, a1)
+    assert (followed0, followed1) == (0, 0), "both waited in their first step"
 
 
 def test_a_group_keeps_its_state_when_all_that_it_follows_begin_again(lighthouse, steps):

@@ -31,7 +31,7 @@ from keepstep.step.catching_up.gradient_log import FollowedStep, GradientLog, He
 from keepstep.step.context import StepContext
 from keepstep.step.reporting.heal_meter import REPORT_SECONDS, HealMeter
 from keepstep_mesh.errors import KeepstepError
-from keepstep_mesh.protocol.heal_limit import heal_limit
+from keepstep_mesh.protocol.heal_limit import MAX_HEAL_DOUBLINGS, heal_limit
 from keepstep_mesh.protocol.lineage import followed
 
 MAX_FAILURES = 3
@@ -176,18 +176,18 @@ class CatchUp:
         self._keep()
         if self._memory is None and self._receive is not None:
             self._log.memory = max(self._log.memory, self._receive.moved[1])
-        if self._log.full and self._log.phase is Phase.RECEIVING:
-            self._wait_for_state()
+        waited = 0.0
+        if self._log.phase is Phase.RECEIVING and not all_ready(self._context, not self._log.full):
+            waited = self._wait_for_state()
         alone = self._context.settings.world_size == 1  # the ranks of a group must replay equally many steps
-        return self._go_on(REPLAY_SHARE * seconds if alone else 0.0)
+        return self._go_on(REPLAY_SHARE * seconds if alone else 0.0, waited)
 
     def finish(self) -> None:
         """See ``Follower``."""
         if self.following and self._unkept:
             self._give_up("the script ended a step without Optimizer.step()")
         if self.following:
-            self._wait_for_state()
-            self._go_on(math.inf)
+            self._go_on(math.inf, self._wait_for_state())
         if self.following:
             self._give_up("another rank of this group does not have the state in time")
 
@@ -206,26 +206,36 @@ class CatchUp:
         self._log.keep(FollowedStep(progress.step, followed(str(progress.lineage)), self._last[1], kept, nbytes))
         self._unkept = False
 
-    def _go_on(self, seconds: float) -> bool:
-        """Load the state if all ranks have it, and replay for ``seconds``. Return whether the group has caught up."""
+    def _go_on(self, seconds: float, waited: float = 0.0) -> bool:
+        """Load the state if all ranks have it, and replay for ``seconds``. Return whether the group has caught up.
+
+        ``waited``: how long the other ranks may still wait for their state, in seconds.
+        """
         context, receive = self._context, self._receive
         if receive is None:
             return False
         if self._log.phase is Phase.RECEIVING:
-            if not all_ready(context, receive.error is None):
+            if not all_ready(context, receive.error is None, waited):
                 self._give_up(f"the state was not received: {receive.error or 'another rank failed'}")
                 return False
             if not all_ready(context, receive.state is not None) or not self._load(receive.state or {}):
                 return False
         return self._replay(seconds)
 
-    def _wait_for_state(self) -> None:
-        """Wait for the transfer, and report it as a heal, so that the lighthouse waits for this group."""
+    def _wait_for_state(self) -> float:
+        """Wait for the transfer, and report it as a heal, so that the lighthouse waits for this group.
+
+        Call it in all ranks of the group.
+
+        Returns:
+            The longest that another rank may wait, in seconds. Each one counts its own late heals.
+        """
         context, receive, meter = self._context, self._receive, self._meter
-        if receive is None or meter is None or receive.ended:
-            return
         timeout_ms = self._last[0].heal_timeout_ms if self._last is not None else 0
-        limit = heal_limit(timeout_ms / 1000, context.late_heals) if timeout_ms else LIMIT.total_seconds()
+        longest = heal_limit(timeout_ms / 1000, MAX_HEAL_DOUBLINGS) if timeout_ms else LIMIT.total_seconds()
+        if receive is None or meter is None or receive.ended:
+            return longest
+        limit = heal_limit(timeout_ms / 1000, context.late_heals) if timeout_ms else longest
         context.log.info("waiting for the state", step=context.progress.step, seconds=limit)
         reporting = context.mesh.spawn(self._report(meter))
         try:
@@ -238,6 +248,7 @@ class CatchUp:
         error = "" if receive.error is None else str(receive.error)
         last = meter.last_report(context.transport.via, error, time.monotonic())
         context.mesh.loop.call_soon_threadsafe(context.link.healing, last)
+        return longest
 
     async def _report(self, meter: HealMeter) -> None:
         while True:
