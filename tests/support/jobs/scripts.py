@@ -59,8 +59,8 @@ def shared_state(names: dict[str, Any]) -> object:
         return names["diloco"].state_dict()["fragments"]
     if "LocalSGD" in names:
         return names["model"].state_dict()
-    if "trainer" in names:
-        trainer = names["trainer"]
+    trainer: Any = names.get("trainer")
+    if hasattr(trainer, "strategy") or hasattr(trainer, "optimizer"):  # of Lightning, or of Transformers
         optimizers = trainer.optimizers if hasattr(trainer, "strategy") else [trainer.optimizer]
         return [names["model"].state_dict(), [one.state_dict() for one in optimizers]]
     return [names["model"].state_dict(), names["adamw"].state_dict()]
