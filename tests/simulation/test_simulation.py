@@ -88,6 +88,12 @@ def test_a_group_that_caught_up_halfway_does_not_heal_from_groups_that_began_aga
     assert found is None, explain(332, lighthouses=1, catches_up=True)
 
 
+def test_a_group_that_has_just_caught_up_is_the_only_one_with_the_last_step() -> None:
+    """The step fails in the group that it followed, and the job goes on from the group that caught up."""
+    found = violation(30416, careful=True, finishes=True, spares=True)
+    assert found is None, explain(30416, finishes=True, spares=True)
+
+
 def test_a_simulation_counts_its_futures_from_one_whatever_ran_before_it() -> None:
     """Their numbers decide the order of sets of them: otherwise a seed that fails in a long run may pass alone."""
 

@@ -439,11 +439,11 @@ class Worker:
             facts["new_lineage"] = self.lineage
         self.sim.logs.step(self, "committed", **facts)
         self.commits += 1
+        self.sim.states.committed(self, plan, behind=self._behind)
         if follows:
             self.following.keep(result, participants)
-            return
-        self.sim.states.committed(self, plan, behind=self._behind)
-        self._save()
+        else:
+            self._save()
 
     # ---- faults
 

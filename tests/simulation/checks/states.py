@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from keepstep.group.quorum_plan import QuorumPlan
-from keepstep_mesh.protocol.lineage import LOADED, Soundness, is_following, same_weights, soundness
+from keepstep_mesh.protocol.lineage import LOADED, Soundness, followed, is_following, same_weights, soundness
 from keepstep_mesh.protocol.membership import FinalState, Lineage, Quorum
 from keepstep_mesh.protocol.messages import QuorumRequest
 from tests.simulation.checks.history import Logs
@@ -92,7 +92,10 @@ class StateChecks:
         if not behind:
             before = self._resumed.get((plan.max_step, plan.lineage), 0)
             is_loaded = isinstance(plan.lineage, str) and plan.lineage.startswith(LOADED)
-            self._resumed[worker.step, worker.lineage] = plan.quorum_id if is_loaded else before
+            lineage = worker.lineage
+            if isinstance(lineage, str) and is_following(lineage):  # the next quorum may go on from this group alone
+                lineage = followed(lineage)
+            self._resumed[worker.step, lineage] = plan.quorum_id if is_loaded else before
         self.check_state(worker)
 
     def finished(self, worker: Worker, final: FinalState) -> None:
