@@ -13,7 +13,6 @@ import torch
 
 from keepstep import Finished, Manager
 from keepstep.runtime.exits import JobClosedExit, MismatchExit
-from keepstep_mesh.errors import KeepstepError
 from tests.services.manager.groups import SECOND, manager, place_to_meet, together
 from tests.services.manager.steps.test_starts import job
 from tests.support.services.relay_driver import relay_process
@@ -167,10 +166,3 @@ def test_a_wait_that_takes_too_long_says_what_it_waits_for_and_can_go_on(lightho
             return one.finish()
 
     assert together(impatient, slow) == [Finished(LAST, 2)] * 2
-
-
-def test_an_older_lighthouse_is_named(lighthouse: str) -> None:
-    with manager(lighthouse, "a") as one:
-        one._context.link._session.version = 2
-        with pytest.raises(KeepstepError, match="does not know finish"):
-            one.finish()

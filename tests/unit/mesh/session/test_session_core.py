@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from keepstep_mesh.errors import ProtocolError
 from keepstep_mesh.protocol.membership import HeldAnswer, Member, MemberInfo
-from keepstep_mesh.protocol.messages import QuorumAnswer, QuorumRequest, Welcome
+from keepstep_mesh.protocol.messages import PROTOCOL_VERSION, QuorumAnswer, QuorumRequest, Welcome
 from keepstep_mesh.session.session_machine import (
     PASS_BACKOFF,
     SESSION_CONNECT_SECONDS,
@@ -33,7 +33,7 @@ def core_in_session(epoch: int = 2, quorum_id: int = 0) -> SessionCore:
 
 
 def welcome(epoch: int, quorum_id: int = 0) -> Welcome:
-    return Welcome(1, epoch, quorum_id, 100, 5000, 200)
+    return Welcome(PROTOCOL_VERSION, epoch, quorum_id, 100, 5000, 200)
 
 
 def ask(core: SessionCore, step: int = 7, info: MemberInfo = INFO) -> int:
@@ -320,7 +320,7 @@ def test_settings_travel_with_the_info_on_each_connection_and_again_when_they_ch
 def test_a_round_without_healing_is_one_for_the_asker():
     core = SessionCore("a")
     core.hello()
-    core.welcomed(Welcome(2, 1, 0, 100, 5000, 200))
+    core.welcomed(Welcome(PROTOCOL_VERSION, 1, 0, 100, 5000, 200))
     core.ask(request(0, allow_heal=False))
     assert not core.to_send(1000).allow_heal
     told = QuorumAnswer(1, 1, 1, 0, 1, 0, "", 0, (), allow_heal=False)
