@@ -40,7 +40,7 @@ STEP_SECONDS = 1.0
 CHANGES, QUICK_CHANGES = 5, 2
 START_SECONDS = 180.0
 SETTLE_SECONDS = 8.0
-"""Steps without an event, before each one."""
+"""Of steps without an event, before each one."""
 BEAT_SECONDS = 0.01
 """Between two questions to the loop of the metrics service."""
 JOB_PATH = "/v1/jobs/bench"
@@ -142,7 +142,7 @@ class Mesh:
                     text = fetch(f"http://127.0.0.1:{port}/metrics").decode()
                     if "\nkeepstep_lighthouse_ready 1.0\n" in text and "\nkeepstep_lighthouse_standbys 1.0\n" in text:
                         return number
-            time.sleep(0.1)  # no event says so
+            time.sleep(0.1)  # a lighthouse tells no client that it leads and is followed
         raise TimeoutError("no lighthouse leads with a standby")
 
     def kill_lighthouse(self, number: int) -> None:
@@ -152,6 +152,10 @@ class Mesh:
 
     def restart(self, number: int) -> None:
         self.lighthouses[number] = self._lighthouse(self.ports[number])
+
+
+def steps_without_an_event() -> None:
+    time.sleep(SETTLE_SECONDS)  # these steps are measured, and an event changes none of them
 
 
 def fetch(url: str) -> bytes:
@@ -203,18 +207,18 @@ def play(groups: int, changes: int, log: Path) -> Seen:
             client.tell()
         stack.enter_context(beating(mesh.url, seen.beats))
         for number, victim in enumerate(victims):
-            time.sleep(SETTLE_SECONDS)
+            steps_without_an_event()
             marks.append(("loss", time.monotonic()))
             victim.popen.kill()
             victim.popen.wait(10)
             mesh.outs.remove(Path(name) / f"{groups + number}.out")
-            time.sleep(SETTLE_SECONDS)
+            steps_without_an_event()
             joiner = mesh.start_groups(groups + changes + number, 1)
             steady.append(joiner)
             joiner.expect("connected")
             marks.append(("join", time.monotonic()))
             joiner.tell()
-        time.sleep(SETTLE_SECONDS)
+        steps_without_an_event()
         ask_all(mesh.url, seen)
         for _ in range(changes):
             leader = mesh.leader()
@@ -222,9 +226,9 @@ def play(groups: int, changes: int, log: Path) -> Seen:
                 seen.memory_mib[role] = max(seen.memory_mib.get(role, 0.0), mesh.lighthouses[one].memory_mib())
             marks.append(("takeover", time.monotonic()))
             mesh.kill_lighthouse(leader)
-            time.sleep(SETTLE_SECONDS)
+            steps_without_an_event()
             mesh.restart(leader)
-            time.sleep(SETTLE_SECONDS)
+            steps_without_an_event()
         seen.memory_mib["metrics"] = mesh.metrics.memory_mib()
         seen.memory_mib["client, per group"] = steady[0].memory_mib() / share
         marks.append(("end", time.monotonic()))

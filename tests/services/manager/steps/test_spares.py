@@ -42,7 +42,9 @@ def test_a_spare_with_a_checkpoint_waits_for_its_place_and_for_no_time_limit(
         for thread in threads:
             thread.start()
         until_connected(lighthouse, "b")
+        deadline = time.monotonic() + DEADLINE
         while state_of_b(lighthouse) != "spare":
+            assert time.monotonic() < deadline, state_of_b(lighthouse)
             time.sleep(0.01)  # nothing tells a client of the lighthouse that a spare waits
         time.sleep(3 * SOON.total_seconds())  # the limit of a request, which does not end the wait of a spare
         assert not in_time
