@@ -301,7 +301,7 @@ class Manager(Finishing, BackgroundQuorum, Rehearsing, StateAndProgress):
 
         Args:
             allow_heal: False: a group that is behind takes part as it is. One group that asks so decides it for all
-                groups of the quorum.
+                groups of the quorum. No effect once a group of it finishes.
             shrink_only: take no new groups into the quorum.
             timeout: of the quorum, instead of ``quorum_timeout``; after it TimeoutError instead of asking again.
 

@@ -260,7 +260,7 @@ class QuorumAnswer:
     verify: bool = False
     """Members with the reference state must send its root digest with their next request."""
     allow_heal: bool = True
-    """False: a member forbids healing, so every member takes part with the state it has."""
+    """False: a member forbids healing, so every member takes part with the state it has. True if ``finishing``."""
     went_back_from: int = 0
     """Step that the job had reached, if this quorum begins at an earlier one; else 0."""
     finishing: bool = False

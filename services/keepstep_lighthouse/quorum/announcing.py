@@ -14,7 +14,8 @@ from keepstep_mesh.protocol.messages import QuorumRequest
 class Announcer:
     """Number member lists, so that a list is sent only when it has changed.
 
-    A round is without healing for all members if one of them asked for that.
+    A round is without healing for all members if one of them asked for that, except where groups finish: no member
+    takes a step there with the state that it has.
 
     A list is *uniform* when all members are at one (step, lineage), none after a failed commit and none with
     shrink_only. Between two uniform rounds with the same members and infos, only the common step and lineage change,
@@ -73,7 +74,7 @@ class Announcer:
             listed=listed,
             uniform=uniform,
             verify=verify and (len(chosen) if uniform else sum(_holds(one, step, lineage) for one in listed)) > 1,
-            allow_heal=allow_heal,
+            allow_heal=allow_heal or finishing,
             went_back_from=reached if step < reached else 0,
             finishing=finishing,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutations import (
     elastic_data,
+    finishing,
     jobs,
     leadership,
     local_sgd,
@@ -17,4 +18,4 @@ from tests.mutants.mutations import (
 
 MUTATIONS = leadership.MUTATIONS + quorum.MUTATIONS + jobs.MUTATIONS + mesh.MUTATIONS + worker.MUTATIONS
 MUTATIONS += local_sgd.MUTATIONS + retries.MUTATIONS + elastic_data.MUTATIONS + spares.MUTATIONS
-MUTATIONS += probation.MUTATIONS
+MUTATIONS += probation.MUTATIONS + finishing.MUTATIONS

@@ -76,7 +76,7 @@ MUTATIONS = (
     Mutation(
         "the divisor follows the group's policy of healing, not the round's",
         "libs/keepstep/step/quorums/quorum_round.py",
-        "        self.allow_heal = rules.allow_heal and plan.allow_heal\n",
+        "        self.allow_heal = plan.allow_heal and (rules.allow_heal or plan.finishing)\n",
         "",
         Test(
             "tests/services/manager/agreement/test_agreement.py::"

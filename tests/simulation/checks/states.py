@@ -63,7 +63,7 @@ class StateChecks:
     def check_plan(self, worker: Worker, plan: QuorumPlan, asked: QuorumRequest) -> None:
         if self._memberships[plan.quorum_id] != plan.replica_ids:
             self._violated(f"{worker.replica_id} takes {plan.replica_ids} for quorum {plan.quorum_id}")
-        if plan.allow_heal and not asked.allow_heal:
+        if plan.allow_heal and not asked.allow_heal and not plan.finishing:
             self._violated(f"{worker.replica_id} allows no heal, and is in a round with healing")
 
     def check_reference(self, quorum: Quorum, plan: QuorumPlan) -> None:

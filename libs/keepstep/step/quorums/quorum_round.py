@@ -100,7 +100,7 @@ class QuorumRound:
     def _prepare_heal(self, plan: QuorumPlan) -> None:
         """Decide how the groups of this quorum heal, and report it if this one does."""
         context, rules = self._context, self._rules
-        self.allow_heal = rules.allow_heal and plan.allow_heal
+        self.allow_heal = plan.allow_heal and (rules.allow_heal or plan.finishing)
         self.heals_first = rules.sync or not self.allow_heal or (rules.first_step and plan.first_step)
         together = self.heals_first or plan.finishing
         self._exchange = StateExchange(context, plan, self._times, allow_heal=self.allow_heal, together=together)

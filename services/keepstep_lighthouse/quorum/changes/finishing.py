@@ -1,7 +1,8 @@
 """The end of training: the groups finish together, and the job is closed. Pure.
 
 A group that has taken its last step asks with ``final``. A quorum with such a member is *finishing*: no member reduces
-or commits in it, and groups that are behind heal from the others. It forms when all healthy groups ask. Rules:
+or commits in it, and groups that are behind heal from the others, also those that asked for a round without healing.
+It forms when all healthy groups ask. Rules:
 
 * **Closing.** When all members ask with ``final``, at one (step, lineage), and no group was lost within
   ``finish_grace``, the job is closed at that state: written first, then told to all of them. From then on, a request

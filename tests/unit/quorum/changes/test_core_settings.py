@@ -141,6 +141,14 @@ def test_steady_rounds_say_whether_healing_is_allowed_without_another_list() -> 
     assert (answer.uniform, answer.version, answer.allow_heal) == (True, before.version, False)
 
 
+def test_groups_heal_where_groups_finish_even_if_one_asked_for_a_round_without_healing() -> None:
+    driver = Driver(min_replicas=1)
+    driver.start("a", "b")
+    driver.asks("a", 5, 1, final=True)
+    last = announced(driver.asks("b", 3, "behind:b:1", allow_heal=False))
+    assert (last.finishing, last.allow_heal) == (True, True)
+
+
 def test_a_group_that_is_not_in_the_round_does_not_decide_on_its_healing() -> None:
     driver = Driver(min_replicas=1, max_replicas=1)
     driver.start("a")

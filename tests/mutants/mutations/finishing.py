@@ -1,0 +1,64 @@
+"""Bugs in how groups finish together: ``keepstep_lighthouse.quorum.changes.finishing`` and what it relies on."""
+
+from __future__ import annotations
+
+from tests.mutants.mutation import Mutation, Test
+
+LIGHTHOUSE = "services/keepstep_lighthouse"
+SETTINGS = "tests/unit/quorum/changes/test_core_settings.py"
+SCENARIO = "tests/scenarios/test_scenarios.py::test_the_lighthouse_decides_as_the_scenario_says"
+FINISHING = f"{SCENARIO}[35_finishing_together]"
+WAITED_FOR = f"{SCENARIO}[37_who_is_waited_for_at_the_end]"
+ENDS_TOGETHER = "tests/simulation/test_simulation.py::test_groups_finish_together_or_learn_that_the_others_did[1]"
+
+MUTATIONS = (
+    Mutation(
+        "a job is closed while its groups have different states of the last step",
+        f"{LIGHTHOUSE}/quorum/changes/finishing.py",
+        "    if not all(_is_final(group) and (group.step, group.lineage) == (step, lineage) for group in chosen):\n",
+        "    if not all(_is_final(group) and group.step == step for group in chosen):\n",
+        Test(WAITED_FOR),
+    ),
+    Mutation(
+        "a group that asks for rounds without healing keeps the others from healing at the end",
+        f"{LIGHTHOUSE}/quorum/announcing.py",
+        "            allow_heal=allow_heal or finishing,\n",
+        "            allow_heal=allow_heal,\n",
+        Test(f"{SETTINGS}::test_groups_heal_where_groups_finish_even_if_one_asked_for_a_round_without_healing"),
+    ),
+    Mutation(
+        "the final state of a job is not written",
+        f"{LIGHTHOUSE}/quorum/changes/finishing.py",
+        "    if step:\n        state.persist(",
+        "    if step < 0:\n        state.persist(",
+        Test(ENDS_TOGETHER),
+    ),
+    Mutation(
+        "groups that finish leave one behind that was killed in its heals",
+        f"{LIGHTHOUSE}/quorum/changes/finishing.py",
+        "    if probation.let_in_at_end(state):\n",
+        "    if not state.groups:\n",
+        Test(WAITED_FOR),
+    ),
+    Mutation(
+        "groups that finish do not wait for a group that was lost lately",
+        f"{LIGHTHOUSE}/quorum/changes/finishing.py",
+        "    if now < until:\n",
+        "    if now < until and step < 0:\n",
+        Test(WAITED_FOR),
+    ),
+    Mutation(
+        "groups that finish do not wait for a group that is connected and has not asked",
+        f"{LIGHTHOUSE}/quorum/rules/quorum_rules.py",
+        " and groups.members_asking == quorum_size and not groups.final:\n",
+        " and groups.members_asking == quorum_size:\n",
+        Test(FINISHING),
+    ),
+    Mutation(
+        "a group trains on although the job is closed",
+        f"{LIGHTHOUSE}/quorum/changes/finishing.py",
+        "    if final is None:\n        return False\n",
+        "    if final is None or not request.final:\n        return False\n",
+        Test(ENDS_TOGETHER),
+    ),
+)
