@@ -312,6 +312,8 @@ class Manager(Finishing, BackgroundQuorum, Rehearsing, StateAndProgress):
         """
         context = self._context
         context.raise_fatal()
+        if context.faults is not None:
+            context.faults.raise_ordered()
         if self.rehearsing:
             self._begin_rehearsed_step()
             return

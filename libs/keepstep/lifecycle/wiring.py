@@ -23,6 +23,7 @@ from keepstep.step.progress import GroupProgress
 from keepstep.step.reconfigurer import Reconfigurer
 from keepstep.step.reporting.step_log import StepLog
 from keepstep.step.reporting.step_telemetry import StepTelemetry
+from keepstep.step.step_faults import StepFaults
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import Banned
 from keepstep_mesh.protocol.lineage import NEW
@@ -91,6 +92,7 @@ def connect(
             world_size_mode=settings.world_size_mode,
             job_settings=settings.of_job(getattr(pg, "job_settings", {})),
             refuse_nonfinite=settings.refuse_nonfinite,
+            faults=StepFaults.accepted(),
             store=store,
             stands_by=own.stands_by,
         )
@@ -124,6 +126,8 @@ def disconnect(context: StepContext, limit: float, *, wait: bool) -> None:
         limit: seconds for closing the connections of the group.
         wait: whether to wait until the transport has freed its threads, ports and buffers.
     """
+    if context.faults is not None:
+        context.faults.close()
     context.reconfigurer.shutdown()
     if context.follower is not None:
         context.follower.close()

@@ -26,6 +26,7 @@ from keepstep.step.reconfigurer import Reconfigurer
 from keepstep.step.reporting.step_log import StepLog
 from keepstep.step.reporting.step_telemetry import StepTelemetry
 from keepstep.step.retrying.kept_reductions import KeptReductions
+from keepstep.step.step_faults import StepFaults
 from keepstep_mesh.config.logging import Logger
 from keepstep_mesh.errors import ExitWithReason, JobClosed, KeepstepError
 from keepstep_mesh.protocol.group_messages import RankAsk
@@ -101,6 +102,8 @@ class StepContext:
     """``QuorumPlan.attempt`` of the last step."""
     polls: int = 0
     """Number of polls of the ranks so far."""
+    faults: StepFaults | None = None
+    """Faults that ``keepstep chaos`` orders; None: this process accepts none."""
     store: Store | None = None
     """The launcher's store. Its server ends with the last reference, and other ranks may connect to it late."""
 

@@ -23,10 +23,11 @@ from keepstep_cli.chaos import observation
 from keepstep_cli.chaos.engine import Duration, Engine
 from keepstep_cli.chaos.injection import Permissions, available, unavailable
 from keepstep_cli.chaos.recovery import Recovery
+from keepstep_cli.chaos.report import markdown
 from keepstep_cli.chaos.schedule import Limits, Schedule, choices
 from keepstep_cli.chaos.targets import Places, find
 from keepstep_cli.chaos.verdict import COLUMNS, GROWTH_COLUMNS, Outcome, fault_rows, growth_rows, summary
-from keepstep_cli.chaos.vocabulary import KINDS, Target
+from keepstep_cli.chaos.vocabulary import KINDS, Role, Target
 
 LIST_SECONDS = 10.0
 
@@ -47,6 +48,8 @@ class Request:
     logs: tuple[Path, ...] = ()
     """Logs and folders; empty: those that the processes tell."""
     digests: Path | None = None
+    samples_per_step: int | None = None
+    """That each group takes in a step; None: not known."""
     results: Path = Path("chaos-results")
 
 
@@ -103,13 +106,15 @@ def _chosen(target: Target, names: tuple[str, ...]) -> bool:
 
 def _kinds(places: Places, target: Target, request: Request) -> list[str]:
     found = available(places.by_target[target], request.permissions)
-    return [name for name in found if not request.only or name in request.only]
+    return [name for name in found if name in request.only or not (request.only or KINDS[name].asked_for)]
 
 
 def _reason(places: Places, targets: list[Target], kind: str, request: Request) -> str:
     for target in targets:
         if why := unavailable(places.by_target[target], request.permissions).get(kind):
             return f"{target}: {why}"
+    if KINDS[kind].asked_for and not request.only:
+        return f"it may spoil the weights of all groups; ask for it with --only {kind}"
     if any(target.role in KINDS[kind].roles for target in targets):
         return "it would leave too few groups or no lighthouse; pass --beyond-limits"
     return "no target of the right kind"
@@ -134,7 +139,7 @@ def show_plan(plan: Plan, previewed: int) -> None:
 def run_chaos(
     lighthouse: Lighthouse, plan: Plan, *, as_json: bool, say: Callable[[str], None] | None = None
 ) -> Outcome:
-    """Run the faults; write ``results.json``, and the state of a wedged job. Print the report.
+    """Run the faults; write ``results.json`` and ``results.md``, and the state of a wedged job. Print the report.
 
     ``say`` receives a line for each fault; default: standard error.
     """
@@ -162,6 +167,7 @@ def run_chaos(
         _to_standard_error("keepstep: interrupted; every fault was undone")
     outcome = _outcome(plan, engine, recovery, time.time() - began)
     (request.results / "results.json").write_text(json.dumps(outcome.json(), indent=1) + "\n", encoding="utf-8")
+    (request.results / "results.md").write_text(markdown(outcome, plan.places.job), encoding="utf-8")
     if as_json:
         print(json.dumps(outcome.json(), indent=2))
     else:
@@ -179,7 +185,11 @@ def _outcome(plan: Plan, engine: Engine, recovery: Recovery, seconds: float) -> 
     outcome = Outcome(plan.request.seed, seconds, recovery.costs, recovery.commits, engine.resources.growth())
     outcome.wedged, outcome.unrecovered = engine.wedged, sorted(recovery.down)
     outcome.comparisons, outcome.differences = engine.observer.comparisons, engine.observer.differences
-    outcome.left_out = plan.left_out
+    outcome.left_out, outcome.samples_per_step = plan.left_out, plan.request.samples_per_step
+    outcome.groups = sum(target.role == Role.GROUP for target in plan.places.targets)
+    if engine.observer.steps_seen:
+        outcome.step_seconds = recovery.pace.step_seconds
+        outcome.goodput = recovery.pace.goodput(outcome.groups, seconds)
     if plan.logs:
         try:
             report = check_files(plan.logs)

@@ -65,9 +65,13 @@ class Engine:
         self._say = say
         self._acts: set[asyncio.Task[None]] = set()
         self.wedged = False
+        self._after: int | None = None
+        """Number of the last event that was asked for."""
 
     async def run(self, duration: Duration) -> None:
         """Inject faults until the end, then wait until all targets have recovered. Leaves no fault behind."""
+        with contextlib.suppress(ClickException):
+            await self._ask_events()  # events from before do not count
         asking = [asyncio.create_task(one) for one in (self._ask_services(), self._look_slowly())]
         end = time.time() + duration.seconds if duration.seconds else float("inf")
         try:
@@ -129,11 +133,21 @@ class Engine:
         while True:
             self._places.refresh()
             self.resources.sample(self._places, time.time(), self._recovery.down)
-            if not self.observer.steps_seen or self._recovery.waits_for(Role.GROUP):
-                asked = time.time()
-                with contextlib.suppress(ClickException):
+            with contextlib.suppress(ClickException):
+                if not self.observer.steps_seen or self._recovery.waits_for(Role.GROUP):
+                    asked = time.time()
                     self.learn(await self._lighthouse.get("jobs", self._places.job, "replicas"), asked)
+                if not self.observer.events_seen:
+                    await self._ask_events()
             await asyncio.sleep(SLOW_LOOK_SECONDS)
+
+    async def _ask_events(self) -> None:
+        """Take the events since the last call from the lighthouse, because no event log is at hand."""
+        first, after = self._after is None, {} if self._after is None else {"after": self._after}
+        found = await self._lighthouse.get("jobs", self._places.job, "events", **after)
+        self._after = found["after"]
+        for record in () if first else found["events"]:
+            self.observer.event(record)
 
     def learn(self, answer: Any, asked: float) -> None:
         """Take from the lighthouse which groups stand by as spares and, without step logs, the commits.

@@ -17,7 +17,8 @@ from typing import Any
 from click import ClickException
 
 from keepstep_cli.asking.rest import Lighthouse
-from keepstep_cli.chaos import full_disk, network, process_table
+from keepstep_cli.chaos import full_disk, inside, network, process_table
+from keepstep_cli.chaos.memory_limit import memory_limited
 from keepstep_cli.chaos.targets import Place, Places
 from keepstep_cli.chaos.vocabulary import KINDS, Fault, Role, Target
 from keepstep_cli.running.run_control import order_restart
@@ -48,8 +49,13 @@ def unavailable(place: Place, permissions: Permissions) -> dict[str, str]:
         reason = None
         if name in ("kill", "restart") and place.url and not place.local:
             reason = _no_restart(place, permissions)
-        elif name.startswith("cut"):
+        elif name == "memory" and place.url and not place.local:
+            reason = _no_restart(place, permissions)  # a process that gets no memory may end
+        elif name.startswith("cut") or name in network.QUEUES:
             reason = network.why_not(place.pids[0]) if place.pids else "it does not run"
+            reason = reason or (network.why_no_queue(name) if name in network.QUEUES else None)
+        elif KINDS[name].inside:
+            reason = inside.why_not(place.pids)
         elif name == "fill-disk":
             reason = full_disk.why_not(place.data_folder, shared=permissions.fill_shared_disks)
         if reason is not None:
@@ -100,6 +106,8 @@ class Injector:
             await self._acts[fault.kind.name](self, place, fault)
         except ClickException as error:
             raise InjectionError(error.message.splitlines()[0]) from error
+        except inside.OrderError as error:
+            raise InjectionError(str(error)) from error
         except (OSError, network.NetworkError, TimeoutError) as error:
             raise InjectionError(f"{type(error).__name__}: {error}") from error
 
@@ -164,11 +172,22 @@ class Injector:
                 await asyncio.sleep(SLOW_STOPPED_SECONDS)
             await asyncio.sleep(SLOW_RUNNING_SECONDS)
 
+    async def _memory(self, place: Place, fault: Fault) -> None:
+        start_again = self._start_again(place)
+        with memory_limited(place.pids):
+            await asyncio.sleep(fault.seconds)
+        if not any(map(process_table.alive, place.pids)):
+            start_again()
+
+    async def _order_inside(self, place: Place, fault: Fault) -> None:
+        await inside.order(place.pids, fault.kind.name, fault.seconds)
+
     # ---- surroundings
 
     async def _cut(self, place: Place, fault: Fault) -> None:
         name = fault.kind.name
-        await _within(network.Cut(place.pids[0], sent=name != "cut-in", received=name != "cut-out"), fault.seconds)
+        sent = network.QUEUES.get(name, () if name == "cut-in" else network.BLACKHOLE)
+        await _within(network.Cut(place.pids[0], sent, received=name in ("cut", "cut-in")), fault.seconds)
 
     async def _fill_disk(self, place: Place, fault: Fault) -> None:
         if place.data_folder is None:
@@ -219,9 +238,17 @@ class Injector:
         "restart": _restart,
         "freeze": _freeze,
         "slow": _slow,
+        "memory": _memory,
         "cut": _cut,
         "cut-in": _cut,
         "cut-out": _cut,
+        "loss": _cut,
+        "delay": _cut,
+        "throttle": _cut,
+        "exception": _order_inside,
+        "nan": _order_inside,
+        "gil": _order_inside,
+        "clock": _order_inside,
         "fill-disk": _fill_disk,
         "evict": _evict,
         "drain": _drain,

@@ -1,7 +1,8 @@
-"""Lose the packets of one process: those that it sends, those that it gets, or both.
+"""Lose, delay, or slow down the packets of one process.
 
 The process must be in a network namespace of its own, as a container is. The packets that it sends go to a queue that
-drops them; packets that arrive meet a routing rule that drops them. Needs root, ``nsenter`` and iproute2.
+drops, delays, or paces them; packets that arrive meet a routing rule that drops them. Needs root, ``nsenter`` and
+iproute2. Loss and delay need the queue ``netem``, a module that some kernels do not have.
 """
 
 from __future__ import annotations
@@ -9,12 +10,20 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 
 from keepstep_cli.chaos import process_table
 
-NEEDED = ("nsenter", "ip", "tc")
+NEEDED = ("nsenter", "unshare", "ip", "tc")
 COMMAND_SECONDS = 10.0
+BLACKHOLE = ("blackhole",)
+QUEUES: Mapping[str, tuple[str, ...]] = {
+    "loss": ("netem", "loss", "20%"),
+    "delay": ("netem", "delay", "100ms", "20ms"),
+    "throttle": ("tbf", "rate", "1mbit", "burst", "32kbit", "latency", "1s"),
+}
+"""Kind of fault -> words of ``tc qdisc``."""
 
 
 class NetworkError(Exception):
@@ -34,10 +43,33 @@ def why_not(pid: int) -> str | None:
     return None if own else "its process shares the network of this machine; run it in a network namespace of its own"
 
 
-class Cut:
-    """A cut network: a context manager. It holds the namespace, so it can be undone after the process has ended."""
+def why_no_queue(kind: str) -> str | None:
+    """Return why this kernel cannot queue packets for a kind of ``QUEUES``; None: it can. For root."""
+    queue = QUEUES[kind][0]
+    return None if _has(queue) else f"this kernel has no queue {queue}; load its module: modprobe sch_{queue}"
 
-    def __init__(self, pid: int, *, sent: bool, received: bool) -> None:
+
+@cache
+def _has(queue: str) -> bool:
+    """Try a queue in a network namespace of its own."""
+    words = next(words for words in QUEUES.values() if words[0] == queue)
+    command = ("unshare", "--net", "tc", "qdisc", "add", "dev", "lo", "root", *words)
+    done = subprocess.run(  # noqa: S603 - the words are ours
+        command, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=COMMAND_SECONDS
+    )
+    return done.returncode == 0
+
+
+class Cut:
+    """A disturbed network: a context manager. It holds the namespace, so it can be undone after the process has ended.
+
+    Args:
+        pid: of a process in the namespace.
+        sent: words of ``tc qdisc`` for packets that it sends; empty: they are left alone.
+        received: whether packets that arrive are dropped.
+    """
+
+    def __init__(self, pid: int, sent: Sequence[str], *, received: bool) -> None:
         self._file = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY)
         self._sent, self._received = sent, received
         self._undo: list[tuple[str, ...]] = []
@@ -46,7 +78,7 @@ class Cut:
         try:
             devices = self._devices()
             for device in devices if self._sent else ():
-                self._run("tc", "qdisc", "replace", "dev", device, "root", "blackhole")
+                self._run("tc", "qdisc", "replace", "dev", device, "root", *self._sent)
                 self._undo.append(("tc", "qdisc", "del", "dev", device, "root"))
             if self._received:
                 self._drop_received(devices)

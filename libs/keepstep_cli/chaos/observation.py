@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +18,7 @@ from keepstep_history.records import files_of
 
 STEP_LOG = "KEEPSTEP_STEP_LOG"
 LOST = ("lost", "evicted")
+DETECTED = (*LOST, "suspect", "left", "drain", "parted")
 MAX_READ_BYTES = 16 << 20
 """Of one log at a time; the rest follows in the next look."""
 
@@ -62,6 +64,8 @@ class Observer:
         self.differences = 0
         """Comparisons of weights that found a difference."""
         self.comparisons = 0
+        self.events_seen = False
+        """Whether an event log has grown."""
 
     def look(self) -> None:
         for path in self._new_files():
@@ -69,17 +73,23 @@ class Observer:
         records = [record for log in self._logs.values() for record in log.new() if record.get("job") == self._job]
         for record in sorted(records, key=_time):
             if "kind" in record:
-                self._event(record)
+                self.events_seen = True
+                self.event(record)
             elif "event" in record:
                 self._step(record)
 
     def _new_files(self) -> list[Path]:
         return [path for _, path in files_of(self._folders) if path not in self._logs] if self._folders else []
 
-    def _event(self, record: dict[str, Any]) -> None:
-        kind = record["kind"]
-        if kind in LOST and (group := group_of(self._places, record["replica_id"])) is not None:
-            self._recovery.lost(group, f"{kind} at {_time(record):.3f}")
+    def event(self, record: dict[str, Any]) -> None:
+        """Take an event of the lighthouse."""
+        kind, at = record["kind"], _time(record)
+        if kind in DETECTED and (group := group_of(self._places, record["replica_id"])) is not None:
+            self._recovery.detected(group, at)
+            if kind in LOST:
+                self._recovery.lost(group, f"{kind} at {at:.3f}")
+        elif kind == "went_back":
+            self._recovery.went_back(int(record["detail"].get("lost_steps", 0)))
         elif kind in ("replicas_verified", "replicas_differ"):
             self.comparisons += 1
             self.differences += kind == "replicas_differ"
@@ -91,14 +101,14 @@ class Observer:
         event = record["event"]
         if event == "committed":
             self.steps_seen = True
-            self._recovery.committed(group, record["step"], record["t"])
+            self._recovery.committed(group, record["step"], _time(record))
         elif event in ("discarded", "retried"):
             self._recovery.discarded(retried=event == "retried")
 
 
 def _time(record: dict[str, Any]) -> float:
-    """Return the Unix time of a line of either kind of log."""
-    return float(record.get("t") or record.get("time") or 0)
+    """Return the Unix time of a line of either kind of log. The clock that wrote it may be ahead."""
+    return min(float(record.get("t") or record.get("time") or 0), time.time())
 
 
 def logs_of(places: Places) -> list[Path]:

@@ -3,6 +3,9 @@
 Times are Unix times in seconds, as in the logs. A group that was hit is down until it commits a step after the fault,
 or stands by as a spare; a service, until it answers. ``wedged_seconds`` counts while enough targets are untouched and
 alive, and no step commits.
+
+``commit_gap_seconds`` of a fault is the longest time between two commits of the job, of those that it may have delayed:
+from the last commit before it to the first one after its target works again.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+from keepstep_cli.chaos.pace import Pace
 from keepstep_cli.chaos.vocabulary import Fault, Role, Target
 
 
@@ -26,9 +30,15 @@ class Cost:
     """From its beginning to the next commit of another group, or of any group if it hit none."""
     recovered_seconds: float | None = None
     """From its beginning until the target worked again."""
+    detected_seconds: float | None = None
+    """From its beginning until the lighthouse noted that its group is missing or leaves; None: it did not."""
+    commit_gap_seconds: float | None = None
+    """None: no step committed since."""
     discarded: int = 0
     """Steps that groups discarded after it, until the next fault."""
     retried: int = 0
+    went_back: int = 0
+    """Committed steps that the job gave up after it, until the next fault."""
     lost: list[str] = field(default_factory=list)
     """Groups that no fault had hit, and which were lost or evicted."""
     failed: str = ""
@@ -44,10 +54,13 @@ class Cost:
             "seconds": round(fault.seconds, 3),
             "began": self.began,
             "ended": self.ended,
+            "detected_seconds": self.detected_seconds,
             "next_commit_seconds": self.next_commit_seconds,
             "recovered_seconds": self.recovered_seconds,
+            "commit_gap_seconds": self.commit_gap_seconds,
             "discarded": self.discarded,
             "retried": self.retried,
+            "went_back": self.went_back,
             "lost": self.lost,
             "failed": self.failed,
         }
@@ -66,6 +79,10 @@ class Recovery:
         """Faults that are being injected, by number."""
         self._awaiting: list[Cost] = []
         """Faults without a commit since."""
+        self._measured: list[Cost] = []
+        """Faults that may delay the next commit."""
+        self._last_commit = began
+        self.pace = Pace()
         self.costs: list[Cost] = []
         self.commits = 0
         """Different steps that were committed."""
@@ -78,6 +95,7 @@ class Recovery:
         self.costs.append(cost)
         self._acting[fault.number] = cost
         self._awaiting.append(cost)
+        self._measured.append(cost)
         if fault.kind.takes_away:
             self._open[fault.target] = cost
         return cost
@@ -88,8 +106,9 @@ class Recovery:
         cost.ended, cost.failed = now, failed
         if failed and self._open.get(fault.target) is cost:
             del self._open[fault.target]
-        if failed and cost in self._awaiting:
-            self._awaiting.remove(cost)
+        for costs in (self._awaiting, self._measured):
+            if failed and cost in costs:
+                costs.remove(cost)
         if not fault.kind.takes_away and not failed:
             cost.recovered_seconds = now - cost.began
 
@@ -110,12 +129,21 @@ class Recovery:
 
     def committed(self, group: Target, step: int, at: float) -> None:
         self._quiet_since = max(self._quiet_since, at)
+        self.pace.committed(str(group), step, at)
         if step > self.highest_step:
             self.commits, self.highest_step = self.commits + 1, step
+            self._note_gap(at)
         for cost in [one for one in self._awaiting if at > one.began and one.fault.target != group]:
             cost.next_commit_seconds = at - cost.began
             self._awaiting.remove(cost)
         self.works(group, at)
+
+    def _note_gap(self, at: float) -> None:
+        gap, self._last_commit = max(0.0, at - self._last_commit), max(at, self._last_commit)
+        for cost in [one for one in self._measured if at > one.began]:
+            cost.commit_gap_seconds = max(gap, cost.commit_gap_seconds or 0.0)
+            if cost.recovered_seconds is not None and at > cost.began + cost.recovered_seconds:
+                self._measured.remove(cost)
 
     def works(self, target: Target, at: float) -> None:
         """``target`` did work at this time: a group committed or stood by, a service answered."""
@@ -129,6 +157,17 @@ class Recovery:
         if self.costs:
             cost = self.costs[-1]
             cost.retried, cost.discarded = cost.retried + retried, cost.discarded + (not retried)
+
+    def went_back(self, steps: int) -> None:
+        """The job gave up committed steps."""
+        if self.costs:
+            self.costs[-1].went_back += steps
+
+    def detected(self, group: Target, at: float) -> None:
+        """The lighthouse noted that ``group`` is missing, or leaves."""
+        cost = self._open.get(group)
+        if cost is not None and cost.detected_seconds is None and at >= cost.began:
+            cost.detected_seconds = at - cost.began
 
     def lost(self, group: Target, why: str) -> None:
         """The lighthouse lost or evicted ``group``."""

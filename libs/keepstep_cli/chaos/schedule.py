@@ -6,7 +6,8 @@ that the job cannot bear now waits, and up to ``LOOKAHEAD`` later ones may overt
 1.  At most ``at_most`` targets are down at the same time. A target that is down is not hit again.
 2.  At least ``min_groups`` groups and one lighthouse stay up. While a store is down no lighthouse is hit, and the other
     way round; of several stores a majority stays up.
-3.  The next fault begins when the job has recovered, or when the drawn pause is over.
+3.  The next fault begins when the job has recovered, or when the drawn pause is over; with ``whole_pauses`` never
+    before. Pauses are exponential: faults come as those of machines do, without a memory of the last one.
 
 With ``beyond_limits`` the second rule does not hold.
 """
@@ -39,6 +40,8 @@ class Limits:
     """Mean of the drawn pauses."""
     longest_seconds: float = 8.0
     """Of faults that last."""
+    whole_pauses: bool = False
+    """Wait for the end of a pause, also if the job has recovered."""
 
 
 class Bearable:
@@ -135,12 +138,18 @@ class Schedule:
             now: Time in seconds, of any clock that does not go back.
             down: Targets that are hit, or were hit and have not recovered.
         """
-        if self._last is not None and now - self._last < (self._pause if down else SHORTEST_PAUSE_SECONDS):
+        whole = self._limits.whole_pauses
+        if self._last is None and whole:
+            self._pause_from(now)
+        if self._last is not None and now - self._last < (self._pause if down or whole else SHORTEST_PAUSE_SECONDS):
             return None
         for place, fault in enumerate(self._waiting[:LOOKAHEAD]):
             if self._bearable.bears(fault, down):
                 del self._waiting[place]
                 self._waiting.append(next(self._faults))
-                self._last, self._pause = now, self._pauses.expovariate(1 / self._limits.mean_seconds_between)
+                self._pause_from(now)
                 return fault
         return None
+
+    def _pause_from(self, now: float) -> None:
+        self._last, self._pause = now, self._pauses.expovariate(1 / self._limits.mean_seconds_between)

@@ -11,7 +11,10 @@ from keepstep_cli.chaos.recovery import Cost
 from keepstep_cli.chaos.resources import Growth
 from keepstep_cli.chaos.vocabulary import KINDS, Target
 
-COLUMNS = ("fault", "number", "next commit p50", "p95", "max", "recovered p50", "max", "discarded", "false evictions")
+COLUMNS = (
+    *("fault", "number", "detected p50", "next commit p50", "max", "commit gap p50", "max", "recovered p50", "max"),
+    *("discarded", "false evictions"),
+)
 GROWTH_COLUMNS = ("target", "processes", "watched", "memory", "growth", "descriptors", "growth")
 
 
@@ -39,10 +42,33 @@ class Outcome:
     """Those that found different weights."""
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Kinds of faults that could hit no target, with the reason."""
+    step_seconds: float | None = None
+    """Usual time of a step."""
+    goodput: float | None = None
+    """Share of the time of all groups that went into committed steps; None: no step logs."""
+    samples_per_step: int | None = None
+    """That each group takes in a step; None: not known."""
+    groups: int = 0
 
     @property
     def injected(self) -> list[Cost]:
         return [cost for cost in self.costs if not cost.failed]
+
+    @property
+    def discarded(self) -> int:
+        return sum(cost.discarded for cost in self.costs)
+
+    @property
+    def lost_steps(self) -> int:
+        """Committed steps that the job gave up."""
+        return sum(cost.went_back for cost in self.costs)
+
+    @property
+    def lost_samples(self) -> int | None:
+        """Samples in steps that were discarded or given up; None: not known."""
+        if self.samples_per_step is None:
+            return None
+        return self.samples_per_step * (self.discarded + self.lost_steps * self.groups)
 
     def broken(self) -> list[str]:
         """Return the promises that were broken, as sentences."""
@@ -63,7 +89,12 @@ class Outcome:
             "faults_per_minute": round(60 * len(self.injected) / max(self.seconds, 1e-9), 1),
             "commits": self.commits,
             "commits_per_second": round(self.commits / max(self.seconds, 1e-9), 2),
-            "discarded": sum(cost.discarded for cost in self.costs),
+            "step_seconds": self.step_seconds,
+            "goodput": self.goodput,
+            "longest_commit_gap_seconds": max((cost.commit_gap_seconds or 0.0 for cost in self.costs), default=0.0),
+            "discarded": self.discarded,
+            "lost_steps": self.lost_steps,
+            "lost_samples": self.lost_samples,
             "retried": sum(cost.retried for cost in self.costs),
             "false_evictions": sum(len(cost.lost) for cost in self.costs),
             "wedged": self.wedged,
@@ -84,14 +115,16 @@ def fault_rows(costs: Sequence[Cost]) -> list[tuple[str, ...]]:
     for name in KINDS:
         for role in sorted({cost.fault.target.role for cost in costs if cost.fault.kind.name == name}):
             these = [cost for cost in costs if (cost.fault.kind.name, cost.fault.target.role) == (name, role)]
-            gaps = sorted(cost.next_commit_seconds for cost in these if cost.next_commit_seconds is not None)
-            back = sorted(cost.recovered_seconds for cost in these if cost.recovered_seconds is not None)
             rows.append(
                 (
                     f"{name} {role}",
                     str(len(these)),
-                    *(_seconds(gaps, share) for share in (0.5, 0.95, 1.0)),
-                    *(_seconds(back, share) for share in (0.5, 1.0)),
+                    _seconds(these, "detected_seconds", 0.5),
+                    *(
+                        _seconds(these, f"{figure}_seconds", share)
+                        for figure in ("next_commit", "commit_gap", "recovered")
+                        for share in (0.5, 1.0)
+                    ),
                     str(sum(cost.discarded for cost in these)),
                     str(sum(len(cost.lost) for cost in these)),
                 )
@@ -124,6 +157,9 @@ def summary(outcome: Outcome) -> list[str]:
         f"{outcome.commits} steps committed ({facts['commits_per_second']} a second), {facts['discarded']} discarded, "
         f"{facts['retried']} retried, {facts['false_evictions']} false evictions"
     )
+    samples = "not known, pass --samples-per-step" if outcome.lost_samples is None else f"{outcome.lost_samples:,}"
+    goodput = "not known without step logs" if outcome.goodput is None else f"{outcome.goodput:.1%}"
+    lines.append(f"goodput: {goodput}; committed steps lost: {outcome.lost_steps}; samples lost: {samples}")
     if outcome.checked_steps is None:
         lines.append("history: not checked, because no logs were found; pass --logs")
     else:
@@ -135,8 +171,9 @@ def summary(outcome: Outcome) -> list[str]:
     return [*lines, *(f"BROKEN: {one}" for one in broken)] if broken else [*lines, "no promise was broken"]
 
 
-def _seconds(ordered: Sequence[float], share: float) -> str:
-    if not ordered:
-        return "none"
-    value = median(ordered) if share == 0.5 else ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-    return f"{value:.2f} s"
+def _seconds(costs: Sequence[Cost], figure: str, share: float) -> str:
+    """Return the median (``share`` 0.5) or the largest of a figure; a dash: none of the faults has it."""
+    values = [value for cost in costs if (value := getattr(cost, figure)) is not None]
+    if not values:
+        return "-"
+    return f"{median(values) if share == 0.5 else max(values):.2f} s"

@@ -31,6 +31,7 @@ PREVIEWED = 20
     show_default=True,
     help="Mean pause, unless the job recovers earlier.",
 )
+@click.option("--mtbf", type=Seconds(), help="Mean time between failures: a pause that no recovery ends earlier.")
 @click.option("--longest", type=Seconds(), default=8.0, show_default=True, help="Longest duration of a fault.")
 @click.option("--beyond-limits", is_flag=True, help="Also leave too few groups for a quorum, or no lighthouse.")
 @click.option("--etcd", multiple=True, metavar="URL", help="Address of an etcd node to hit, such as http://e1:2379.")
@@ -38,13 +39,16 @@ PREVIEWED = 20
 @click.option("--fill-shared-disks", is_flag=True, help="Fill filesystems that others may use.")
 @click.option("--logs", multiple=True, type=click.Path(exists=True, path_type=Path), help="Log, or folder with logs.")
 @click.option("--digests", type=click.Path(exists=True, path_type=Path), help="Folder with *.digests of the trainers.")
+@click.option(
+    "--samples-per-step", type=click.IntRange(1), help="Samples that a group takes in a step, to report lost samples."
+)
 @click.option("--wedge", type=Seconds(), default=60.0, show_default=True, help="Time without a commit that is a wedge.")
 @click.option(
     "--results",
     type=click.Path(file_okay=False, path_type=Path),
     default=Path("chaos-results"),
     show_default=True,
-    help="Folder for results.json, and for the state of a wedged job.",
+    help="Folder for results.json, results.md, and the state of a wedged job.",
 )
 @click.option("--dry-run", is_flag=True, help="Print targets and faults, and hit nothing.")
 @click.option("--yes", is_flag=True, help="Do not ask before the first fault.")
@@ -58,6 +62,7 @@ def chaos(
     chosen: tuple[str, ...],
     at_most: int,
     mean_seconds_between: float,
+    mtbf: float | None,
     longest: float,
     beyond_limits: bool,
     etcd: tuple[str, ...],
@@ -65,6 +70,7 @@ def chaos(
     fill_shared_disks: bool,
     logs: tuple[Path, ...],
     digests: Path | None,
+    samples_per_step: int | None,
     wedge: float,
     results: Path,
     dry_run: bool,
@@ -85,18 +91,20 @@ def chaos(
 
     if not seconds and not faults:
         raise click.UsageError("--seconds 0 needs --faults: otherwise the run has no end")
-    if mean_seconds_between <= 0 or longest <= 0 or wedge <= 0:
-        raise click.UsageError("--mean-seconds-between, --longest, and --wedge must be above 0")
+    pause = mean_seconds_between if mtbf is None else mtbf
+    if pause <= 0 or longest <= 0 or wedge <= 0:
+        raise click.UsageError("--mean-seconds-between, --mtbf, --longest, and --wedge must be above 0")
     request = Request(
         seed=seed,
         duration=Duration(seconds, faults, wedge),
-        limits=Limits(at_most, 1, beyond_limits, mean_seconds_between, longest),
+        limits=Limits(at_most, 1, beyond_limits, pause, longest, mtbf is not None),
         permissions=Permissions(restart_services, fill_shared_disks),
         only=only,
         targets=chosen,
         etcd=etcd,
         logs=logs,
         digests=digests,
+        samples_per_step=samples_per_step,
         results=results,
     )
     plan = prepare(link.service, link.job, request)

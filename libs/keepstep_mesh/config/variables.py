@@ -34,6 +34,8 @@ OF_TRAINERS: Mapping[str, str] = {
     "KEEPSTEP_RESUME_WAIT_SEC": "how long a resume waits for relays that may have a newer durable checkpoint",
     "KEEPSTEP_STEP_LOG": "file that gets a JSON line for each step committed, discarded or healed; "
     "`keepstep check-history` reads it",
+    "KEEPSTEP_CHAOS": "folder for sockets at which the process accepts faults inside it from `keepstep chaos`; also of "
+    "services; off unless said",
     "KEEPSTEP_SPARES": "how many groups of the job stand by; they are part of NUM_REPLICA_GROUPS",
     "KEEPSTEP_NOTICE_SEC": "seconds from SIGTERM in which a spare may take the place of the group; it leaves at once "
     "unless said",

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from keepstep_mesh.config.logging import get_logger
+from keepstep_mesh.faults.fault_orders import accepting_faults
 from keepstep_mesh.net.event_loop import new_event_loop
 from keepstep_mesh.security.reloaded_files import ReloadedFiles
 from keepstep_mesh.serving.listen_settings import ListenSettings
@@ -60,7 +61,7 @@ def run_services(hosted: Sequence[Hosted], *, uvloop: bool = True) -> None:
             log.info("stopping", signal=number.name)
 
     _raise_descriptor_limit()
-    with asyncio.Runner(loop_factory=new_event_loop if uvloop else None) as runner:
+    with accepting_faults(), asyncio.Runner(loop_factory=new_event_loop if uvloop else None) as runner:
         runner.run(main())
 
 

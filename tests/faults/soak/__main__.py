@@ -33,6 +33,7 @@ from pathlib import Path
 
 from keepstep_history.reading import check_files
 from keepstep_history.report import summary_lines, verdict, violation_lines
+from keepstep_mesh.faults.fault_orders import CHAOS_ENV
 from tests.faults.soak import accounting, total
 from tests.faults.soak.accounting import problems
 from tests.support.jobs.job import free_port
@@ -44,7 +45,7 @@ from tests.support.services.etcd_server import EtcdCluster
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = ROOT / ".soak"
 """Git-ignored."""
-SAMPLES = 300
+SAMPLES, BATCH = 300, 32
 """As in ``trainer.py``."""
 JOB = "soak"
 RELAY_BYTES, METRICS_BYTES = 16 << 20, 64 << 20
@@ -76,7 +77,7 @@ class Soak:
     def start(self, name: str, host: Host, *command: str, **variables: str) -> subprocess.Popen[bytes]:
         with (self.folder / f"{name}.log").open("ab") as log:
             words = [*host.command, *command]
-            environment = {**os.environ, "PYTHONUNBUFFERED": "1", **variables}
+            environment = {**os.environ, "PYTHONUNBUFFERED": "1", CHAOS_ENV: str(self.folder / "orders"), **variables}
             start = subprocess.Popen if forked.FORKS in variables else forked.UsualPopen
             process = start(words, env=environment, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         self._processes.append(process)
@@ -151,6 +152,7 @@ def chaos_command(soak: Soak, etcd: EtcdCluster, options: argparse.Namespace) ->
         *("--seed", str(options.seed), "--seconds", str(options.seconds), "--results", str(options.results)),
         *("--logs", str(soak.logs), "--digests", str(soak.folder), "--at-most", str(options.at_most)),
         *("--mean-seconds-between", str(options.mean_seconds_between), "--longest", str(options.longest)),
+        *("--wedge", str(options.wedge), "--samples-per-step", str(BATCH)),
         *(word for node in nodes for word in ("--etcd", f"http://{node}")),
     ]
 
@@ -200,6 +202,7 @@ def main() -> int:
     parser.add_argument("--at-most", type=int, default=5, help="of them at most two groups and one lighthouse")
     parser.add_argument("--mean-seconds-between", type=float, default=0.2, help="mean pause between two faults")
     parser.add_argument("--longest", type=float, default=6.0, help="longest fault, in seconds")
+    parser.add_argument("--wedge", type=float, default=60.0, help="seconds without a commit; more on a busy machine")
     parser.add_argument("--results", type=Path, default=RESULTS, help="each run has a folder in it")
     parser.add_argument("--total", action="store_true", help="add up the results of all runs, and run nothing")
     parser.add_argument("--keep", action="store_true", help="keep all logs, also if no promise was broken")

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from keepstep_cli.asking.rest import Lighthouse
-from keepstep_cli.chaos import full_disk, network, process_table
-from keepstep_cli.chaos.injection import Injector, Permissions, available, unavailable
+from keepstep_cli.chaos import full_disk, inside, network, process_table
+from keepstep_cli.chaos.injection import InjectionError, Injector, Permissions, available, unavailable
 from keepstep_cli.chaos.targets import Place, Places
 from keepstep_cli.chaos.vocabulary import KINDS, Fault, Role, Target
 
@@ -90,9 +91,10 @@ async def test_a_killed_service_is_started_again_with_its_command_line(place, tm
 
 def test_kinds_that_cannot_hit_a_service_have_a_reason(place, tmp_path):
     reasons = unavailable(place, Permissions())
-    assert set(reasons) == {"kill", "restart", "cut", "cut-in", "cut-out", "fill-disk"}
+    from_root = {"cut", "cut-in", "cut-out", "loss", "delay", "throttle"}
+    assert set(reasons) == {"kill", "restart", "memory", "fill-disk", "gil", "clock"} | from_root
     assert "--restart-services" in reasons["kill"]
-    assert available(place, Permissions(restart_services=True)) == ["kill", "freeze", "slow", "restart"]
+    assert available(place, Permissions(restart_services=True)) == ["kill", "freeze", "slow", "restart", "memory"]
     assert network.why_not(place.pids[0])
 
 
@@ -113,3 +115,85 @@ def test_only_a_small_filesystem_of_its_own_is_filled(tmp_path):
     assert full_disk.why_not(None, shared=True) == "it has no data directory"
     assert "--fill-shared-disks" in full_disk.why_not(Path("/usr"), shared=False)
     assert full_disk.why_not(tmp_path, shared=True) is None
+
+
+# ---- faults inside a process, and limits from outside
+
+
+@pytest.fixture
+def obedient(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that accepts faults. For each line of input, it prints its clock, and the bytes that it could get."""
+    program = (
+        "import sys, time\n"
+        "from keepstep_mesh.faults.fault_orders import accepting_faults\n"
+        "with accepting_faults():\n"
+        "    for line in sys.stdin:\n"
+        "        try: got = len(bytearray(64 << 20))\n"
+        "        except MemoryError: got = 0\n"
+        "        print(time.time(), got, flush=True)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        env={**os.environ, "KEEPSTEP_CHAOS": str(tmp_path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        told(process)  # it is ready
+        yield process
+    finally:
+        process.communicate(timeout=20)
+        assert not list(tmp_path.glob("*.sock"))
+
+
+def told(process: subprocess.Popen[str]) -> tuple[float, int]:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+    clock, got = process.stdout.readline().split()
+    return float(clock), int(got)
+
+
+async def test_a_process_brings_ordered_faults_on_itself_and_undoes_those_that_are_interrupted(obedient, tmp_path):
+    place = Place(SERVICE, [obedient.pid], url="http://127.0.0.1:1")
+    assert inside.why_not(place.pids) is None
+    assert "KEEPSTEP_CHAOS" in str(inside.why_not([1]))
+    one = injector(place, tmp_path)
+
+    clock = asyncio.create_task(one.inject(Fault(1, KINDS["clock"], SERVICE, 60.0)))
+    async with asyncio.timeout(20):
+        while told(obedient)[0] < time.time() + 3000:  # noqa: ASYNC110 - no event says that a clock has jumped
+            await asyncio.sleep(0.01)
+        clock.cancel()
+        await asyncio.wait([clock])
+        while told(obedient)[0] > time.time() + 3000:  # noqa: ASYNC110 - as above
+            await asyncio.sleep(0.01)
+
+    locked = asyncio.create_task(one.inject(Fault(2, KINDS["gil"], SERVICE, 0.5)))
+    began = time.monotonic()
+    await locked
+    assert time.monotonic() - began >= 0.5
+
+    with pytest.raises(InjectionError, match="kind 'nan' is not possible in this process; possible kinds: gil, clock"):
+        await one.inject(Fault(3, KINDS["nan"], SERVICE, 0.0))
+
+
+async def test_a_process_gets_no_more_memory_for_a_time(obedient, tmp_path):
+    place = Place(SERVICE, [obedient.pid], url="http://127.0.0.1:1", local="relay")  # one that is started again
+    assert told(obedient)[1] == 64 << 20
+    act = asyncio.create_task(injector(place, tmp_path).inject(Fault(1, KINDS["memory"], SERVICE, 60.0)))
+    async with asyncio.timeout(20):
+        while told(obedient)[1]:  # noqa: ASYNC110 - no event tells that the limit is set
+            await asyncio.sleep(0.01)
+        act.cancel()
+        await asyncio.wait([act])
+    assert told(obedient)[1] == 64 << 20
+
+
+def test_a_queue_that_the_kernel_does_not_have_is_named(monkeypatch):
+    monkeypatch.setattr(network, "_has", lambda queue: queue != "netem")
+    assert network.why_no_queue("throttle") is None
+    assert network.why_no_queue("loss") == "this kernel has no queue netem; load its module: modprobe sch_netem"

@@ -7,7 +7,9 @@ import json
 import pytest
 
 from keepstep_cli.chaos.observation import differing_weights
+from keepstep_cli.chaos.pace import Pace
 from keepstep_cli.chaos.recovery import Cost
+from keepstep_cli.chaos.report import markdown
 from keepstep_cli.chaos.resources import Sample, growth, joint
 from keepstep_cli.chaos.verdict import COLUMNS, Outcome, fault_rows, summary
 from keepstep_cli.chaos.vocabulary import KINDS, Fault, Role, Target
@@ -46,11 +48,12 @@ def test_the_growth_of_several_processes_is_that_of_all_their_samples_each_with_
 
 
 def test_rows_are_by_kind_and_role():
-    costs = [cost("kill", 0.1, 7.0, discarded=2), cost("kill", 0.3, None, lost=["r1: lost"]), cost("freeze", None, 1.0)]
+    costs = [cost("kill", 0.1, 7.0, discarded=2, commit_gap_seconds=1.0)]
+    costs += [cost("kill", 0.3, None, lost=["r1: lost"], commit_gap_seconds=2.0), cost("freeze", None, 1.0)]
     rows = fault_rows(costs)
     assert [row[0] for row in rows] == ["kill group", "freeze group"]
-    assert rows[0][1:] == ("2", "0.20 s", "0.30 s", "0.30 s", "7.00 s", "7.00 s", "2", "1")
-    assert rows[1][2] == "none"
+    assert rows[0][1:] == ("2", "-", "0.20 s", "0.30 s", "1.50 s", "2.00 s", "7.00 s", "7.00 s", "2", "1")
+    assert rows[1][3] == "-"
     assert {len(row) for row in rows} == {len(COLUMNS)}
 
 
@@ -76,3 +79,23 @@ def test_digests_of_one_step_and_lineage_must_be_equal(tmp_path):
     compared, different = differing_weights(tmp_path)
     assert compared == 2
     assert different == ["step 2 of lineage 1: 1.digests and 0.digests hold different weights"]
+
+
+def test_the_report_in_markdown_has_the_figures_of_the_run():
+    costs = [cost("kill", 0.1, 7.0, detected_seconds=0.2, commit_gap_seconds=0.5, discarded=3, went_back=1)]
+    done = Outcome(4, 60.0, costs, 600, {}, goodput=0.914, samples_per_step=32, groups=2, left_out={"cut": "a | b"})
+    page = markdown(done, "digits")
+    assert "goodput: 91.4%; committed steps lost: 1; samples lost: 160" in page
+    assert "| kill group | 1 | 0.20 s | 0.10 s | 0.10 s | 0.50 s | 0.50 s | 7.00 s | 7.00 s | 3 | 0 |" in page
+    assert "| cut | a \\| b |" in page
+    assert done.json()["lost_samples"] == 160
+
+
+def test_goodput_is_the_share_of_time_in_committed_steps_of_the_usual_length():
+    pace = Pace()
+    for group, steps in (("r0", range(100)), ("r1", [*range(25), *range(75, 100)])):  # r1 was down for half of the time
+        for step in steps:
+            pace.committed(group, step, step * 0.1)
+    assert pace.step_seconds == pytest.approx(0.1)
+    assert pace.goodput(2, 10.0) == pytest.approx(0.75)
+    assert Pace().goodput(2, 10.0) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -94,6 +95,15 @@ def test_the_next_fault_waits_for_the_recovery_or_for_the_pause():
     assert plan.next(5.1, ()) is not None
 
 
+def test_faults_with_a_mean_time_between_failures_come_at_random_and_not_earlier():
+    plan = schedule(1, Limits(mean_seconds_between=60.0, whole_pauses=True))
+    begins = [second for second in range(60_000) if plan.next(float(second), ()) is not None]
+    assert 800 < len(begins) < 1200
+    assert begins[0] > 0, "the first one waits too"
+    gaps = [after - before for before, after in pairwise(begins)]
+    assert 0.2 < sum(gap > 83 for gap in gaps) / len(gaps) < 0.3, "of an exponential distribution, a quarter"
+
+
 def test_a_job_that_bears_no_fault_is_refused():
     alone = [GROUPS[0], LIGHTHOUSES[0]]
     kinds = {target: ["kill"] for target in alone}
@@ -135,6 +145,25 @@ def test_a_group_is_down_until_it_commits_after_the_fault():
     assert not one.down
     assert (cost.next_commit_seconds, cost.recovered_seconds) == (0.5, 1.5)
     assert one.commits == 3
+
+
+def test_the_commit_gap_of_a_fault_ends_with_the_first_commit_after_its_recovery():
+    one = recovery()
+    one.committed(GROUPS[1], 1, 9.0)
+    killed = fault("kill", GROUPS[0])
+    cost = one.begin(killed, 10.0)
+    one.end(killed, 10.1)
+    one.detected(GROUPS[1], 10.2)
+    one.detected(GROUPS[0], 10.4)
+    one.detected(GROUPS[0], 10.9)
+    one.committed(GROUPS[1], 2, 10.05)  # the step was nearly done
+    one.committed(GROUPS[1], 3, 13.05)
+    one.committed(GROUPS[0], 4, 14.0)
+    assert cost.commit_gap_seconds == pytest.approx(3.0)
+    assert cost.detected_seconds == pytest.approx(0.4)
+    one.committed(GROUPS[1], 5, 20.0)
+    one.committed(GROUPS[1], 6, 90.0)
+    assert cost.commit_gap_seconds == pytest.approx(6.0)
 
 
 def test_only_a_group_that_no_fault_hit_is_a_false_eviction():

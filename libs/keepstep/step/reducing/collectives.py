@@ -90,6 +90,7 @@ class Collectives:
         whole = tensor.contiguous()  # a process group reads the memory behind the first element
         summed = (whole.is_floating_point() or whole.is_complex()) and reduction.op in (ReduceOp.AVG, ReduceOp.SUM)
         if summed and contributes:
+            self._spoil(whole)
             self._contributed += _extremes(whole)
         scale = 1 / world if average and world > 1 else None  # as torch's DDP: three times as fast as a division
         if reduction.quantize:
@@ -128,11 +129,17 @@ class Collectives:
         context = self._context
         if contributes:
             for tensor in tensors:
+                self._spoil(tensor)
                 self._contributed += _extremes(tensor)
         self._times.launched = time.monotonic()
         work = start(Round(context.reconfigurer.pg, contributes, world, context.timeout))
         self.quantized += 1
         return self._add(work, tensors, tensors, summed=True)
+
+    def _spoil(self, tensor: torch.Tensor) -> None:
+        """Let `keepstep chaos` spoil a contribution."""
+        if self._context.faults is not None:
+            self._context.faults.spoil(tensor)
 
     def _add(
         self,

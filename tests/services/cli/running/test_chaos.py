@@ -13,7 +13,7 @@ from tests.support.processes.forked import FORKS
 from tests.support.services.command import Command
 
 DEADLINE = 60.0
-KINDS = ("--only", "kill", "--only", "freeze", "--only", "slow", "--only", "policy", "--only", "verify")
+KINDS = [f"--only={kind}" for kind in ("kill", "freeze", "slow", "policy", "verify", "exception", "gil", "clock")]
 
 
 @pytest.mark.training
@@ -24,6 +24,7 @@ async def test_chaos_hits_a_running_job_and_reports_what_it_cost(tmp_path):
     logs.mkdir()
     words = ("run", "--replicas", "3", "--state-dir", str(logs), *job, "--", str(TRAINER))
     variables = {FORKS: "1", "KEEPSTEP_STEP_LOG": str(logs / "steps.jsonl"), "TRAINER_PACE": "0.01"}
+    variables["KEEPSTEP_CHAOS"] = str(tmp_path / "s")
     run = Command(tmp_path, *words, deadline=DEADLINE, **variables)
     try:
         at = ("--lighthouse", run.wait_for(r"ask it with `keepstep status --lighthouse (\S+)`")[1])
@@ -36,7 +37,7 @@ async def test_chaos_hits_a_running_job_and_reports_what_it_cost(tmp_path):
 
         shown = await keepstep(*chaos, *KINDS, "--seed", "3", "--dry-run")
         assert shown.code == 0, shown
-        assert "lighthouse 127.0.0.1:" not in shown.out, "the only lighthouse must not be hit"
+        assert not re.search("(kill|freeze|slow|gil) lighthouse", shown.out), "the only one stays up"
         assert re.search(r"\d+ freeze r[0-2] for 0\.\d+ s", shown.out)
 
         results = tmp_path / "results"
@@ -49,10 +50,22 @@ async def test_chaos_hits_a_running_job_and_reports_what_it_cost(tmp_path):
         assert report["commits"] >= 2, report
         assert report["checked_steps"] >= 5, report
         assert report["false_evictions"] == 0, report
-        assert {one["kind"] for one in report["each"]} <= set(KINDS)
+        assert {f"--only={one['kind']}" for one in report["each"]} <= set(KINDS)
+        assert 0 < report["goodput"] <= 1, report
+        assert report["longest_commit_gap_seconds"] > 0, report
+        assert "No promise was broken" in (results / "results.md").read_text()
         hit = [one for one in report["each"] if one["role"] == "group"]
         assert hit
         assert all(one["next_commit_seconds"] > 0 < one["recovered_seconds"] for one in hit), report
+
+        inside = ("--only", "nan", "--only", "exception", "--faults", "2", "--seconds", "0", "--seed", "3")
+        done = await keepstep(*chaos, *inside, "--yes", "--json", "--results", str(results))
+        assert done.code == 0, done
+        report = json.loads(done.out)
+        assert {one["kind"] for one in report["each"]} == {"nan", "exception"}, report
+        assert report["not_injected"] == 0, report
+        run.wait_for("this group contributed a NaN or an infinity")
+        run.wait_for("InjectedError: injected by `keepstep chaos`")
 
         wedged = await keepstep(*chaos, *KINDS, "--wedge", "0.01ms", "--yes", "--results", str(results))
         assert wedged.code == 7, wedged

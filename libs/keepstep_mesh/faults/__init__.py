@@ -1,0 +1,1 @@
+"""Faults inside this process, on orders of ``keepstep chaos``."""

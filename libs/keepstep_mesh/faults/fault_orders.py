@@ -1,0 +1,171 @@
+"""Accept orders for faults inside this process. Off unless ``KEEPSTEP_CHAOS`` names a folder.
+
+The process listens at ``keepstep-chaos-<process id>-<number>.sock`` in that folder. A connection carries one order, a
+line of JSON with ``kind`` and ``seconds``. The answer is a line when the fault is over, with an ``error`` that is empty
+if the fault hit. A fault ends early if its connection closes. Only this user and root may order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import struct
+import threading
+from collections.abc import Iterator, Mapping
+from itertools import count
+from pathlib import Path
+
+from keepstep_mesh.config.logging import get_logger
+from keepstep_mesh.faults.inside_acts import ACTS, Act
+
+log = get_logger("keepstep.chaos")
+
+CHAOS_ENV = "KEEPSTEP_CHAOS"
+SOCKET_NAME = re.compile(r"keepstep-chaos-(\d+)-\d+\.sock")
+ORDER_SECONDS = 5.0
+MAX_ORDER_BYTES = 1000
+LONGEST_FAULT_SECONDS = 600.0
+STOP_SECONDS = 5.0
+_numbers = count(1)
+
+
+class FaultOrders:
+    """Carries out one order at a time, in a thread of its own.
+
+    Args:
+        folder: for the socket.
+        acts: what this process can do beside the faults of ``inside_acts``, by kind.
+
+    Raises:
+        OSError: the socket cannot be opened.
+    """
+
+    def __init__(self, folder: Path, acts: Mapping[str, Act]) -> None:
+        self._acts = {**ACTS, **acts}
+        self._path = folder.absolute() / f"keepstep-chaos-{os.getpid()}-{next(_numbers)}.sock"
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_sockets_of_ended_processes(folder)
+        self._listener = socket.socket(socket.AF_UNIX)
+        try:
+            self._path.unlink(missing_ok=True)
+            self._listener.bind(str(self._path))
+            self._path.chmod(0o600)
+            self._listener.listen()
+        except OSError:
+            self._listener.close()
+            raise
+        self._open: socket.socket | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._serve, name="keepstep chaos orders", daemon=True)
+        self._thread.start()
+        log.warning("this process accepts faults of `keepstep chaos`", variable=CHAOS_ENV, socket=str(self._path))
+
+    def close(self) -> None:
+        """End an open fault, and the thread. May be called more than once."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for one in (self._listener, self._open):
+                if one is not None:
+                    with contextlib.suppress(OSError):
+                        one.shutdown(socket.SHUT_RDWR)
+        self._thread.join(STOP_SECONDS)
+        self._listener.close()
+        self._path.unlink(missing_ok=True)
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            with connection:
+                with self._lock:
+                    if self._closed:
+                        return
+                    self._open = connection
+                try:
+                    self._obey(connection)
+                except OSError as error:
+                    log.warning("an order of `keepstep chaos` was not answered", reason=str(error))
+                finally:
+                    with self._lock:
+                        self._open = None
+
+    def _obey(self, connection: socket.socket) -> None:
+        if not _same_user(connection):
+            return
+        connection.settimeout(ORDER_SECONDS)
+        try:
+            kind, seconds = _order(connection, self._acts)
+            log.warning("fault injected by `keepstep chaos`", kind=kind, seconds=seconds)
+            with self._acts[kind](seconds) as rest:
+                connection.settimeout(rest or None)
+                with contextlib.suppress(TimeoutError):  # the time is over; a closed connection ends it earlier
+                    if rest:
+                        connection.recv(1)
+            error = ""
+        except (ValueError, RuntimeError) as reason:
+            error = str(reason)
+        connection.settimeout(ORDER_SECONDS)
+        connection.sendall(json.dumps({"error": error}).encode() + b"\n")
+
+
+def _order(connection: socket.socket, acts: Mapping[str, Act]) -> tuple[str, float]:
+    """Return the kind and the seconds of an order. Raises ValueError, OSError."""
+    with connection.makefile("rb") as lines:
+        order = json.loads(lines.readline(MAX_ORDER_BYTES))
+    try:
+        kind, seconds = str(order["kind"]), float(order["seconds"])
+    except (LookupError, TypeError) as error:
+        raise ValueError("invalid order: expected an object with kind and seconds") from error
+    if kind not in acts:
+        raise ValueError(f"kind {kind!r} is not possible in this process; possible kinds: {', '.join(acts)}")
+    if not 0 <= seconds <= LONGEST_FAULT_SECONDS:
+        raise ValueError(f"invalid seconds {seconds:g}: expected 0 to {LONGEST_FAULT_SECONDS:g}")
+    return kind, seconds
+
+
+def _same_user(connection: socket.socket) -> bool:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    uid: int = struct.unpack("3i", credentials)[1]
+    return uid in (0, os.getuid())
+
+
+def remove_sockets_of_ended_processes(folder: Path) -> None:
+    """Remove what killed processes left in ``folder``."""
+    for path in folder.iterdir():
+        if (found := SOCKET_NAME.fullmatch(path.name)) is not None:
+            try:
+                os.kill(int(found[1]), 0)
+            except ProcessLookupError:
+                path.unlink(missing_ok=True)
+            except (PermissionError, OverflowError):
+                continue
+
+
+def accepted(acts: Mapping[str, Act] | None = None) -> FaultOrders | None:
+    """Return the open ``FaultOrders`` of this process; None: the variable is not set, or its folder does not work."""
+    if not (folder := os.environ.get(CHAOS_ENV)):
+        return None
+    try:
+        return FaultOrders(Path(folder), acts or {})
+    except OSError as error:
+        log.error("this process accepts no faults of `keepstep chaos`", folder=folder, reason=str(error))
+        return None
+
+
+@contextlib.contextmanager
+def accepting_faults() -> Iterator[None]:
+    """Accept orders while the context is open, if the variable is set."""
+    orders = accepted()
+    try:
+        yield
+    finally:
+        if orders is not None:
+            orders.close()
