@@ -14,7 +14,7 @@ import torch
 from keepstep_mesh.faults import fault_orders
 from keepstep_mesh.faults.fault_orders import FaultOrders
 
-STEP_SECONDS = 30.0
+FAULTY_STEP_SECONDS = 30.0
 """Longest wait of an order for a step."""
 
 
@@ -49,8 +49,8 @@ class StepFaults:
         with self._lock:
             hit = self._ordered[kind] = threading.Event()
         try:
-            if not hit.wait(STEP_SECONDS):
-                raise RuntimeError(f"no step took the fault within {STEP_SECONDS:g} s")
+            if not hit.wait(FAULTY_STEP_SECONDS):
+                raise RuntimeError(f"no step took the fault within {FAULTY_STEP_SECONDS:g} s")
             yield 0.0
         finally:
             with self._lock:

@@ -12,7 +12,7 @@ from keepstep_cli.chaos.process_table import GONE, PROC
 from keepstep_mesh.faults.fault_orders import CHAOS_ENV, LONGEST_FAULT_SECONDS, SOCKET_NAME
 
 CONNECT_SECONDS = 5.0
-ANSWER_SECONDS = 45.0
+ORDERED_FAULT_SECONDS = 45.0
 """Longest wait for an answer, after the time of the fault: an order waits for a step."""
 
 
@@ -50,7 +50,7 @@ async def order(pids: Sequence[int], kind: str, seconds: float) -> None:
     async with asyncio.timeout(CONNECT_SECONDS):
         reader, writer = await asyncio.open_unix_connection(path)
     try:
-        async with asyncio.timeout(seconds + ANSWER_SECONDS):
+        async with asyncio.timeout(seconds + ORDERED_FAULT_SECONDS):
             writer.write(json.dumps({"kind": kind, "seconds": seconds}).encode() + b"\n")
             await writer.drain()
             line = await reader.readline()
