@@ -49,7 +49,7 @@ class StepsView:
     """Begin of each point."""
     step: tuple[int | None, ...]
     committed_per_second: tuple[float, ...]
-    """Commits of the group with the most commits."""
+    """Steps that the job committed."""
     seconds: dict[str, tuple[float | None, ...]]
     """Mean seconds of committed steps, by group; see the parameter ``group``."""
     quantiles: dict[str, tuple[float | None, ...]]
@@ -120,7 +120,7 @@ def steps(
     width = max((until - since) / max(points, 1), job.highest.ring(since, 0, now).width)
     count = max(1, -int(-(until - since) // width))
     groups = {name: job.groups[name].steps.points(since, until, width, now) for name in own}
-    most = job.most.points(since, until, width, now)
+    commits = job.commits.series.points(since, until, width, now)
     highest = job.highest.points(since, until, width, now, max)
     histogram = job.histogram.points(since, until, width, now)
     nothing = [0] * BINS
@@ -128,7 +128,7 @@ def steps(
         job=job.name,
         t=tuple(since + point * width for point in range(count)),
         step=tuple(int(highest[point][0]) if point in highest else None for point in range(count)),
-        committed_per_second=tuple(most[point][0] / width if point in most else 0.0 for point in range(count)),
+        committed_per_second=tuple(commits[point][0] / width if point in commits else 0.0 for point in range(count)),
         seconds={
             name: tuple(
                 cells[2] / cells[0] if (cells := of_group.get(point)) is not None and cells[0] else None

@@ -24,6 +24,7 @@ from keepstep_metrics.history.histogram import BINS, bin_of
 from keepstep_metrics.history.sentences import sentence
 from keepstep_metrics.history.stragglers import Standing
 from keepstep_metrics.history.timeseries import lost_steps
+from keepstep_metrics.history.timeseries.commits import Commits
 from keepstep_metrics.history.timeseries.series import Series
 from keepstep_metrics.history.timeseries.timeline import State
 from keepstep_metrics.history.transfers import TransferLog
@@ -61,8 +62,7 @@ class Job:
         """The job's step."""
         self.steps = Series(2, "L")
         """Committed and discarded steps of all groups."""
-        self.most = Series(1)
-        """Commits of the group with the most commits."""
+        self.commits = Commits()
         self.histogram = Series(BINS, "L")
         """Seconds of committed steps."""
         self.values: dict[str, Series] = {}
@@ -111,7 +111,7 @@ class Job:
         for series in (
             self.highest,
             self.steps,
-            self.most,
+            self.commits.series,
             self.histogram,
             *self.values.values(),
             *self.group_values.values(),
@@ -153,7 +153,7 @@ class Job:
         self.step = max(self.step, step.step)
         self.highest.highest(step.t, step.step)
         self.steps.count(step.t, 0)
-        self.most.highest_of(step.t, group.steps)
+        self.commits.count(step.t, step.quorum_id, step.step)
         self.histogram.count(step.t, bin_of(step.seconds))
         if not step.heal_seconds:
             self._add_values(group, step)
@@ -328,7 +328,7 @@ class Job:
             "joining": sorted(self.joining),
             "groups": groups,
             "steps": self.steps.dump(),
-            "most": self.most.dump(),
+            "commits": self.commits.dump(),
             "highest": self.highest.dump(),
             "histogram": self.histogram.dump(),
             "values": {name: one.dump() for name, one in self.values.items()},
@@ -348,7 +348,7 @@ class Job:
         job.groups = {one["name"]: Group.load(one) for one in dumped["groups"]}
         job.highest.load(dumped["highest"])
         job.steps.load(dumped["steps"])
-        job.most.load(dumped["most"])
+        job.commits.load(dumped["commits"])
         job.histogram.load(dumped["histogram"])
         for name, series in dumped["values"].items():
             job.values[name] = Series(2, "d")

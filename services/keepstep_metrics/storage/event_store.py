@@ -36,7 +36,7 @@ CREATE TABLE IF NOT EXISTS events (
 CREATE INDEX IF NOT EXISTS events_of_job ON events (job, id);
 CREATE INDEX IF NOT EXISTS events_by_time ON events (t);
 """
-FORM = 3
+FORM = 4
 """Format of a snapshot. A snapshot of another format is dropped; its events stay."""
 SNAPSHOT_DEPTH = 4
 """Nesting of a snapshot down to a group: snapshot, jobs, job, groups."""

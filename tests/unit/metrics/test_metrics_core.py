@@ -277,6 +277,18 @@ def test_columns_of_steps_tell_times_rates_quantiles_and_losses() -> None:
     assert told.step[:8] == tuple(sorted(told.step[1:7], key=int)) or told.step[0] is None
 
 
+def test_a_step_counts_once_although_groups_report_it_in_different_seconds_and_again_after_the_job_went_back() -> None:
+    world = joined("a", "b")
+    world.steps("a", 10.4, 70.4, 2.5)
+    world.steps("b", 10.6, 70.6, 2.5)
+    world.happens(71, "went_back", **{"from": 34, "to": 10}, reason="no group with a later step takes part")
+    world.happens(71, "quorum", quorum_id=2, members=["a", "b"])
+    world.steps("a", 10.0, 20.0, 2.5, quorum_id=1)  # a late report
+    world.steps("b", 80.0, 90.0, 2.5, quorum_id=2)
+    per_second = span_views.steps(world.job, T, T + 100, 10, T + 100).committed_per_second
+    assert [round(10 * one) for one in per_second] == [0, 3, 4, 4, 4, 4, 4, 1, 3, 1]
+
+
 @given(st.lists(st.floats(0.001, 900), min_size=1, max_size=200), st.sampled_from([0.5, 0.9, 0.99]))
 def test_a_quantile_is_right_to_a_tenth(seconds, share) -> None:
     histogram = [0] * BINS

@@ -71,12 +71,6 @@ class Ring:
         if (at := self.at(t)) is not None and value > self._cells[at]:
             self._cells[at] = value
 
-    def first(self, t: float) -> float:
-        """Return column 0 of the row of ``t``; 0: no such row."""
-        number = int(t // self.width)
-        row = bisect_left(self.times, number) if number >= 0 else 0
-        return self._cells[row * self._columns] if row < len(self.times) and self.times[row] == number else 0
-
     def rows(self, since: float, until: float) -> Iterator[tuple[float, Any]]:
         """Iterate over (Unix time of the row's begin, its cells)."""
         columns, width = self._columns, self.width
@@ -114,11 +108,6 @@ class Series:
     def highest(self, t: float, value: float) -> None:
         for ring in self.rings:
             ring.highest(t, value)
-
-    def highest_of(self, t: float, other: Series) -> None:
-        """Raise column 0 of each row of ``t`` to column 0 of the same row of ``other``."""
-        for ring, its in zip(self.rings, other.rings, strict=True):
-            ring.highest(t, its.first(t))
 
     def forget_after(self, t: float) -> None:
         for ring in self.rings:
