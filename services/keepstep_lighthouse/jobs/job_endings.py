@@ -65,7 +65,7 @@ class JobEndings:
         self._owner = owner
         self._evicted: OrderedDict[tuple[str, str], None] = OrderedDict()
         """(job, replica_id) of groups that were connected when their job was deleted by force."""
-        self._one_deletion = asyncio.Lock()
+        self._one_deletion, self._one_room = asyncio.Lock(), asyncio.Lock()
         self._wake = asyncio.Event()
 
     def term_begins(self, stored_floor: bytes | None) -> None:
@@ -158,10 +158,15 @@ class JobEndings:
         """Whether a job may be deleted for a new one."""
         return bool(replaceable(self._uses(), time.monotonic()))
 
-    async def make_room(self) -> None:
-        """Delete a job for a new one, if one may be. Raises ``TermOverError``."""
-        if names := replaceable(self._uses(), time.monotonic()):
-            await self._delete_unused(names[0], BY_LIMIT)
+    async def make_room(self, new: str, most: int) -> None:
+        """Delete a job for the job ``new``, unless one of its groups has created it, or there are fewer than ``most``.
+
+        Raises ``TermOverError``.
+        """
+        async with self._one_room:  # the groups of a job come at the same time, and need one place
+            jobs = self._owner.jobs
+            if new not in jobs and len(jobs) >= most and (names := replaceable(self._uses(), time.monotonic())):
+                await self._delete_unused(names[0], BY_LIMIT)
 
     async def _delete_unused(self, name: str, by: str) -> None:
         job, now = self._owner.jobs[name], time.monotonic()

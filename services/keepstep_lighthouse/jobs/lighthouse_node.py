@@ -355,7 +355,7 @@ class LighthouseNode:
 
     async def _open_in_room_made(self, session: Session, hello: Hello) -> None:
         with contextlib.suppress(TermOverError):  # without a term, ``_open`` refuses the session
-            await self.endings.make_room()
+            await self.endings.make_room(session.job, self.settings.max_jobs)
         if not session.ending:
             self._open(session, hello, may_make_room=False)
 

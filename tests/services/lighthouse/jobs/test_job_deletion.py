@@ -7,7 +7,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -310,19 +310,31 @@ async def test_a_job_in_its_takeover_grace_does_not_expire(tmp_path: Path) -> No
 # ---- limits
 
 
+async def finish(one: Lighthouse, job: str) -> None:
+    """One group finishes and goes."""
+    async with worker(one.address, job=job) as group:
+        (answer,) = await round_of([group])
+        await group.ask(1, lineage=answer.quorum_id, final=True)
+        await group.until(Closed)
+    await eventually(lambda: not one.jobs[job].sessions and one.jobs[job].core.returning() is None)
+
+
 async def test_a_job_whose_groups_have_finished_makes_room_after_an_hour() -> None:
-    async with served(max_jobs=1, policy=KEPT) as (one, _):
-        async with worker(one.address, job="first") as group:
-            (answer,) = await round_of([group])
-            await group.ask(1, lineage=answer.quorum_id, final=True)
-            await group.until(Closed)
-        await eventually(lambda: not one.jobs["first"].sessions and one.jobs["first"].core.returning() is None)
-        async with connection(one.address, job="second") as second:
-            await second.hello()
-            assert (await second.refusal()).code == "not_ready"
-        one.jobs["first"].used_at -= OVER_SECONDS
-        async with worker(one.address, job="second"):
-            assert list(one.jobs) == ["second"]
+    async with served(max_jobs=2, policy=KEPT) as (one, _):
+        for job in ("first", "second"):
+            await finish(one, job)
+        async with connection(one.address, job="third") as third:
+            await third.hello()
+            assert (await third.refusal()).code == "not_ready"
+        for job in one.jobs.values():
+            job.used_at -= OVER_SECONDS
+        async with AsyncExitStack() as stack:
+            groups = [await stack.enter_async_context(connection(one.address, f"r{n}:1", "third")) for n in range(3)]
+            for group in groups:
+                await group.hello()
+            for group in groups:
+                await group.message()
+            assert list(one.jobs) == ["second", "third"], "one job makes room for all groups of the new one"
 
 
 async def test_a_newcomer_beyond_the_limit_is_told_what_to_do_and_expired_jobs_make_room_first(
