@@ -50,6 +50,19 @@ def test_lines_say_who_wrote_them_and_are_numbered(path: Path) -> None:
     ]
 
 
+def test_a_script_that_changes_to_another_folder_writes_to_the_same_file(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(path.parent)
+    monkeypatch.setenv(STEP_LOG_ENV, path.name)
+    log = StepLog("night", "a:1", 0)
+    (path.parent / "run").mkdir()
+    monkeypatch.chdir(path.parent / "run")
+    log.write("committed", 1, 7)
+    log.close()
+    assert [one["step"] for one in lines(path)] == [1]
+
+
 def test_a_file_that_was_rotated_away_is_left(path: Path) -> None:
     log = StepLog("night", "a:1", 0)
     log.write("committed", 1, 7)

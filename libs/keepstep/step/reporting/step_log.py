@@ -26,6 +26,7 @@ import json
 import os
 import threading
 import time
+from pathlib import Path
 
 from keepstep.group.quorum_plan import QuorumPlan
 from keepstep_mesh.config.logging import get_logger
@@ -43,7 +44,8 @@ class StepLog:
     """
 
     def __init__(self, job: str, replica_id: str, group_rank: int) -> None:
-        path = self._path = os.environ.get(STEP_LOG_ENV) or ""
+        path = os.environ.get(STEP_LOG_ENV) or ""
+        self._path = Path(path).absolute()  # the script may change to another folder
         self._who = {"job": job, "replica_id": replica_id, "group_rank": group_rank}
         self._lock = threading.Lock()
         self._lines = 0
@@ -54,7 +56,7 @@ class StepLog:
         self._plan: QuorumPlan | None = None
         """The last plan, written or equal to the one that was written."""
         try:
-            self._file = _opened(path) if path else -1
+            self._file = _opened(self._path) if path else -1
         except OSError as error:
             raise ValueError(f"{STEP_LOG_ENV}={path} cannot be opened for writing: {error.strerror}") from error
 
@@ -104,7 +106,7 @@ class StepLog:
                 self._file = -1
 
 
-def _opened(path: str) -> int:
+def _opened(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
 
