@@ -278,7 +278,8 @@ class Job:
     def _compare_runtime(self, replica_id: str, hello: Hello) -> None:
         """Warn about a group with other versions: its arithmetic may differ from that of the others."""
         self.history.arrived(replica_id, hello.host, hello.runtime)
-        usual = self.history.unlike_others(replica_id, (one.replica_id for one in self.sessions.values()))
+        connected = (one.replica_id for one in self.sessions.values())
+        usual = self.history.unlike_others(replica_id, connected, len(self.sessions))
         if usual:
             self._log(LogEntry("runtime_differs", replica_id, {"runtime": hello.runtime, "others": usual}), [])
 

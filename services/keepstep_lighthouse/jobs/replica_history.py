@@ -71,10 +71,14 @@ class ReplicaHistory:
             facts.times = facts.times + 1 if facts.error == kind else 1
             facts.error, facts.reason, facts.error_at = str(kind), str(entry.detail.get("reason", "")), now
 
-    def unlike_others(self, replica_id: str, connected: Iterable[str]) -> str:
-        """Return the versions that most of the ``connected`` groups have, if this group has others; else empty."""
+    def unlike_others(self, replica_id: str, connected: Iterable[str], count: int) -> str:
+        """Return the versions that most of the ``connected`` groups have, if this one has others; else empty.
+
+        ``count``: number of ``connected`` groups.
+        """
         own = self._of(replica_id).runtime
-        if 2 * self._runtimes[own] > sum(self._runtimes.values()):  # no need to look at all
+        gone = max(0, len(self._facts) - count)
+        if 2 * (self._runtimes[own] - gone) > count:  # no need to look at all
             return ""
         others = (self._facts[name_of(one)] for one in connected if one != replica_id and name_of(one) in self._facts)
         counts = Counter(one.runtime for one in others if one.runtime)
