@@ -159,7 +159,7 @@ class JobEndings:
         return bool(replaceable(self._uses(), time.monotonic()))
 
     async def make_room(self, new: str, most: int) -> None:
-        """Delete a job for the job ``new``, unless one of its groups has created it, or there are fewer than ``most``.
+        """Delete a job, so that ``new`` has a place among at most ``most`` jobs; not if it has one already.
 
         Raises ``TermOverError``.
         """

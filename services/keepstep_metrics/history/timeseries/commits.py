@@ -7,7 +7,7 @@ from typing import Any
 from keepstep_metrics.history.timeseries.series import Series
 
 KEPT_QUORUMS = 16
-"""Quorums whose late reports are told from new steps."""
+"""Number of quorums whose late reports count once, too."""
 
 
 class Commits:
