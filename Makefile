@@ -11,7 +11,7 @@ SEED ?= 1
 # The tests start hundreds of Python processes: without stored byte code each would compile all of keepstep.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo demo-resume test coverage lint reference bench simulate mutants faults upgrade month soak gpu clean
+.PHONY: help setup demo demo-resume test coverage lint reference site wheel bench simulate mutants faults upgrade month soak gpu clean
 .DEFAULT_GOAL := help
 
 help: ## what there is to do
@@ -55,6 +55,15 @@ lint: $(STAMP) ## style, types, imports between rooms, prose, style of the dashb
 reference: $(STAMP) ## docs/reference.md and docs/python.md, made from the code
 	@$(BIN)/python docs/reference.py
 
+site: $(STAMP) ## the documentation as a site, in .site; fails for a broken link or a page that no page leads to
+	@test $(VENV)/.site -nt pyproject.toml || \
+	  { $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]' && touch $(VENV)/.site; }
+	@$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --nitpicky --conf-dir docs . .site
+	@echo "open .site/index.html"
+
+wheel: $(STAMP) ## the sdist and the wheel, in dist/
+	@$(BIN)/python -m hatchling build
+
 simulate: $(STAMP) ## groups and one to three lighthouses against all faults in virtual time: make simulate SEEDS=100000
 	@$(BIN)/python -m tests.simulation.run --seeds $(SEEDS) $(SIMULATE)
 
@@ -80,4 +89,4 @@ bench: $(STAMP) ## side by side with torchft, table and JSON
 	@$(BIN)/python benchmarks/run.py $(BENCH)
 
 clean: ## removes .venv and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .coverage
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .coverage .site dist

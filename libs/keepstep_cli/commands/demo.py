@@ -42,8 +42,8 @@ def demo(*, replicas: int, kills: int | None, seconds: float, short: bool, resum
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise Missing(
-            f"the demo trains a network and needs {', '.join(missing)}: "
-            "pip install -e '.[train]' scikit-learn in keepstep's folder"
+            f"the demo trains a network and needs {', '.join(missing)}: pip install 'keepstep[demo]', "
+            "or pip install -e '.[demo]' in keepstep's folder"
         )
     if not summary.absolute().parent.is_dir():
         raise click.UsageError(f"--summary {summary}: folder {summary.parent} not found")

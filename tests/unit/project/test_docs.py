@@ -6,6 +6,7 @@ import ast
 import importlib
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -92,6 +93,12 @@ def test_every_link_leads_to_a_file_and_an_anchor_that_exist():
                 broken.append(f"{page.name}: {link or image}#{anchor}")
     assert checked >= 100
     assert not broken
+
+
+def test_the_navigation_of_the_site_has_every_page_once():
+    navigation = runpy.run_path(str(ROOT / "docs" / "conf.py"))["navigation"]((ROOT / "README.md").read_text())
+    pages = re.findall(r"^[\w/-]+$", navigation, re.MULTILINE)
+    assert sorted(pages) == sorted(str(page.relative_to(ROOT).with_suffix("")) for page in PAGES[1:])
 
 
 def anchors(page: Path) -> set[str]:
