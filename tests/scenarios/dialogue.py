@@ -81,6 +81,7 @@ OPTIONS = (
     "port",
     "a spare of",
     "has to leave",
+    "publish",
 )
 BRACKETS = r"(?: \[(?P<options>[^\]]*)\])?"
 
@@ -242,6 +243,7 @@ class Dialogue:
                 failure=self._failure(options),
                 retry="retry" in options,
                 replace="SIGTERM" if "has to leave" in options else "",
+                publish=options.get("publish", ""),
             ),
         )
 

@@ -121,6 +121,8 @@ class Simulation:
         self.policy = policy or _draw_policy(random, groups)
         self.last_step: int | None = None
         """Step after which no group trains; None: they train for ever."""
+        self.publishes = finishes and seed % 4 == 1
+        """Whether the groups publish their final state."""
         self.ended: set[str] = set()
         """Names of groups that finished or were refused, and are not started again."""
         if finishes:

@@ -304,6 +304,7 @@ class GroupServer:
             failure=ask.failure,
             retry=ask.retry,
             replace=ask.replace,
+            publish=ask.publish,
         )
         retries_left = self._settings.quorum_retries
         while True:

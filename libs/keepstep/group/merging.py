@@ -4,6 +4,7 @@
   leaves, or shrinks only, if any rank does. It allows a heal if all ranks do: a rank that forbids it is at a point
   where its state must not be replaced.
 * The group finishes if all its ranks do. If only some do, their states differ, because a heal reached only some ranks.
+  All of them or none publish the final state; the group still has to publish while one of its ranks has.
 * The group's report of its last step has the sum of the ranks' collectives. A group whose ranks begin equally many as
   those of another group thus has an equal sum.
 * The group failed by itself if one of its ranks did, else it cannot reach what one of its ranks cannot reach.
@@ -26,7 +27,16 @@ from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.protocol.group_messages import RankAsk, RankDecision, RankVote
 from keepstep_mesh.protocol.job_settings import differ, difference
 from keepstep_mesh.protocol.lineage import TORN, is_torn
-from keepstep_mesh.protocol.membership import MAX_PEERS, OWN, PEER, StateRoot, StepFailure, StepReport
+from keepstep_mesh.protocol.membership import (
+    MAX_PEERS,
+    OWN,
+    PEER,
+    TO_PUBLISH,
+    UNPUBLISHED,
+    StateRoot,
+    StepFailure,
+    StepReport,
+)
 from keepstep_mesh.protocol.messages import MAX_HEAL_ERROR, Healing
 
 
@@ -68,6 +78,7 @@ def merge_asks(asks: Mapping[int, RankAsk], replica_id: str, *, healed: bool = F
             f"the ranks of this group disagree: at step {step}, ranks {final} call finish() and the others begin "
             f"another step; let manager.current_step() decide in all ranks which step is the last"
         )
+    _refuse_other_ends(asks)
     layouts = [ask.layout for _, ask in sorted(asks.items())]
     if len(layouts) == 1 or not any(layouts):
         layout = layouts[0]
@@ -90,7 +101,19 @@ def merge_asks(asks: Mapping[int, RankAsk], replica_id: str, *, healed: bool = F
         failure=_merge_failures([ask.failure for _, ask in sorted(asks.items()) if ask.failure is not None]),
         retry=all(ask.retry for ask in asks.values()),
         replace=next((ask.replace for ask in asks.values() if ask.replace), ""),
+        publish=TO_PUBLISH if any(ask.publish == TO_PUBLISH for ask in asks.values()) else first.publish,
     )
+
+
+def _refuse_other_ends(asks: Mapping[int, RankAsk]) -> None:
+    """Raise DisagreeError if only some ranks publish the final state."""
+    ends = {rank: ask.publish for rank, ask in sorted(asks.items()) if ask.publish}
+    omit = [rank for rank, publish in ends.items() if publish == UNPUBLISHED]
+    if others := [rank for rank in ends if omit and rank not in omit]:
+        raise DisagreeError(
+            f"the ranks of this group disagree: ranks {others} call finish(publish=True) and ranks {omit} call it "
+            f"without publish; give all ranks of all groups the same argument"
+        )
 
 
 def _merge_settings(asks: Mapping[int, RankAsk]) -> str:

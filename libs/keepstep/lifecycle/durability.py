@@ -126,19 +126,24 @@ class Durability:
         self._save(*self._commit)
         return before
 
-    def publish(self, seconds: float | None) -> None:
+    def publish(self, seconds: float | None) -> bool:
         """Write the state of the last step, if this process committed it, and wait until a relay has it.
 
         Args:
             seconds: limit of the wait; None: that of an upload.
+
+        Returns:
+            Whether nothing is left to write.
         """
         if self._commit is None or self._commit[1] != self._context.progress.step:
-            return
+            return True
         if self._saved != self._commit[1]:
             self._save(*self._commit)
         limit = COMMIT_SECONDS if seconds is None else seconds
-        if not self._writer.finish(limit):
+        written = self._writer.finish(limit)
+        if not written:
             self._context.log.error("final state not published yet", step=self._commit[1], waited_seconds=limit)
+        return written
 
     def _save(self, plan: QuorumPlan, step: int) -> None:
         context, writer = self._context, self._writer

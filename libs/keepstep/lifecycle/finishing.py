@@ -1,7 +1,8 @@
 """The end of training: wait until all groups have the same final state.
 
 A group that died in the last steps comes back, heals from the others, and finishes with them. The quorum of the groups
-that finish takes no step: groups that are behind heal in it.
+that finish takes no step: groups that are behind heal in it. Groups that publish the final state do so after a quorum
+in which all have it, and ask again; the lighthouse has compared by then whether all groups publish.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from datetime import timedelta
 from keepstep.lifecycle.background_quorum import BackgroundQuorum
 from keepstep.lifecycle.membership import GroupMembership
 from keepstep_mesh.errors import JobClosed, KeepstepError
+from keepstep_mesh.protocol.membership import PUBLISHED, TO_PUBLISH, UNPUBLISHED
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,7 @@ class Finishing(BackgroundQuorum):
 
     _membership: GroupMembership
     _finished: Finished | None = None
+    _published = False
 
     def finish(self, timeout: timedelta | None = None, *, publish: bool = False) -> Finished:
         """Wait until all groups have taken their last step, at the same state. No step follows.
@@ -49,8 +52,8 @@ class Finishing(BackgroundQuorum):
         Args:
             timeout: None: wait as long as groups are connected. Groups that are connected and do not finish are waited
                 for as in a step (``join_timeout``; without limit if they are the majority).
-            publish: True: write the final state to the relays before the job is closed, as a durable checkpoint. Equal
-                in all groups and ranks. A failed write is logged, and keeps no group from finishing.
+            publish: True: write the final state to the relays before the job is closed, as a durable checkpoint. All
+                groups and ranks must pass the same value. A failed write is logged, and keeps no group from finishing.
 
         Returns:
             The final step, and the number of groups. The same again, if it is called again.
@@ -58,7 +61,8 @@ class Finishing(BackgroundQuorum):
         Raises:
             TimeoutError: ``timeout`` is over; the message says what the groups wait for. Call it again to go on.
             KeepstepError: the lighthouse is older than this function.
-            MismatchExit: other groups took their last step at another step; the reason names both.
+            MismatchExit: other groups took their last step at another step, or pass another ``publish``; the reason
+                names both.
             JobClosedExit: the others have finished without this group.
             Drained, EvictedExit: as in ``start_quorum``.
         """
@@ -71,8 +75,6 @@ class Finishing(BackgroundQuorum):
         self._end_open_step()
         if context.follower is not None:
             context.follower.finish()
-        if publish:
-            self._durability.publish(None if timeout is None else timeout.total_seconds())
         last_step = self._attempt
         finished: Finished | None = None
         while finished is None:
@@ -82,7 +84,7 @@ class Finishing(BackgroundQuorum):
             if deadline is not None:
                 limit = min(limit, max(0.0, deadline - time.monotonic()))
             try:
-                finished = self._ask_for_the_end(limit)
+                finished = self._ask_for_the_end(limit, deadline, publish=publish)
             except TimeoutError as error:
                 context.raise_fatal()
                 if deadline is not None and time.monotonic() >= deadline:
@@ -100,17 +102,20 @@ class Finishing(BackgroundQuorum):
         else:
             attempt.abandon()
 
-    def _ask_for_the_end(self, limit: float) -> Finished | None:
-        """Ask with ``final``. Heal in the quorum, and return None, if one forms before all groups have finished."""
+    def _ask_for_the_end(self, limit: float, deadline: float | None, *, publish: bool) -> Finished | None:
+        """Ask with ``final``. Return None if a quorum forms: this group heals in it, or publishes the state of all."""
         context = self._context
         step, attempt = context.progress.step, self._new_attempt((), limit, final=True)
+        wanted = PUBLISHED if self._published else TO_PUBLISH if publish else UNPUBLISHED
         try:
-            attempt.begin(context.next_ask(limit, allow_heal=True, shrink_only=False, final=True))
+            attempt.begin(context.next_ask(limit, allow_heal=True, shrink_only=False, publish=wanted))
         except JobClosed as closed:  # and this group holds the final state
             closed.with_traceback(None)  # it is in a cycle, and would hold the script's frames, with its loaders
             context.log.info("all groups have finished", step=closed.step, groups=closed.groups)
             facts = {"lineage": context.progress.lineage, "closed_ms": closed.closed_ms}
             context.steps.write("finished", context.progress.step, 0, **facts)
+            if publish:  # the lighthouse is of the release before, or did not wait for this group
+                self._publish(deadline)
             return Finished(context.progress.step, closed.groups)
         attempt.end_finishing()
         if context.progress.step < step:
@@ -118,4 +123,12 @@ class Finishing(BackgroundQuorum):
                 f"the job went back from step {step} to step {context.progress.step} while this group finished; start "
                 f"the group again, so that it trains on"
             )
+        if publish and not attempt.wait_plan().healing:
+            self._publish(deadline)
         return None
+
+    def _publish(self, deadline: float | None) -> None:
+        """Write the final state to the relays, once. If ``deadline`` (monotonic) comes first, the next call goes on."""
+        if not self._published:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            self._published = self._durability.publish(left) or left is None

@@ -107,10 +107,10 @@ class StepContext:
     store: Store | None = None
     """The launcher's store. Its server ends with the last reference, and other ranks may connect to it late."""
 
-    def next_ask(self, timeout: float, *, allow_heal: bool, shrink_only: bool, final: bool = False) -> RankAsk:
+    def next_ask(self, timeout: float, *, allow_heal: bool, shrink_only: bool, publish: str = "") -> RankAsk:
         """Build this rank's request for the quorum of its next step; ``timeout`` in seconds.
 
-        ``final``: no step follows.
+        ``publish``: as in ``QuorumRequest``; not empty: no step follows.
         """
         self.requests += 1
         progress = self.progress
@@ -131,8 +131,9 @@ class StepContext:
             last_step=self.last_step,
             min_groups=self.min_groups,
             grace_ms=round(self.grace.total_seconds() * 1000),
-            final=final,
+            final=publish != "",
             replace=self.leaves_soon,
+            publish=publish,
         )
 
     def add_layout(self, lines: list[str]) -> None:

@@ -72,6 +72,8 @@ class RankAsk:
     """As in ``QuorumRequest``."""
     replace: str = ""
     """As in ``QuorumRequest``."""
+    publish: str = ""
+    """As in ``QuorumRequest``."""
 
 
 @dataclass(frozen=True, slots=True)

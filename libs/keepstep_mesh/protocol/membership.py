@@ -79,6 +79,8 @@ class StepReport:
 
 
 OWN, PEER, UNKNOWN = "own", "peer", "unknown"
+UNPUBLISHED, TO_PUBLISH, PUBLISHED = "no", "wanted", "done"
+"""Values of ``QuorumRequest.publish``."""
 """Values of ``StepFailure.cause``."""
 MAX_PEERS = 64
 """Limit of ``StepFailure.peers``."""

@@ -111,6 +111,9 @@ class QuorumRequest:
     has committed that step. Always with ``shrink_only`` and ``commit_failures``."""
     replace: str = ""
     """Why the group must leave soon: a spare replaces it, or it is drained. Empty: it stays."""
+    publish: str = ""
+    """With ``final``, whether the final state goes to the relays before the job is closed, equal in all groups: ``no``,
+    ``wanted`` (answered with a quorum when all groups have finished at one state), ``done``. Empty: unknown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -219,6 +219,7 @@ class SessionCore:
             failure=request.failure,
             retry=request.retry,
             replace=request.replace,
+            publish=request.publish,
         )
 
     def withdraw(self, number: int) -> bool:

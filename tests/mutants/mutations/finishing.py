@@ -8,6 +8,7 @@ LIGHTHOUSE = "services/keepstep_lighthouse"
 SETTINGS = "tests/unit/quorum/changes/test_core_settings.py"
 SCENARIO = "tests/scenarios/test_scenarios.py::test_the_lighthouse_decides_as_the_scenario_says"
 FINISHING = f"{SCENARIO}[35_finishing_together]"
+OTHER_ENDS = f"{SCENARIO}[36_other_last_steps]"
 WAITED_FOR = f"{SCENARIO}[37_who_is_waited_for_at_the_end]"
 ENDS_TOGETHER = "tests/simulation/test_simulation.py::test_groups_finish_together_or_learn_that_the_others_did[1]"
 
@@ -15,8 +16,8 @@ MUTATIONS = (
     Mutation(
         "a job is closed while its groups have different states of the last step",
         f"{LIGHTHOUSE}/quorum/changes/finishing.py",
-        "    if not all(_is_final(group) and (group.step, group.lineage) == (step, lineage) for group in chosen):\n",
-        "    if not all(_is_final(group) and group.step == step for group in chosen):\n",
+        "_is_final(group) and (group.step, group.lineage) == (step, lineage) for",
+        "_is_final(group) and group.step == step for",
         Test(WAITED_FOR),
     ),
     Mutation(
@@ -25,6 +26,13 @@ MUTATIONS = (
         "            allow_heal=allow_heal or finishing,\n",
         "            allow_heal=allow_heal,\n",
         Test(f"{SETTINGS}::test_groups_heal_where_groups_finish_even_if_one_asked_for_a_round_without_healing"),
+    ),
+    Mutation(
+        "a job is closed before its groups have published the final state",
+        f"{LIGHTHOUSE}/quorum/changes/finishing.py",
+        "    if not at_end or any(_publish(group) == TO_PUBLISH for group in chosen):\n",
+        "    if not at_end:\n",
+        Test(OTHER_ENDS),
     ),
     Mutation(
         "the final state of a job is not written",

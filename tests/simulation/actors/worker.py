@@ -13,7 +13,17 @@ from keepstep.group.quorum_plan import QuorumPlan, make_plan
 from keepstep.step.progress import GroupProgress
 from keepstep.step.retrying.retry_rules import FailedTry, obstacle
 from keepstep_mesh.protocol.lineage import is_diverged, is_following
-from keepstep_mesh.protocol.membership import FinalState, Lineage, MemberInfo, Quorum, StateRoot, StepFailure
+from keepstep_mesh.protocol.membership import (
+    PUBLISHED,
+    TO_PUBLISH,
+    UNPUBLISHED,
+    FinalState,
+    Lineage,
+    MemberInfo,
+    Quorum,
+    StateRoot,
+    StepFailure,
+)
 from keepstep_mesh.protocol.messages import (
     CancelRequest,
     Closed,
@@ -63,7 +73,7 @@ class Worker:
         """Why it asks for a spare."""
         self.sent_home = False
         """The job has finished without it."""
-        self.finished = False
+        self.finished = self.published = False
         """It got the answer that all groups have finished."""
         self.progress = GroupProgress(self.replica_id, self.replica_id)
         self.state = hash(self.replica_id)
@@ -236,6 +246,7 @@ class Worker:
             return
         if self.takes_no_step and self.following.active:
             self.following.give_up()
+        publish = PUBLISHED if self.published else TO_PUBLISH if self.sim.publishes else UNPUBLISHED
         number = session.core.ask(
             QuorumRequest(
                 request=0,
@@ -248,6 +259,7 @@ class Worker:
                 root=self.root,
                 allow_heal=self.takes_no_step or self.sim.allows_heal(),
                 final=self.takes_no_step,
+                publish=publish if self.takes_no_step else "",
                 failure=self.failure,
                 retry=retry,
                 replace=self.leaves_soon,
@@ -348,7 +360,8 @@ class Worker:
             self._vote()
 
     def _end_finishing(self) -> None:
-        """End a quorum in which no group takes a step."""
+        """End a quorum in which no group takes a step. When all have the final state, publish it."""
+        self.published = self.published or (self.sim.publishes and self.plan is not None and not self.plan.healing)
         if not self._healed:
             self.progress.discard()
         self.session.core.finished_step()

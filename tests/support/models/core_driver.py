@@ -138,6 +138,7 @@ class Driver:
         failure: StepFailure | None = None,
         retry: bool = False,
         replace: str = "",
+        publish: str = "",
     ) -> list[Decision]:
         if settings is not None and info is None:
             info = MemberInfo(f"http://{replica_id}")
@@ -156,6 +157,7 @@ class Driver:
             failure=failure,
             retry=retry,
             replace=replace,
+            publish=publish,
         )
         return self.feed(Asked(self.session_of[replica_id], wanted))
 

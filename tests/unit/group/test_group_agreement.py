@@ -6,14 +6,16 @@ import pytest
 
 from keepstep.group.merging import DisagreeError, merge_asks
 from keepstep_mesh.protocol.group_messages import RankAsk
+from keepstep_mesh.protocol.membership import PUBLISHED, TO_PUBLISH, UNPUBLISHED
 
 
 def merge(*asks: RankAsk) -> RankAsk:
     return merge_asks(dict(enumerate(asks)), "a:1")
 
 
-def ask(*, allow_heal: bool = True, settings: str = "") -> RankAsk:
-    return RankAsk(1, 3, 7, False, 0, 1000, allow_heal=allow_heal, settings=settings)
+def ask(*, allow_heal: bool = True, settings: str = "", publish: str = "") -> RankAsk:
+    final = publish != ""
+    return RankAsk(1, 3, 7, False, 0, 1000, allow_heal=allow_heal, settings=settings, final=final, publish=publish)
 
 
 def test_ranks_with_different_settings_are_told_which_one_differs():
@@ -29,3 +31,9 @@ def test_the_settings_of_a_group_are_those_that_any_rank_knows():
 def test_one_rank_that_allows_no_healing_decides_for_its_group():
     assert merge(ask(), ask()).allow_heal
     assert not merge(ask(), ask(allow_heal=False)).allow_heal
+
+
+def test_a_group_publishes_its_final_state_if_all_its_ranks_do():
+    assert merge(ask(publish=PUBLISHED), ask(publish=TO_PUBLISH)).publish == TO_PUBLISH
+    with pytest.raises(DisagreeError, match=r"ranks \[0\] call finish\(publish=True\) and ranks \[1\] call it without"):
+        merge(ask(publish=PUBLISHED), ask(publish=UNPUBLISHED))

@@ -14,6 +14,9 @@ It forms when all healthy groups ask. Rules:
 * **Other last steps.** Groups whose last steps differ have different scripts. The smaller side is refused; of two equal
   sides, the one that ends first. A group that asks to train from the state at which others finished may not know that
   state yet, so it is held back once.
+* **Publishing.** Groups that publish the final state ask with ``publish``, and get a quorum when all have that state;
+  then they publish it, and ask again. All groups publish, or none: the smaller side is refused, of two equal sides the
+  one that does not.
 * **Spares.** Groups that found no place in the quorum are drained when the job is closed.
 """
 
@@ -32,7 +35,7 @@ from keepstep_lighthouse.quorum.rules import reasons
 from keepstep_lighthouse.quorum.rules.quorum_rules import Verdict, choose
 from keepstep_lighthouse.quorum.rules.reasons import named
 from keepstep_mesh.protocol.lineage import Soundness, reference_state, same_weights, soundness
-from keepstep_mesh.protocol.membership import FinalState, Lineage
+from keepstep_mesh.protocol.membership import PUBLISHED, TO_PUBLISH, UNPUBLISHED, FinalState, Lineage
 from keepstep_mesh.protocol.messages import Closed, Denied, QuorumRequest
 
 MAX_HEALS = 3
@@ -59,7 +62,8 @@ def settle(state: JobState, judge_again: Callable[[], Verdict], now: float, now_
     step, lineage = reference_state(members_of(chosen))
     if _refuse_any(state, chosen, step, lineage):
         return judge_again()
-    if not all(_is_final(group) and (group.step, group.lineage) == (step, lineage) for group in chosen):
+    at_end = all(_is_final(group) and (group.step, group.lineage) == (step, lineage) for group in chosen)
+    if not at_end or any(_publish(group) == TO_PUBLISH for group in chosen):
         _note_round(state, chosen, step, lineage)
         return None
     until = max((lost + state.record.policy.finish_grace for lost in losses.expected(state, now).values()), default=now)
@@ -71,6 +75,10 @@ def settle(state: JobState, judge_again: Callable[[], Verdict], now: float, now_
 
 def _is_final(group: Group) -> bool:
     return group.request is not None and group.request.final
+
+
+def _publish(group: Group) -> str:
+    return group.request.publish if group.request is not None else ""
 
 
 def _note_round(state: JobState, chosen: list[Group], step: int, lineage: Lineage) -> None:
@@ -89,10 +97,11 @@ def _note_round(state: JobState, chosen: list[Group], step: int, lineage: Lineag
 
 def _refuse_any(state: JobState, chosen: list[Group], step: int, lineage: Lineage) -> bool:
     """Refuse groups that cannot finish with the others. Return whether any was refused."""
-    wrong, why = _other_scripts(chosen)
-    if wrong:
-        _refuse(state, wrong, "layout", why)
-        return True
+    for find in (_other_scripts, _other_ends):
+        wrong, why = find(chosen)
+        if wrong:
+            _refuse(state, wrong, "layout", why)
+            return True
     behind = [group for group in chosen if (group.step, group.lineage) != (step, lineage)]
     if hopeless := [group for group in behind if state.final_heals[group.name] >= MAX_HEALS]:
         why = f"the others finished at step {step}, and {MAX_HEALS} heals to that state failed; the log has the reasons"
@@ -118,6 +127,21 @@ def _other_scripts(chosen: list[Group]) -> tuple[list[Group], str]:
         f"step {beyond}; let manager.current_step() decide in all groups which step is the last"
     )
     return (on if len(first) > len(on) else first), why
+
+
+def _other_ends(chosen: list[Group]) -> tuple[list[Group], str]:
+    """Return the groups that are refused because others publish the final state and they do not, or the reverse."""
+    final = [group for group in chosen if _is_final(group)]
+    omit = [group for group in final if _publish(group) == UNPUBLISHED]
+    publish = [group for group in final if _publish(group) in (TO_PUBLISH, PUBLISHED)]
+    if not omit or not publish:
+        return [], ""
+    why = (
+        f"{named(group.name for group in publish)} called finish(publish=True), and "
+        f"{named(group.name for group in omit)} called finish() without publish; give all groups and ranks the same "
+        f"argument"
+    )
+    return (publish if len(omit) > len(publish) else omit), why
 
 
 def _was_held_back(group: Group) -> bool:

@@ -31,14 +31,20 @@ def train(one: Manager, weights: dict[str, Any], last: int = LAST, *, allow_heal
 
 
 def group(
-    lighthouse: str, name: str, *, last: int = LAST, ready: threading.Barrier | None = None, **options: Any
+    lighthouse: str,
+    name: str,
+    *,
+    last: int = LAST,
+    publish: bool = False,
+    ready: threading.Barrier | None = None,
+    **options: Any,
 ) -> tuple[Finished, torch.Tensor]:
     weights = {"w": torch.zeros(4)}
     with manager(lighthouse, name, weights, **options) as one:
         if ready is not None:
             ready.wait(60)  # the first quorum waits for all that are connected
         train(one, weights, last)
-        return one.finish(), weights["w"]
+        return one.finish(publish=publish), weights["w"]
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -133,16 +139,25 @@ def test_the_ranks_of_a_group_finish_together(lighthouse: str) -> None:
     assert [end for end, _ in ends] == [Finished(LAST, 2)] * 4
 
 
-def test_a_group_with_another_number_of_steps_is_refused_and_the_others_finish(lighthouse: str) -> None:
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"last": LAST - 1}, f"c finished at step {LAST - 1}, and a, b continued after step {LAST - 1}"),
+        ({"publish": False}, "a, b called finish(publish=True), and c called finish() without publish; give all"),
+    ],
+)
+def test_a_group_that_ends_otherwise_is_refused_and_the_others_finish(
+    lighthouse: str, options: dict[str, Any], why: str
+) -> None:
     ready = threading.Barrier(3)
 
-    def shorter() -> str:
+    def otherwise() -> str:
         with pytest.raises(MismatchExit) as refused:
-            group(lighthouse, "c", last=LAST - 1, ready=ready)
+            group(lighthouse, "c", ready=ready, **{"publish": True, **options})
         return str(refused.value)
 
-    a, b, message = together(*(partial(group, lighthouse, name, ready=ready) for name in "ab"), shorter)
-    assert f"c finished at step {LAST - 1}, and a, b continued after step {LAST - 1}" in message
+    a, b, message = together(*(partial(group, lighthouse, name, publish=True, ready=ready) for name in "ab"), otherwise)
+    assert why in message
     assert a[0] == b[0] == Finished(LAST, 2)
 
 
