@@ -72,8 +72,11 @@ class FailureEvidence:
         """The last quorum that lost a member."""
         self._refused: dict[str, int] = {}
         """By replica_id: the quorum in which a group refused the last probe."""
+        self._members: tuple[str, ...] = ()
+        """Groups of the last quorum that was probed."""
         self._unexplained = 0
-        """Failed steps whose probe found nothing. Equal in most groups, so that those of a pair probe each other."""
+        """Failed steps of these groups whose probe found nothing. Equal in all of them, so that those of a pair probe
+        each other: a group that joins begins with 0, and so do the others then."""
 
     # ---- the step, on the training thread or the mesh thread
 
@@ -127,6 +130,8 @@ class FailureEvidence:
 
     async def _probe(self, plan: QuorumPlan) -> set[str]:
         """Return the replica_ids of the groups that give no answer; empty once a group of the quorum is known lost."""
+        if plan.replica_ids != self._members:
+            self._members, self._unexplained = plan.replica_ids, 0
         peers = _nearest(plan.members, plan.replica_rank, self._unexplained)
         probes = {asyncio.create_task(_reach(peer.info.address)): peer.replica_id for peer in peers}
         try:
@@ -151,7 +156,7 @@ class FailureEvidence:
 def _nearest(members: Sequence[Member], rank: int, skipped: int = 0) -> list[Member]:
     """Return the ``MAX_PEERS`` members next to ``rank`` on both sides, without that one.
 
-    ``skipped``: so many times as many of them are left out. After the farthest come the nearest again.
+    ``skipped``: number of such batches that are left out, the nearest first. After the last batch comes the first.
     """
     distances = sorted(range(1, len(members)), key=lambda offset: min(offset, len(members) - offset))
     begin = MAX_PEERS * (skipped % max(1, math.ceil(len(distances) / MAX_PEERS)))

@@ -135,6 +135,21 @@ def test_of_many_groups_the_nearest_on_both_sides_are_probed() -> None:
     assert len(failure_evidence._nearest(members[:3], 0)) == 2
 
 
+async def test_all_groups_begin_with_the_nearest_ones_again_when_a_group_joins(
+    answers: str, silent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failure_evidence, "MAX_PEERS", 2)
+    evidence = FailureEvidence(60.0)
+    named = []
+    for addresses in ({"e": answers}, {"e": answers, "f": silent}):
+        evidence.begins(plan_of(b=answers, c=answers, d=answers, **addresses), StepTimes(time.monotonic()))
+        evidence.failed(UNKNOWN, BROKEN)
+        failure = await evidence.collect()
+        assert failure is not None
+        named.append(failure.peers)
+    assert named == [(), ("f",)], "f, which joined, probes this group first, and is believed only if both name each other"
+
+
 async def test_a_distant_group_is_probed_after_a_failed_step_that_explains_nothing(
     answers: str, silent: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
