@@ -243,7 +243,7 @@ class Durability:
         return self._choose()
 
     def _resume_in_quorum(self, plan: QuorumPlan) -> bool:
-        """Load the newest checkpoint after all, if that of the quorum is older: no group has a live state."""
+        """Load the newest checkpoint, if it is newer than the states of a quorum that has no live one."""
         choice = self._agree(self._choose)
         known = origin(plan.lineage).quorum_id, plan.max_step  # in the order of ``newest``
         return self._load(choice) if choice and (choice["quorum_id"], choice["step"]) > known else False

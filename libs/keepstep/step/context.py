@@ -86,8 +86,8 @@ class StepContext:
     unfit_heals: int = 0
     """Number of heals in a row that failed because the state does not fit this group."""
     resume: Callable[[QuorumPlan], bool] | None = None
-    """Loads the newest durable checkpoint, if the first quorum has no live state, and no checkpoint as new. Returns
-    whether it did. None: it is loaded already, or not to be loaded."""
+    """Loads the newest durable checkpoint, if it is newer than all states in the first quorum and none of those is
+    live. Returns whether it did. None: it is loaded already, or not to be loaded."""
     find_final: Callable[[JobClosed], None] | None = None
     """Finds the final state of a closed job at a relay, and sets ``load_final``; else raises JobClosedExit."""
     load_final: Callable[[], None] | None = None

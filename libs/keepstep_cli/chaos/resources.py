@@ -36,14 +36,14 @@ class Growth:
 
     processes: int
     seconds: float
-    """For which they were watched, all together."""
+    """For which they were watched, added up."""
     resident_bytes: int
-    """The most that one of them had at its end."""
+    """Of the largest one at its end."""
     bytes_per_minute: float
     descriptors: int
     descriptors_per_minute: float
     weight: float
-    """Sum of the squared distances of the ages from their means, in minutes squared: of the slopes, in ``joint``."""
+    """Weight of the slopes in ``joint``: the squared distances of the ages from their mean, added up, in minutes²."""
 
     def json(self) -> dict[str, Any]:
         return {name: round(getattr(self, name), 4) for name in self.__slots__}

@@ -166,7 +166,9 @@ class Group:
     settings: str = ""
     """As in its request; empty: unknown."""
     groups: int = 0
-    """Number of groups of the job, as it tells; 0: unknown."""
+    """Number of groups of the job, as in its hello; 0: unknown."""
+    size: int = 0
+    """The same, once its request fits the others."""
     step: int = 0
     lineage: Lineage = ""
     held_back_at: tuple[int, Lineage] | None = None

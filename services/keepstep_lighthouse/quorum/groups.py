@@ -59,8 +59,6 @@ class Groups:
         self.heals = OpenHeals()
         self.standing_by: dict[str, Group] = {}
         self.counted = 0
-        self.expected = 0
-        """Number of groups of the job, as those tell that have asked and fit each other; 0: unknown."""
         self.members_asking = 0
         self.shrinking = 0
         """Asking with shrink_only."""
@@ -69,6 +67,8 @@ class Groups:
         self.live_steps: dict[int, int] = {}
         """Number of connected groups with live weights, by step."""
         self.tally = Tally()
+        self._sizes: Counter[int] = Counter()
+        """How many groups report each number of groups of the job, see ``set_size``."""
         self._clock_start = 0.0
         self._arrivals = 0
         self._deadlines: list[tuple[float, str, int]] = []
@@ -125,6 +125,7 @@ class Groups:
         """Remove the group; an incarnation that was excluded because of it counts from now on."""
         self.withdraw(group)
         self.heals.drop(group)
+        self.set_size(group, 0)
         del self.by_id[group.replica_id]
         self.standing_by.pop(group.replica_id, None)
         self.suspects.pop(group.replica_id, None)
@@ -138,6 +139,20 @@ class Groups:
             self._settle_name(namesakes)
         else:
             del self.by_name[group.name]
+
+    # ---- the number of groups
+
+    @property
+    def expected(self) -> int:
+        """Number of groups of the job: the highest that a group here reports; 0: unknown."""
+        return max(self._sizes, default=0)
+
+    def set_size(self, group: Group, size: int) -> None:
+        """Count the number of groups that the group reports; 0: it reports none, or does not fit the others."""
+        if size != group.size:
+            self._sizes[size] += size > 0
+            self._sizes -= Counter((group.size,))  # without sizes that no group reports
+            group.size = size
 
     # ---- states
 
@@ -376,6 +391,7 @@ class Groups:
         assert self.shrinking == shrinking, "shrinking requests are miscounted"
         final = sum(g.request.final for g in asking if g.request is not None)
         assert self.final == final, "final requests are miscounted"
+        assert self._sizes == Counter(g.size for g in groups if g.size), "numbers of groups are miscounted"
         live = Counter(g.step for g in groups if _is_live(g))
         assert self.live_steps == live, "steps with live weights are miscounted"
         assert {s: g for g in groups if (s := g.session) is not None} == dict(self.by_session), "sessions are misfiled"

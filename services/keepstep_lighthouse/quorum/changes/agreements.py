@@ -98,8 +98,7 @@ def _deny(state: JobState, group: Group, request: QuorumRequest, other: Group, w
     sentence = f"{difference}; {why}{remedy}"
     if group.excluded is None or group.is_excluded(Exclusion.LAYOUT):
         state.groups.exclude(group, Excluded(Exclusion.LAYOUT, sentence))
-    fit = [one.groups for one in state.groups if one is not group and not one.is_excluded(Exclusion.LAYOUT)]
-    state.groups.expected = min(state.groups.expected, max(fit, default=state.groups.expected))
+    state.groups.set_size(group, 0)
     if group.session is not None:
         state.tell(group.session, Denied(request.request, "layout", sentence, address))
         state.log("denied", group.replica_id, code="layout", reason=sentence)

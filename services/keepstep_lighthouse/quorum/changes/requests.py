@@ -40,7 +40,7 @@ def ask(state: JobState, group: Group, request: QuorumRequest, now: float) -> No
         heals.end(state, group, "its step was not committed" if request.commit_failures else "")
     if not agreements.fits(state, group, request):
         return
-    state.groups.expected = max(state.groups.expected, group.groups)
+    state.groups.set_size(group, group.groups)
     probation.note(state, group, request)
     probation.keep_out(state, group)
     where_it_was, commits = (group.step, group.lineage), group.committed

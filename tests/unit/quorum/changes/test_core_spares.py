@@ -69,6 +69,19 @@ def test_the_restarted_process_of_a_name_stands_by_also_when_it_came_before_the_
     assert members(announced(driver.asks("r1:1", 1, 1, failures=1))) == ["r1:1", "r2:1"]
 
 
+def test_a_job_whose_groups_are_restarted_one_by_one_with_a_lower_number_keeps_its_spare() -> None:
+    driver = job_of(3, 0)
+    driver.leaves("r2:1", "SIGTERM", cause="drained", step=1)
+    for leaves, comes, stays in (("r0:1", "r0:2", "r1:1"), ("r1:1", "r1:2", "r0:2")):
+        driver.leaves(leaves, "SIGTERM", cause="stopped", step=1)
+        driver.opens(comes, standby=True, groups=2)
+        driver.asks(comes)
+        assert members(announced(driver.asks(stays, 1, 1))) == sorted((comes, stays))
+    driver.opens("s:1", standby=True, groups=2)
+    driver.asks("s:1")
+    assert states(driver)["s:1"] is ReplicaState.SPARE
+
+
 def test_a_group_that_counts_the_spares_as_groups_is_refused_and_lets_no_spare_in() -> None:
     driver = Driver(Policy())
     for name in ("r0:1", "r1:1", "r2:1"):

@@ -29,8 +29,6 @@ def open_session(state: JobState, event: Opened, now: float, now_unix: float) ->
         membership.raise_quorum_id(state, seen)
         if state.announcer.last is None:
             state.takeover.wait((), now, state.takeover_grace)
-    if not len(state.groups):
-        state.groups.expected = 0  # the job may begin again with fewer groups
     group = state.groups.by_id.get(event.replica_id)
     if group is None:
         member = event.replica_id in state.members
