@@ -147,7 +147,7 @@ async def test_all_groups_begin_with_the_nearest_ones_again_when_a_group_joins(
         failure = await evidence.collect()
         assert failure is not None
         named.append(failure.peers)
-    assert named == [(), ("f",)], "f, which joined, probes this group first, and is believed only if both name each other"
+    assert named == [(), ("f",)], "f, which joined, probes this group first: both name each other"
 
 
 async def test_a_distant_group_is_probed_after_a_failed_step_that_explains_nothing(
