@@ -103,6 +103,9 @@ class Manager(Finishing, BackgroundQuorum, Rehearsing, StateAndProgress):
             (``KEEPSTEP_DURABLE_NEWEST_WINS``).
         resume_wait: how long a resume waits for relays that do not answer and may have a newer durable checkpoint than
             the others: ``durable_copies`` of them, or more (``KEEPSTEP_RESUME_WAIT_SEC``).
+        on_step: called with the scalars of each committed step and the number of committed steps, for TensorBoard, W&B,
+            and the like (docs/telemetry.md): what ``record`` got, and ``keepstep/seconds`` and others. On the training
+            thread, in ``should_commit``; an error of it is logged, and changes nothing.
 
     Raises:
         ValueError: an argument or variable is missing or out of range.
@@ -143,6 +146,7 @@ class Manager(Finishing, BackgroundQuorum, Rehearsing, StateAndProgress):
         durable_copies: int = 1,
         durable_newest_wins: bool = False,
         resume_wait: timedelta = timedelta(seconds=30),
+        on_step: Callable[[dict[str, float], int], None] | None = None,
     ) -> None:
         if (state_dict is None) != (load_state_dict is None):
             missing = "state_dict" if state_dict is None else "load_state_dict"
@@ -178,7 +182,7 @@ class Manager(Finishing, BackgroundQuorum, Rehearsing, StateAndProgress):
         self._pid = os.getpid()
         self._attempt: Attempt | None = None
         self._membership = GroupMembership(self._settings.link)
-        self._context = wiring.connect(self._settings, pg, checkpoint_transport, self._membership)
+        self._context = wiring.connect(self._settings, pg, checkpoint_transport, self._membership, on_step)
         context, link = self._context, self._settings.link
         self._durability = Durability(self._settings, context)
         self.script_checker = ScriptChecker(context.state, context.log, link.rank, link.world_size)

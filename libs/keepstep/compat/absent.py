@@ -4,7 +4,7 @@ from __future__ import annotations
 
 MODULES = {
     "_torchft": "keepstep.coordination has its classes",
-    "otel": "the metrics service records every step, see docs/metrics.md",
+    "otel": "KEEPSTEP_OTEL exports spans and logs, see docs/telemetry.md",
     "torchcomms": "use a process group of keepstep.process_group",
     "utils": "torch.accelerator has streams and synchronize for every device",
 }

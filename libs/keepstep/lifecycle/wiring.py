@@ -22,7 +22,7 @@ from keepstep.step.live_state import LiveState
 from keepstep.step.progress import GroupProgress
 from keepstep.step.reconfigurer import Reconfigurer
 from keepstep.step.reporting.step_log import StepLog
-from keepstep.step.reporting.step_telemetry import StepTelemetry
+from keepstep.step.reporting.step_telemetry import OnStep, StepTelemetry
 from keepstep.step.step_faults import StepFaults
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import Banned
@@ -40,6 +40,7 @@ def connect(
     pg: dist.ProcessGroup,
     transport: CheckpointTransport[dict[str, Any]] | None,
     membership: GroupMembership,
+    on_step: OnStep | None = None,
 ) -> StepContext:
     """Connect to the group and the lighthouse, and build what all steps of this process share.
 
@@ -48,9 +49,10 @@ def connect(
         pg: process group over the replica groups.
         transport: of live state; None: a ``RelayTransport``.
         membership: gets what the lighthouse pushes, and the end of the group.
+        on_step: of the Manager.
 
     Raises:
-        TimeoutError, KeepstepError, EvictedExit: as ``Manager``; everything that was opened is closed again.
+        TimeoutError, KeepstepError, EvictedExit, ValueError: as ``Manager``; all that was opened is closed again.
     """
     mesh, own = LoopThread(), settings.link
     with contextlib.ExitStack() as closing:
@@ -84,7 +86,7 @@ def connect(
             state=LiveState(progress.state_dict, progress.load),
             progress=progress,
             steps=StepLog(own.job, link.replica_id, own.rank),
-            telemetry=StepTelemetry(mesh, link, own),
+            telemetry=StepTelemetry(mesh, link, own, on_step),
             log=log.bind(replica_id=link.replica_id, rank=own.rank),
             timeout=settings.timeout,
             evidence=FailureEvidence(settings.timeout.total_seconds()),

@@ -41,6 +41,7 @@ from keepstep.step.step_end import StepEnd
 from keepstep_mesh.errors import KeepstepError, SessionClosed
 from keepstep_mesh.protocol.group_messages import RankAsk
 from keepstep_mesh.protocol.membership import OWN, UNKNOWN, Lineage
+from keepstep_mesh.telemetry.tracing.spans import COMMIT
 
 NOT_CONTINUED = (
     "a batch was drawn for the groups of this step, and start_quorum (Optimizer.zero_grad) cannot continue it: a group "
@@ -81,7 +82,7 @@ class Attempt:
         self._context = context
         self._rules = rules
         self._timeout = timeout
-        self._times = StepTimes(time.monotonic())
+        self._times = StepTimes(time.monotonic(), trace=context.telemetry.new_trace())
         self._first_error = FirstError(context)
         self._rounds = Rounds(context, rules, self._times, self._first_error)
         self._collectives = StepCollectives(context, self._rounds, self._times, self._first_error)
@@ -174,6 +175,7 @@ class Attempt:
         if self.plan is not None and self.error is None and not self.done and not self._collectives.started:
             self.refuse_joiners("this group cancelled the step")
             self._end(self.participation(self.plan))
+            self._context.telemetry.without_step(self._times)
 
     def withdraw(self) -> None:
         """End an attempt that ``begin`` was not called for. If its quorum has formed, its members learn it."""
@@ -269,7 +271,10 @@ class Attempt:
             root = root_of(context, plan)
             if self.error is None:  # else BatchNorm's buffers may be averaged in some groups and not in others
                 context.root = root
+            began = time.monotonic()
             committed = self._vote(plan, limit)
+            if self._times.trace is not None:
+                self._times.trace.present.phase(COMMIT, began, time.monotonic(), self.error, committed=committed)
         return committed, unhealed
 
     # ---- the same step again
@@ -290,6 +295,8 @@ class Attempt:
         if self.plan is not None:
             self._report_to_lighthouse(self.plan, committed=False)
             another_try.write(context, self.plan, str(self.error))
+            if self._times.trace is not None:
+                self._times.trace.failed(self.error)
         context.link.finished_step()
         self.retries += 1
         self._collectives.begin_retry()
@@ -323,6 +330,7 @@ class Attempt:
         if unhealed is not None:
             self._first_error.report(unhealed, cause=UNKNOWN)
         self._end((None, 0))
+        context.telemetry.without_step(self._times)
         context.last_attempt = plan.attempt
         if self.error is not None:
             context.progress.discard()

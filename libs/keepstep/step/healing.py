@@ -22,6 +22,7 @@ from keepstep.step.reporting.heal_meter import REPORT_SECONDS, HealMeter, log_fi
 from keepstep.step.reporting.step_telemetry import StepTimes
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.protocol.heal_limit import heal_limit
+from keepstep_mesh.telemetry.tracing.spans import HEAL
 
 GIVE_UP_SECONDS = 1.0
 """A heal runs this much longer than the lighthouse waits for it, so that the lighthouse sees a late heal, not a broken
@@ -82,15 +83,28 @@ class StateExchange:
             self._hand_out()
         if plan.source is not None and not self._tried:
             self._tried = True
-            began = time.monotonic()
-            try:
-                with self._measured(plan.source) as meter:
-                    self._heal(plan.source, meter)
-                self.healed = True
-            except Exception as error:  # noqa: BLE001  whatever broke it, this step does not commit here
-                return error
-            finally:
-                self._times.heal_seconds += time.monotonic() - began
+            return self._heal_from(plan.source)
+        return None
+
+    def _heal_from(self, source: int) -> Exception | None:
+        """Heal, and return the error that broke the heal."""
+        began, received, failure = time.monotonic(), 0, ""
+        try:
+            with self._measured(source) as meter:
+                try:
+                    self._heal(source, meter)
+                finally:
+                    received = meter.bytes_done
+            self.healed = True
+        except Exception as error:  # noqa: BLE001  whatever broke it, this step does not commit here
+            failure = f"{type(error).__name__}: {error}"
+            return error  # and no variable keeps it: its traceback has this frame
+        finally:
+            ended = time.monotonic()
+            self._times.heal_seconds += ended - began
+            if self._times.trace is not None:
+                name, via = self._plan.members[source].replica_id, self._via
+                self._times.trace.present.phase(HEAL, began, ended, failure, source=name, via=via, bytes=received)
         return None
 
     @property

@@ -113,6 +113,7 @@ def _serve(
         from keepstep_lighthouse.app import hosted_lighthouse
         from keepstep_lighthouse.settings import read_settings
         from keepstep_mesh.serving.process import run_services
+        from keepstep_mesh.telemetry.tracing.exporting import exporting_service
     from keepstep_mesh.errors import KeepstepError
 
     configure_logs(flags)
@@ -133,7 +134,7 @@ def _serve(
         _announce(endpoint)
 
     try:
-        with reported():
+        with reported(), exporting_service("lighthouse" if beside is None else "up"):
             hosted = [hosted_lighthouse(settings, started)]
             if beside is not None:
                 hosted.append(_relay_beside(settings.bind, listens, beside[0]))

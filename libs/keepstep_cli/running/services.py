@@ -47,10 +47,11 @@ def run_service(
 ) -> None:
     """Run one service with ``flags`` until SIGTERM or SIGINT."""
     from keepstep_mesh.serving.process import run_services
+    from keepstep_mesh.telemetry.tracing.exporting import exporting_service
 
     configure_logs(flags)
     settings = checked(read, flags, "--bind")
-    with reported():
+    with reported(), exporting_service(name):
         run_services([hosted(settings, partial(announce, name))])
 
 

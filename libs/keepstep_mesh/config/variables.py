@@ -12,6 +12,8 @@ OF_CLIENTS: Mapping[str, str] = {
     "KEEPSTEP_TLS_CA": "CA (PEM) that the lighthouse's certificate must come from; those of the system unless said",
     "KEEPSTEP_TLS_CERT": "certificate to show (PEM), if the lighthouse wants one",
     "KEEPSTEP_TLS_KEY": "its key (PEM), if it is not in the same file",
+    "KEEPSTEP_OTEL": "what [OpenTelemetry](telemetry.md) gets of a trainer or service, with commas between: `step`, "
+    "`quorum`, `reconfigure`, `heal`, `all-reduce`, `commit`, `logs`, or `all`; nothing unless said",
 }
 """Of trainers, of commands that ask a lighthouse, and of services where they register."""
 OF_TRAINERS: Mapping[str, str] = {

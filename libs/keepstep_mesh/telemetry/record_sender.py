@@ -30,6 +30,7 @@ from keepstep_mesh.protocol.telemetry_records import BatchHead, Record, Source, 
 from keepstep_mesh.security.tls import explained
 from keepstep_mesh.security.tokens import place_of
 from keepstep_mesh.telemetry.clock_offset import ClockOffset
+from keepstep_mesh.telemetry.tracing import exporting
 
 PATH = "/v1/ingest"
 MAX_QUEUED = 20_000
@@ -147,6 +148,8 @@ class Sender:
     def record(self, record: Record) -> None:
         """Queue a record. Safe to call from any thread; never blocks and never raises."""
         self._outbox.add(record)
+        if exporting.of_service is not None:
+            exporting.export_record(exporting.of_service, record)
 
     async def run(self) -> None:
         """Send the queued records, until cancelled."""

@@ -98,7 +98,7 @@ def test_a_name_that_keepstep_does_not_have_is_refused_with_what_to_use_instead(
 
 
 def test_a_module_or_name_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ModuleNotFoundError, match="has no module 'otel': the metrics service") as refused:
+    with pytest.raises(ModuleNotFoundError, match="has no module 'otel': KEEPSTEP_OTEL") as refused:
         importlib.import_module("torchft.otel")
     assert refused.value.name == "torchft.otel"
     with pytest.raises(ModuleNotFoundError, match="has no module 'foo': docs"):

@@ -6,6 +6,7 @@ group that can catch up follows the others instead.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 
 from keepstep.group.quorum_plan import QuorumPlan
@@ -19,6 +20,7 @@ from keepstep_mesh.protocol.group_messages import RankAsk
 from keepstep_mesh.protocol.lineage import is_diverged
 from keepstep_mesh.protocol.membership import UNKNOWN
 from keepstep_mesh.protocol.messages import Healing
+from keepstep_mesh.telemetry.tracing.spans import RECONFIGURE
 
 NO_SOURCE_FOR_TORN_STATE = (
     "a failed heal or optimizer step left this group's state half written, and this step cannot repair it: the quorum "
@@ -75,10 +77,13 @@ class QuorumRound:
 
     async def _form(self, ask: RankAsk) -> QuorumPlan:
         """Get the quorum and rebuild the process group for it. On the mesh thread."""
-        context = self._context
-        if (failure := await context.evidence.collect()) is not None:
-            ask = replace(ask, failure=failure)
+        context, trace = self._context, self._times.trace
+        trying = None if trace is None else trace.request(time.monotonic())
+        if (evidence := await context.evidence.collect()) is not None:
+            ask = replace(ask, failure=evidence)
         plan = await context.link.ask(ask)
+        if trying is not None:
+            trying.formed(plan.quorum_id, plan.quorum.created_ms, plan.max_step, plan.attempt, time.monotonic())
         context.evidence.begins(plan, self._times)
         context.root = None
         if plan.quorum.went_back_from:
@@ -87,11 +92,15 @@ class QuorumRound:
                 "the job went back", from_step=plan.quorum.went_back_from, to_step=plan.max_step, lost_steps=lost
             )
         self._prepare_heal(plan)
+        began, built, failure = time.monotonic(), True, ""
         try:
             built = await context.reconfigurer.follow(plan)
             context.steps.quorum(context.progress.step, plan, built=built)
         except Exception as error:  # noqa: BLE001  any error of the process group fails the step
+            failure = f"{type(error).__name__}: {error}"
             self._errors.report_of_peers(error)
+        if trying is not None and built:
+            trying.phase(RECONFIGURE, began, time.monotonic(), failure, members=len(plan.members))
         if self._objection is not None:
             # before any collective, so that no other group commits the step
             self._errors.report(self._objection, cause=UNKNOWN)

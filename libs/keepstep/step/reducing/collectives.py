@@ -44,6 +44,8 @@ class Collectives:
         """The smallest and the largest element of each contribution to a sum or an average."""
         self._results: list[torch.Tensor] = []
         """Those of each result, with ``refuse_nonfinite``."""
+        self.launched = 0.0
+        """``time.monotonic()`` when the first collective began."""
         self.quantized = 0
         """Number of collectives that sent encoded values."""
         self.write_back_failed = False
@@ -94,7 +96,7 @@ class Collectives:
             self._contributed += _extremes(whole)
         scale = 1 / world if average and world > 1 else None  # as torch's DDP: three times as fast as a division
         if reduction.quantize:
-            self._times.launched = time.monotonic()
+            self._launching()
             reduced = all_reduce([whole], scale or 1.0, context.reconfigurer.pg, context.timeout)
             self.quantized += 1
             return self._add(reduced, [whole], tensor, summed=summed, write_back=reduction.write_back, kept=kept)
@@ -108,7 +110,7 @@ class Collectives:
             wired = ReduceOp.MAX  # a backend adds bytes: two Trues would be no boolean, 256 of them False
         options.reduceOp = wired  # type: ignore[assignment]
         options.timeout = context.timeout
-        self._times.launched = time.monotonic()
+        self._launching()
         work = context.reconfigurer.pg.allreduce([whole], options)
         return self._add(work, [whole], tensor, summed=summed, scale=scale, write_back=reduction.write_back, kept=kept)
 
@@ -131,7 +133,7 @@ class Collectives:
             for tensor in tensors:
                 self._spoil(tensor)
                 self._contributed += _extremes(tensor)
-        self._times.launched = time.monotonic()
+        self._launching()
         work = start(Round(context.reconfigurer.pg, contributes, world, context.timeout))
         self.quantized += 1
         return self._add(work, tensors, tensors, summed=True)
@@ -140,6 +142,11 @@ class Collectives:
         """Let `keepstep chaos` spoil a contribution."""
         if self._context.faults is not None:
             self._context.faults.spoil(tensor)
+
+    def _launching(self) -> None:
+        self._times.launched = now = time.monotonic()
+        if not self._works:
+            self.launched = now
 
     def _add(
         self,

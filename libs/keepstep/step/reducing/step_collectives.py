@@ -5,6 +5,7 @@ Errors are reported, not raised. After an error no further collective of the ste
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import torch
@@ -22,6 +23,7 @@ from keepstep.step.reporting.step_telemetry import StepTimes
 from keepstep.step.retrying.kept_reductions import KeptReduction
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.protocol.membership import StepReport
+from keepstep_mesh.telemetry.tracing.spans import ALL_REDUCE
 
 
 class StepCollectives:
@@ -108,6 +110,10 @@ class StepCollectives:
         if self._errors.error is None:
             self._present.check_process_group()
         self._present.synchronize_device()
+        if self._times.trace is not None and self.started:
+            facts = {"collectives": self.started, "quantized": self._present.quantized}
+            began, error = self._present.launched, self._errors.error
+            self._times.trace.present.phase(ALL_REDUCE, began, time.monotonic(), error, **facts)
 
     def write_back(self) -> None:
         """Write the results of the collectives back again."""

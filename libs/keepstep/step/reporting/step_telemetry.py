@@ -1,6 +1,7 @@
-"""Send records of a group's steps to the metrics service, from rank 0 and in the background.
+"""Report the steps of this rank: to the metrics service (rank 0), to a callback of the script, and to OpenTelemetry.
 
-Until a metrics service has registered with the lighthouse, the newest records are kept (a few megabytes).
+All three get the same ``StepRecord``. Until a metrics service has registered with the lighthouse, the newest records
+are kept (a few megabytes).
 """
 
 from __future__ import annotations
@@ -9,20 +10,33 @@ import asyncio
 import concurrent.futures
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from keepstep.group.group_link import LinkSettings
 from keepstep.group.ranks.rank_link import RankLink
 from keepstep.runtime.loop_thread import LoopThread
+from keepstep.step.reporting.scalars import scalars_of
+from keepstep_mesh.config.log_limiter import LogLimiter
+from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.net.http import Identity
+from keepstep_mesh.protocol import names
 from keepstep_mesh.protocol.telemetry_records import DurableRecord, StateRecord, StepRecord
 from keepstep_mesh.security.tls import as_safe
 from keepstep_mesh.telemetry.record_sender import Sender
+from keepstep_mesh.telemetry.tracing import exporting, step_trace
+from keepstep_mesh.telemetry.tracing.step_trace import StepTrace
+
+log = get_logger("keepstep.telemetry")
 
 GOODBYE_SECONDS = 1.0
 """Limit for sending the last records."""
+CALLBACK_LOG_SECONDS = 60.0
+
+OnStep = Callable[[dict[str, float], int], None]
+"""Gets the scalars of a committed step, and the number of committed steps."""
 
 
 @dataclass(slots=True)
@@ -38,6 +52,8 @@ class StepTimes:
     """``time.monotonic()`` when the last collective began."""
     retry_seconds: float = 0.0
     """From the first failure of the step to its end, without the waits above."""
+    trace: StepTrace | None = None
+    """When its phases happened, for OpenTelemetry; None: no spans are exported."""
 
     @property
     def waited(self) -> float:
@@ -54,20 +70,46 @@ class StepTimes:
 
 
 class StepTelemetry:
-    """On rank 0, sends records; on other ranks, does nothing."""
+    """Reports steps. Rank 0 sends records to the metrics service.
 
-    def __init__(self, mesh: LoopThread, link: RankLink, settings: LinkSettings) -> None:
+    Args:
+        mesh: thread of the sender.
+        link: of this rank.
+        settings: of the link.
+        on_step: the callback of the script, or None.
+
+    Raises:
+        ValueError: ``KEEPSTEP_OTEL`` is invalid.
+    """
+
+    def __init__(self, mesh: LoopThread, link: RankLink, settings: LinkSettings, on_step: OnStep | None = None) -> None:
         self._mesh = mesh
         self._link = link
         self._asked = settings.session.addresses[0]
+        self._on_step = on_step
+        self._callback_errors = LogLimiter(CALLBACK_LOG_SECONDS)
+        self._discarded = 0
+        """Number of steps discarded since the last committed one."""
         self._values: dict[str, float] = {}
         self._ended: float | None = None
         """``time.monotonic()`` at the end of the last step."""
+        self._origin = step_trace.Sender(settings.job, link.replica_id, settings.rank)
+        rank = settings.rank
+        self._export = exporting.begin(
+            "trainer",
+            f"{link.replica_id}/{rank}",
+            {"job": settings.job, "group": names.name_of(link.replica_id), "replica_id": link.replica_id, "rank": rank},
+        )
         self._sender: Sender | None = None
-        if settings.rank == 0:
+        if rank == 0:
             identity = Identity(settings.token, settings.session.tls)
             self._sender = Sender("worker", link.replica_id, self._address, identity, job=settings.job)
             self._running = mesh.spawn(self._sender.run())
+
+    def new_trace(self) -> StepTrace | None:
+        """Return the trace of a step that begins; None: no spans are exported."""
+        export = self._export
+        return None if export is None else StepTrace(self._origin, export.enter)
 
     def _address(self) -> str | None:
         found = (one.address for one in self._link.services if one.service == "metrics")
@@ -109,32 +151,58 @@ class StepTelemetry:
         """Record the end of a step. ``step``: number of committed steps after it."""
         now, before = time.monotonic(), times.began if self._ended is None else self._ended
         self._ended = now
-        if self._sender is None:
+        if self._sender is None and self._export is None and self._on_step is None:
             return
         values, self._values = self._values, {}
         waited = times.quorum_seconds + times.heal_seconds
         busy = None if times.launched is None else max(0.0, times.launched - before - waited)
-        self._sender.record(
-            StepRecord(
-                t=time.time(),
-                step=step,
-                quorum_id=quorum_id,
-                committed=committed,
-                reason=reason,
-                participants=participants,
-                seconds=now - before,
-                quorum_seconds=times.quorum_seconds,
-                heal_seconds=times.heal_seconds,
-                busy_seconds=busy,
-                values=values,
-                nonfinite=nonfinite,
-                retries=retries,
-                retry_seconds=times.retry_seconds if retries else 0.0,
-            )
+        record = StepRecord(
+            t=time.time(),
+            step=step,
+            quorum_id=quorum_id,
+            committed=committed,
+            reason=reason,
+            participants=participants,
+            seconds=now - before,
+            quorum_seconds=times.quorum_seconds,
+            heal_seconds=times.heal_seconds,
+            busy_seconds=busy,
+            values=values,
+            nonfinite=nonfinite,
+            retries=retries,
+            retry_seconds=times.retry_seconds if retries else 0.0,
         )
+        if self._sender is not None:
+            self._sender.record(record)
+        self._export_trace(times.trace, before, now, record)
+        if self._on_step is not None:
+            self._call(self._on_step, record)
+
+    def without_step(self, times: StepTimes) -> None:
+        """Export the spans of an attempt that was neither committed nor discarded: it served to heal."""
+        self._export_trace(times.trace, times.began, time.monotonic(), None)
+
+    def _export_trace(self, trace: StepTrace | None, began: float, ended: float, record: StepRecord | None) -> None:
+        if self._export is not None and trace is not None:
+            self._export.leave()
+            self._export.add(partial(trace.spans, began, ended, record, self._export.wanted, time.time() - ended))
+
+    def _call(self, on_step: OnStep, record: StepRecord) -> None:
+        """Call the script's function. An error of it must not change what the step has decided."""
+        if not record.committed:
+            self._discarded += 1
+            return
+        discarded, self._discarded = self._discarded, 0
+        try:
+            on_step(scalars_of(record, discarded), record.step)
+        except Exception:
+            if self._callback_errors.allows(time.monotonic()):
+                log.exception("on_step failed; training goes on", step=record.step)
 
     def close(self) -> None:
         """Send the records that are left, within ``GOODBYE_SECONDS``."""
+        if self._export is not None:
+            self._export.close(exporting.GOODBYE_SECONDS)
         if self._sender is None:
             return
         self._running.cancel()
