@@ -135,7 +135,7 @@ async def test_on_a_phone_the_numbers_stay_and_the_buttons_go(tmp_path):
         await page.until(SHOWN)
         visible = "[...document.querySelectorAll('.groups tbody {}')].filter((one) => one.checkVisibility()).length"
         assert await page.run(visible.format(".orders button")) == 0
-        for head in ("step", "own time", "loss", "restarts"):
+        for head in ("step", "busy time", "loss", "restarts"):
             assert await page.run(visible.format(f"td[data-head={json.dumps(head)}]")) == 2
 
 

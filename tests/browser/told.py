@@ -131,7 +131,7 @@ class ToldMesh:
                 "straggler": index == 5,
                 "heal": self.heals.get(name),
                 "loss": 2.3 * math.exp(-self.step(t) / 900),
-                "own_seconds": STEP_SECONDS + 0.001 * (index % 7),
+                "busy_seconds": STEP_SECONDS + 0.001 * (index % 7),
                 "host": "10.0.0.7",
                 "restarts": index,
                 "failed_heals": 14 if index == 1 else 0,
@@ -199,7 +199,7 @@ class ToldMesh:
         shares = {state: one / (sum(seconds.values()) or 1) for state, one in seconds.items()}
         numbers = {"steps_committed": self.step(until), "steps_discarded": len(self.failures)}
         numbers |= {"failures": len(self.failures), "mean_time_to_recover": 0.8, "mean_time_to_return": 20.0}
-        return {"goodput": shares.get("training"), "shares": shares, "seconds": seconds, **numbers}
+        return {"goodput": shares.get("training"), "shares": shares, "seconds": seconds, "badput": {}, **numbers}
 
     def stragglers(self) -> dict[str, Any]:
         rows = [

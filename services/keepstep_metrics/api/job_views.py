@@ -58,7 +58,7 @@ class GroupNow:
     step_seconds_p50: float | None
     """Median of its last steps without a wait or a heal."""
     straggler: bool
-    own_seconds: float | None
+    busy_seconds: float | None
     """Median of its own time per step, without waits for others; None: unknown."""
     heal: HealNow | None
     loss: float | None
@@ -159,7 +159,7 @@ def _group_now(one: Group, job: Job, live: Live) -> GroupNow:
         step=one.step,
         step_seconds_p50=one.seconds_p50,
         straggler=standing is not None and standing.straggler,
-        own_seconds=one.busy_p50,
+        busy_seconds=one.busy_p50,
         heal=None
         if heal is None
         else HealNow(

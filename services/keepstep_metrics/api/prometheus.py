@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 from keepstep_mesh.serving.process_metrics import registry_of
 from keepstep_metrics.history.findings import goodput
 from keepstep_metrics.history.job import Job
-from keepstep_metrics.history.timeseries.timeline import LIVING
+from keepstep_metrics.history.timeseries.timeline import LIVING, State
 from keepstep_metrics.node import MetricsNode
 
 WINDOW_SECONDS = 300.0
@@ -67,7 +67,7 @@ class _Metrics(Collector):
             if (share := goodput.ratio(goodput.group_seconds(job, now - WINDOW_SECONDS, now))) is not None:
                 training.add_metric([name], share)
             states = Counter(one.timeline.state for one in job.groups.values())
-            for state in LIVING:
+            for state in (*LIVING, State.STANDBY):
                 groups.add_metric([name, state.value], states[state])
             for group in job.groups.values():
                 if group.is_there and (p50 := group.seconds_p50) is not None:

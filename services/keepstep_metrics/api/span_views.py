@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from keepstep_metrics.history.events import Event
-from keepstep_metrics.history.findings.goodput import ratio, shares, summing
+from keepstep_metrics.history.findings.goodput import badput, ratio, shares, summing
 from keepstep_metrics.history.findings.marks import Mark, marks
 from keepstep_metrics.history.histogram import BINS, quantile
 from keepstep_metrics.history.job import Job
@@ -72,6 +72,8 @@ class GoodputView:
     shares: dict[str, float]
     seconds: dict[str, float]
     """Group-seconds by state."""
+    badput: dict[str, float]
+    """Group-seconds that were not good, by the names of ml-goodput-measurement (``BadputType``)."""
     steps_committed: int
     """Counted per group: a step of three groups counts three times."""
     steps_discarded: int
@@ -174,6 +176,7 @@ def goodput(job: Job, since: float, until: float) -> Work[GoodputView]:
         goodput=ratio(total),
         shares=shares(total),
         seconds={state.value: seconds for state, seconds in total.items()},
+        badput=badput(total),
         steps_committed=committed,
         steps_discarded=discarded,
         failures=len(failures),

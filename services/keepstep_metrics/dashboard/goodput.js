@@ -1,7 +1,7 @@
 // The panel with the goodput and the time that was lost.
 
 import { el, panel, Rows, say } from "./dom.js";
-import { duration, percent, plural, stateName, STATES } from "./words.js";
+import { duration, percent, plural, STATES } from "./words.js";
 
 export class Goodput {
   constructor() {
@@ -9,17 +9,18 @@ export class Goodput {
     this.stack = el("div", { class: "stack", "aria-hidden": "true" });
     this.shares = new Rows(el("ul", { class: "shares" }), (state) => {
       const [share, time] = [el("b"), el("span", { class: "dim" })];
-      const node = el("li", {}, el("span", { class: `state ${state}` }, stateName(state)), share, time);
+      const node = el("li", {}, el("span", { class: `state ${state}` }, state), share, time);
       return { node, update: (one) => (say(share, percent(one.share)), say(time, duration(one.seconds))) };
     });
+    this.badput = el("p", { class: "dim", title: "the names of ml-goodput-measurement" });
     this.counted = el("p", { class: "dim" });
-    this.node = panel("Goodput and lost time", this.good, this.stack, this.shares.parent, this.counted);
+    this.node = panel("Goodput and lost time", this.good, this.stack, this.shares.parent, this.badput, this.counted);
   }
 
   /** `found`: the answer of `goodput`. */
   show(found) {
     say(this.good, percent(found.goodput));
-    const states = Object.keys(STATES).filter((state) => found.shares[state] > 0);
+    const states = STATES.filter((state) => found.shares[state] > 0);
     this.stack.replaceChildren(
       ...states.map((state) => {
         const part = el("span", { class: `state ${state}` });
@@ -31,13 +32,15 @@ export class Goodput {
       states.map((state) => ({ state, share: found.shares[state], seconds: found.seconds[state] })),
       (one) => one.state,
     );
-    const mean = (text, seconds) => (seconds == null ? "" : `; ${text} ${duration(seconds)} on average`);
-    const commit = mean("next commit after", found.mean_time_to_recover);
+    const badput = Object.entries(found.badput).filter(([, seconds]) => seconds > 0);
+    say(this.badput, badput.map(([type, seconds]) => `${type} ${duration(seconds)}`).join(", "));
+    const mean = (text, seconds) => (seconds == null ? "" : `; ${text} ${duration(seconds)}`);
+    const commit = mean("mean time to recover", found.mean_time_to_recover);
     say(
       this.counted,
       `${found.steps_committed} group steps committed, ${found.steps_discarded} discarded; ${
         plural(found.failures, "failure")
-      }${commit}${mean("group back after", found.mean_time_to_return)}.`,
+      }${commit}${mean("mean time to return", found.mean_time_to_return)}.`,
     );
   }
 }

@@ -1,26 +1,14 @@
 // The table of groups, and the transfers. Both follow the stream.
 
 import { el, panel, Rows, say, table, textRow } from "./dom.js";
-import {
-  age,
-  byStableNames,
-  bytes,
-  clock,
-  duration,
-  inOrder,
-  number,
-  percent,
-  plural,
-  stateName,
-  STATES,
-} from "./words.js";
+import { age, byStableNames, bytes, clock, duration, inOrder, number, percent, plural, STATES } from "./words.js";
 
 const COLUMNS = [
   ["group", "name"],
   ["state", ""],
   ["for", "num"],
   ["step", "num"],
-  ["own time", "num"],
+  ["busy time", "num"],
   ["loss", "num"],
   ["restarts", "num"],
   ["host", ""],
@@ -61,9 +49,9 @@ export class Groups {
 
   chip(state) {
     const count = el("b");
-    const name = el("span", { class: `state ${state}` }, stateName(state));
+    const name = el("span", { class: `state ${state}` }, state);
     const filter = () => {
-      this.filter.value = this.filter.value === stateName(state) ? "" : stateName(state);
+      this.filter.value = this.filter.value === state ? "" : state;
       this.show(this.now, this.t);
     };
     const button = el("button", { type: "button", class: "link", title: "show only these", onclick: filter }, name);
@@ -114,14 +102,14 @@ export class Groups {
         const idle = !slow && group.state === "waiting_quorum";
         const out = idle && this.keptNames.has(group.name);
         const waits = idle && this.now.blame && `waiting for ${this.now.blame.slow[0]}`;
-        say(state, slow ? "slow" : out ? "kept out" : waits || stateName(group.state));
-        state.className = `state ${slow ? "slow" : Object.hasOwn(STATES, group.state) ? group.state : ""}`;
+        say(state, slow ? "slow" : out ? "kept out" : waits || group.state);
+        state.className = `state ${slow ? "slow" : STATES.includes(group.state) ? group.state : ""}`;
         straggler.hidden = !group.straggler;
         replace.hidden = group.state === "standby" || !this.hasSpares;
         const texts = [
           age(this.t - group.since),
           number(group.step),
-          duration(group.own_seconds),
+          duration(group.busy_seconds),
           number(group.loss),
           number(group.restarts),
           group.host,
@@ -155,15 +143,15 @@ export class Groups {
     this.now = now;
     this.t = t;
     this.keptNames = new Set(now.kept_out);
-    const count = Object.fromEntries(Object.keys(STATES).map((state) => [state, 0]));
+    const count = Object.fromEntries(STATES.map((state) => [state, 0]));
     for (const { state } of now.groups) count[state] = (count[state] ?? 0) + 1;
     this.hasSpares = count.standby > 0;
     this.counts.show(
-      Object.keys(STATES).filter((state) => count[state]).map((state) => ({ state, count: count[state] })),
+      STATES.filter((state) => count[state]).map((state) => ({ state, count: count[state] })),
       (one) => one.state,
     );
     const wanted = this.filter.value.trim().toLowerCase();
-    const shown = now.groups.filter((one) => `${one.name} ${stateName(one.state)}`.toLowerCase().includes(wanted));
+    const shown = now.groups.filter((one) => `${one.name} ${one.state}`.toLowerCase().includes(wanted));
     const rows = inOrder(shown);
     const more = rows.length - this.most;
     if (more > 0) rows.sort((a, b) => this.trouble(b) - this.trouble(a));

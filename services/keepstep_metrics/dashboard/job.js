@@ -8,7 +8,7 @@ import { Incidents } from "./incidents.js";
 import { headline } from "./scales.js";
 import { StepCharts } from "./step_charts.js";
 import { Timeline } from "./timeline.js";
-import { age, byStableNames, clock, duration, inOrder, number, percent, plural, stateName } from "./words.js";
+import { age, byStableNames, clock, duration, inOrder, number, percent, plural } from "./words.js";
 
 const REFRESH = 5_000; // ms between requests for the history in the live range
 const SOON = 400; // ms after an event
@@ -19,11 +19,11 @@ const itself = (name) => name;
 const SHORTEST = 1; // s, smallest zoom
 const SPANS = [[120, "2 min"], [900, "15 min"], [3600, "1 h"], [6 * 3600, "6 h"], [24 * 3600, "24 h"]];
 const LONGEST = SPANS.at(-1)[0]; // the service has no older data
-const FAILURES = [["when", ""], ["group", "name"], ["cause", ""], ["next commit after", "num wide"], [
-  "group back after",
+const FAILURES = [["when", ""], ["group", "name"], ["cause", ""], ["time to commit", "num wide"], [
+  "time to return",
   "num",
 ]];
-const STRAGGLERS = [["group", "name"], ["own time", "num"], ["score", "num"], ["straggler since", ""]];
+const STRAGGLERS = [["group", "name"], ["busy time", "num"], ["score", "num"], ["straggler since", ""]];
 
 export class JobPage {
   /**
@@ -214,7 +214,7 @@ export class JobPage {
   showNow(now) {
     this.now = now;
     this.nowAt = performance.now();
-    say(this.headline, headline(now, stateName, plural));
+    say(this.headline, headline(now, plural));
     say(this.waiting, now.waiting_for ? `Next quorum: ${byStableNames(now.waiting_for)}.` : "");
     say(this.facts.step, number(now.step));
     say(this.facts["steps/s"], number(now.steps_per_second));
@@ -294,7 +294,7 @@ export class JobPage {
       say(this.facts.goodput, percent(goodput.goodput));
       say(
         this.spread,
-        `Median own time per step ${duration(stragglers.median_seconds)}, median deviation ${
+        `Median busy time per step ${duration(stragglers.median_seconds)}, median deviation ${
           duration(stragglers.mad_seconds)
         }.`,
       );

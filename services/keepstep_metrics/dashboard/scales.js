@@ -45,14 +45,14 @@ export function byStep(times, steps, columns, marks) {
   };
 }
 
-/** Returns the state of a job in one sentence. `now`: the answer of `now`; `name(state)`: its readable name. */
-export function headline(now, name, plural) {
+/** Returns the state of a job in one sentence. `now`: the answer of `now`. */
+export function headline(now, plural) {
   if (!now.groups.length) return "No group is running.";
   // The waiting group is not the slow one.
   const normal = (state) => state === "training" || state === "standby" || (now.blame && state === "waiting_quorum");
   const stuck = Object.entries(Object.groupBy(now.groups, (one) => one.state)).filter(([state]) => !normal(state));
   const others = stuck.map(([state, groups]) =>
-    groups.length === 1 ? `${groups[0].name} is ${name(state)}` : `${plural(groups.length, "group")} are ${name(state)}`
+    groups.length === 1 ? `${groups[0].name} is ${state}` : `${plural(groups.length, "group")} are ${state}`
   );
   if (now.blame) return [...others, `${now.blame.sentence}.`].join("; ");
   const spares = now.groups.filter((one) => one.state === "standby").length;

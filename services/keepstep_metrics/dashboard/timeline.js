@@ -3,14 +3,14 @@
 import { el, say } from "./dom.js";
 import { colour, hatch, rem, resized, shortened } from "./drawing.js";
 import { MARKS, paintMarks } from "./marks.js";
-import { clock, duration, percent, stateName, STATES } from "./words.js";
+import { clock, duration, percent, STATES } from "./words.js";
 
 const RIGHT = 6; // px, as in the charts
 const AXIS = 1.7; // rem; a wall screen has a larger one than a phone
 const TALLEST = 1.7;
 const LOWEST = 5; // px of a row
 const WANTED = 0.55; // share of the window for all rows, if they fit
-const LEGEND = { ...STATES, slow: "slow: the others wait for it" };
+const LEGEND = { ...Object.fromEntries(STATES.map((state) => [state, state])), slow: "slow: the others wait for it" };
 const HATCHES = {
   waiting_quorum: "dots",
   healing: "up",
@@ -210,13 +210,12 @@ export class Timeline {
         context.fillRect(left, top, wide, thick);
       }
       if (tall >= 1.1 * letter && state !== "training" && wide > 40) {
-        const name = stateName(state);
-        const long = context.measureText(name).width;
+        const long = context.measureText(state).width;
         if (long + 12 > wide) continue;
         context.fillStyle = fills[state];
         context.fillRect(left + 3, top + 2, long + 6, thick - 4); // no pattern behind text
         context.fillStyle = state === "waiting_quorum" ? ink.onWaiting : ink.on;
-        context.fillText(name, left + 6, top + thick / 2 + 0.5);
+        context.fillText(state, left + 6, top + thick / 2 + 0.5);
       }
     }
     context.fillStyle = fills.slow;
@@ -335,12 +334,12 @@ export class Timeline {
     this.row = group ? row : -1;
     const span = group?.spans.findLast(([from, to]) => from <= t && t <= to);
     const shares = Object.entries(group?.shares ?? {}).filter(([, share]) => share > 0);
-    const of = shares.map(([state, share]) => `${stateName(state)} ${percent(share)}`).join(", ");
+    const of = shares.map(([state, share]) => `${state} ${percent(share)}`).join(", ");
     if (!group) this.idle();
     else if (span) {
       say(
         this.told,
-        `${group.name}: ${stateName(span[2])} from ${clock(span[0])} for ${duration(span[1] - span[0])} · ${of}`,
+        `${group.name}: ${span[2]} from ${clock(span[0])} for ${duration(span[1] - span[0])} · ${of}`,
       );
     } else say(this.told, `${group.name}: not running at ${clock(t)} · ${of}`);
     this.draw();

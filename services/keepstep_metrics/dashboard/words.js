@@ -1,16 +1,7 @@
 // Names of states, and readable quantities.
 
-export const STATES = {
-  training: "training",
-  waiting_quorum: "waiting for quorum",
-  healing: "healing",
-  retrying: "retrying",
-  lost: "lost",
-  draining: "draining",
-  standby: "standing by",
-};
-
-export const stateName = (state) => STATES[state] ?? String(state);
+/** As in the API, in the label `state` of Prometheus, and in docs/metrics.md. */
+export const STATES = ["training", "waiting_quorum", "healing", "retrying", "lost", "draining", "standby"];
 
 export const byName = new Intl.Collator(undefined, { numeric: true }).compare;
 

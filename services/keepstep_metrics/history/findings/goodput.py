@@ -8,6 +8,15 @@ from keepstep_metrics.history.job import Job
 from keepstep_metrics.history.timeseries.timeline import LIVING, State
 from keepstep_metrics.history.work import Work, whole
 
+BADPUT = {
+    State.WAITING_QUORUM: "ELASTIC_REINITIALIZATION",
+    State.HEALING: "UNPRODUCTIVE_CHECKPOINT_RESTORE_TIME",
+    State.RETRYING: "WASTED_PROGRESS_FROM_DISRUPTION",
+    State.LOST: "INFRASTRUCTURE_RECOVERY_FROM_DISRUPTION",
+    State.DRAINING: "OTHER",
+}
+"""The type of badput of each state but ``training``, as Google's ml-goodput-measurement names it."""
+
 
 def group_seconds(job: Job, since: float, until: float) -> dict[State, float]:
     """Return the seconds of all groups, by state."""
@@ -28,6 +37,11 @@ def ratio(seconds: Mapping[State, float]) -> float | None:
     """Return the goodput for group-seconds by state; None: the job had no groups."""
     life = sum(seconds.values())
     return seconds[State.TRAINING] / life if life else None
+
+
+def badput(seconds: Mapping[State, float]) -> dict[str, float]:
+    """Return the group-seconds that were not good, by the type of badput."""
+    return {kind: seconds[state] for state, kind in BADPUT.items()}
 
 
 def shares(seconds: Mapping[State, float]) -> dict[str, float]:
