@@ -22,6 +22,7 @@ from keepstep.process_group import ProcessGroup
 from keepstep.process_group.store_exchange import reconfigure_over
 from keepstep.rendezvous.key_value_server import MAX_TOTAL_BYTES, VERSION, KeyValueServer, Table
 from keepstep.rendezvous.store_client import RendezvousStore
+from keepstep.runtime.late_threads import start_or_run
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.security.tokens import ClientToken
 
@@ -270,5 +271,5 @@ def _in_thread(name: str, work: Callable[[], None]) -> concurrent.futures.Future
         else:
             done.set_result(None)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    start_or_run(threading.Thread(target=run, name=name, daemon=True))
     return done

@@ -26,6 +26,7 @@ from keepstep.process_group.torch_backends.communicator import Communicator
 from keepstep.process_group.torch_backends.stream_watch import StreamWatch
 from keepstep.process_group.torch_backends.torch_variables import environment
 from keepstep.runtime.exits import end_process
+from keepstep.runtime.late_threads import start_or_run
 from keepstep_mesh.config.logging import get_logger
 
 log = get_logger("keepstep.process_group")
@@ -127,8 +128,8 @@ class AcceleratorCommunicator(Communicator):
         self._limit_stream_wait()
 
     def _abort_backend(self, backend: Any) -> None:
-        self._abort = threading.Thread(target=backend.abort, name="keepstep-nccl-abort", daemon=True)
-        self._abort.start()
+        thread = threading.Thread(target=backend.abort, name="keepstep-nccl-abort", daemon=True)
+        self._abort = thread if start_or_run(thread) else None
 
     def close(self) -> None:
         if self._abort is not None and not self._connecting.cancelled():

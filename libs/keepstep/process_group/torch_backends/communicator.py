@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import Backend, Work
 
 from keepstep.process_group.base import ProcessGroupError
 from keepstep.process_group.torch_backends.disposal import dispose
+from keepstep.runtime.late_threads import start_or_run
 from keepstep_mesh.net.fork_safety import fork_error, never_free, tell_children
 
 SLICE = timedelta(milliseconds=25)
@@ -144,7 +145,7 @@ class Communicator(ABC):
             with_future = [work for work in self._in_flight if work.has_future]
         self.interrupt()
         if with_future:
-            threading.Thread(target=_finish, args=(with_future,), name="keepstep-failed", daemon=True).start()
+            start_or_run(threading.Thread(target=_finish, args=(with_future,), name="keepstep-failed", daemon=True))
         return error
 
     def close(self) -> None:

@@ -8,6 +8,8 @@ import time
 
 from torch.distributed.distributed_c10d import Backend
 
+from keepstep.runtime.late_threads import start_or_run
+
 DISPOSAL_SECONDS = 2.0
 """Limit of the wait, at the end of the process, for backends that are being freed."""
 
@@ -19,11 +21,11 @@ def dispose(backend: list[Backend | None]) -> None:
 
     def free() -> None:
         backend.clear()
-        _disposals.discard(threading.current_thread())
+        _disposals.discard(thread)
 
     thread = threading.Thread(target=free, name="keepstep-disposal", daemon=True)
     _disposals.add(thread)
-    thread.start()
+    start_or_run(thread)
 
 
 @atexit.register
