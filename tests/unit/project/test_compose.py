@@ -184,7 +184,7 @@ def test_every_stage_that_is_built_is_in_the_dockerfile_and_the_services_have_no
 
 
 def test_the_documentation_names_every_service_with_its_port_and_every_variable() -> None:
-    page = (ROOT / "docs" / "deploy.md").read_text()
+    page = (ROOT / "docs" / "compose.md").read_text()
     table = {name: row for row in page.splitlines() if row.startswith("| `") for name in SERVICES if f"`{name}`" in row}
     assert set(table) == set(SERVICES)
     for name, service in SERVICES.items():

@@ -101,6 +101,19 @@ def test_the_navigation_of_the_site_has_every_page_once():
     assert sorted(pages) == sorted(str(page.relative_to(ROOT).with_suffix("")) for page in PAGES[1:])
 
 
+def test_the_runbook_has_every_alert_with_its_meaning_and_what_to_do():
+    rules = re.findall(r"- alert: (\w+)", (ROOT / "deploy" / "prometheus" / "rules.yml").read_text())
+    entries = re.findall(
+        r"^### (\w+)\n(.*?)(?=^##|\Z)", (ROOT / "docs" / "runbook.md").read_text(), re.DOTALL | re.MULTILINE
+    )
+    assert [name for name, _ in entries] == rules
+    assert not [
+        name
+        for name, text in entries
+        if re.findall(r"^\*\*(\w+):\*\*", text, re.MULTILINE) != ["Meaning", "Look", "Do"]
+    ]
+
+
 def anchors(page: Path) -> set[str]:
     """What GitHub makes of the headings."""
     headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
