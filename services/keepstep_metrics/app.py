@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.discovery.registration import Registration, registered
@@ -101,7 +102,9 @@ class Metrics(MetricsNode, Embedded):
         self.core.last_event = max(self.core.last_event, self.store.last_event)
         for job in self.core.jobs.values():
             job.events.clear()  # the store has the events of the journal too
-            job.events.extend(await self.store.newest_events(job.name, job.events.maxlen or 0))
+            events = await self.store.newest_events(job.name, job.events.maxlen or 0)
+            # those of a later time: the clock was set back since then
+            job.events.extend(replace(one, t=min(one.t, self.core.now)) for one in events)
         if plain is not None or batches:
             log.info("history loaded", jobs=len(self.core.jobs), batches=len(batches))
 

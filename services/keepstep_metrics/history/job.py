@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from copy import copy
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from keepstep_mesh.protocol.names import name_of
@@ -119,6 +119,7 @@ class Job:
             series.forget_after(t)
         for group in self.groups.values():
             group.forget_after(t)
+        self.events = deque((replace(one, t=min(one.t, t)) for one in self.events), MAX_EVENTS)
         self.failures.forget_after(t)
         self.transfers.forget_after(t)
         if self.durable is not None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from keepstep_mesh.protocol.telemetry_records import BadBatchError, read_batch
 from keepstep_metrics.api import job_views, log_views, span_views
 from keepstep_metrics.history.findings import goodput, straggler_view
+from keepstep_metrics.history.findings.alerts import alerts
 from keepstep_metrics.history.findings.marks import marks
 from keepstep_metrics.history.histogram import BINS, bin_of, quantile
 from keepstep_metrics.history.job import MAX_EVENTS, SILENT_SECONDS
@@ -415,8 +416,11 @@ def test_records_count_at_once_after_the_clock_of_the_service_was_set_back() -> 
     world, month = joined("a:1", "b:1"), 30 * 86400
     world.steps("a:1", month, month + 20)
     world.happens(month + 20, "lost", "b:1", reason="its connection ended", member=True)
+    world.happens(month + 20, "went_back", **{"from": 9, "to": 7}, reason="no group with a later step takes part")
     world.happens(month + 20, "job_deleted", job="other")
     world.steps("a:1", 10, 30)
+    fired = [any(one.name == "JobWentBack" for one in alerts(world.job, T + t)) for t in (30, 700)]
+    assert fired == [True, False], "an alert ends after ten minutes, not after a month"
     assert world.states("a", 30) == [(0, 10, "waiting_quorum"), (10, 30, "training")]
     assert world.job.groups["b"].timeline.state is State.LOST, "what is known of the present stays"
     assert [*world.job.failures] == []
