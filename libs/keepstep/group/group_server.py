@@ -70,7 +70,7 @@ class GroupServer:
     ) -> None:
         self.replica_id = session.replica_id
         self.address = ""
-        self.leaving = False
+        self._leaving = self._refused = False
         self.layout_lines: list[str] = []
         """Rank 0's parameters, for a peer that looks for a difference."""
         self.key_values: KeyValueServer | None = (served := KeyValueServer())
@@ -128,7 +128,7 @@ class GroupServer:
 
         The lighthouse session ends without a goodbye, unless ``leave`` came before.
         """
-        self.leaving = True
+        self._leaving = True
         self._listener.stop_listening()  # before the session ends: a lighthouse then looks whether the port is closed
         await self._tasks.close()
         await self._connections.close(goodbye=not self._failed)
@@ -147,6 +147,11 @@ class GroupServer:
     def services(self) -> tuple[ServiceAddress, ...]:
         """See ``RankLink``."""
         return self._session.services
+
+    @property
+    def leaving(self) -> bool:
+        """See ``RankHost``."""
+        return self._leaving or self._refused
 
     @property
     def live_step(self) -> int:
@@ -214,7 +219,7 @@ class GroupServer:
 
     async def leave(self, reason: str, timeout: float, *, cause: str = "", step: int | None = None) -> None:
         """See ``RankLink``."""
-        self.leaving = True
+        self._leaving = True
         await self._session.leave(reason, timeout, cause=cause, step=step)
 
     async def fail(self, reason: str) -> None:
@@ -240,10 +245,11 @@ class GroupServer:
         return await self._asks.ask(rank, ask)
 
     async def _request_of_ranks(self, asks: dict[int, RankAsk]) -> QuorumPlan:
+        self._refused = False
         try:
             return await self._request(asks)
         except (LayoutMismatch, StartRefused, Banned):
-            self.leaving = True  # the ranks end one after the other, and none has failed
+            self._refused = True  # the ranks end one after the other, and none has failed; or all of them ask again
             raise
 
     async def _request(self, asks: dict[int, RankAsk]) -> QuorumPlan:
@@ -347,7 +353,7 @@ class GroupServer:
 
     def _on_lighthouse_push(self, push: Push) -> None:
         if isinstance(push, Evicted):
-            self.leaving = True  # the ranks end one after the other, and none has failed
+            self._leaving = True  # the ranks end one after the other, and none has failed
         self._on_push(push)
         if not isinstance(push, (Connected, Disconnected)):
             self._connections.push(push)

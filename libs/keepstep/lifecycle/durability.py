@@ -242,10 +242,13 @@ class Durability:
             return {"live": live_step}
         return self._choose()
 
-    def _resume_in_quorum(self, plan: QuorumPlan) -> bool:
-        """Load the newest checkpoint, if it is newer than the states of a quorum that has no live one."""
+    def _resume_in_quorum(self, plan: QuorumPlan | None) -> bool:
+        """Load the newest checkpoint, if it is newer than the states of a quorum that has no live one.
+
+        ``plan``: None: no quorum formed, because the job does not begin at the state of this group.
+        """
         choice = self._agree(self._choose)
-        known = origin(plan.lineage).quorum_id, plan.max_step  # in the order of ``newest``
+        known = (0, 0) if plan is None else (origin(plan.lineage).quorum_id, plan.max_step)  # as in ``newest``
         return self._load(choice) if choice and (choice["quorum_id"], choice["step"]) > known else False
 
     def _choose(self) -> Choice:

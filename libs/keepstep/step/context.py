@@ -85,9 +85,10 @@ class StepContext:
     """Number of heals in a row that ran out of time; each one doubles the time of the next."""
     unfit_heals: int = 0
     """Number of heals in a row that failed because the state does not fit this group."""
-    resume: Callable[[QuorumPlan], bool] | None = None
+    resume: Callable[[QuorumPlan | None], bool] | None = None
     """Loads the newest durable checkpoint, if it is newer than all states in the first quorum and none of those is
-    live. Returns whether it did. None: it is loaded already, or not to be loaded."""
+    live, or if the job does not begin at the state of this group (no plan). Returns whether it did. None: it is loaded
+    already, or not to be loaded."""
     find_final: Callable[[JobClosed], None] | None = None
     """Finds the final state of a closed job at a relay, and sets ``load_final``; else raises JobClosedExit."""
     load_final: Callable[[], None] | None = None

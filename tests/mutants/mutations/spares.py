@@ -96,6 +96,16 @@ MUTATIONS = (
         Test(f"{CORE}::test_two_orders_and_one_spare_replace_one_group"),
     ),
     Mutation(
+        "a spare ends where the job does not begin at its state, although a relay has a later one",
+        "libs/keepstep/step/quorums/quorum_request.py",
+        "            if may_resume and isinstance(error, StartRefused):\n                raise\n",
+        "",
+        Test(
+            "tests/services/manager/durable/test_durable_checkpoints.py::"
+            "test_a_spare_that_is_left_alone_loads_the_newest_one_although_there_was_none_when_it_came[2]"
+        ),
+    ),
+    Mutation(
         "a group with a notice leaves at once",
         "libs/keepstep/lifecycle/membership.py",
         "        if context is None or not notice or context.stands_by:\n",

@@ -67,10 +67,15 @@ class QuorumRequest:
         """Cancel the request."""
         self._future.cancel()
 
-    def wait(self, times: StepTimes) -> QuorumPlan:
+    def wait(self, times: StepTimes, *, may_resume: bool = False) -> QuorumPlan:
         """Wait for the plan. If the job is closed and a relay has its final state, return a plan that loads it.
 
+        Args:
+            times: of the step.
+            may_resume: whether this group may have a later state at a relay than the one with which it asked.
+
         Raises:
+            StartRefused: the job does not begin at the state of this group, which ``may_resume``.
             SystemExit: training ends in this process.
             JobClosed: all groups have finished, and this one holds the final state.
             TimeoutError, KeepstepError: the reason why no quorum formed.
@@ -92,6 +97,8 @@ class QuorumRequest:
             context.find_final(error)
             return plan_of_closed_job(error.step, error.lineage)
         except (Leaving, DisagreeError, LayoutMismatch, StartRefused, Banned) as error:  # Banned is a SessionClosed
+            if may_resume and isinstance(error, StartRefused):
+                raise
             self._end_training(error)
         except SessionClosed:
             context.raise_fatal()

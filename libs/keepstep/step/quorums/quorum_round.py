@@ -144,11 +144,11 @@ class QuorumRound:
         """Cancel the request."""
         self._request.withdraw()
 
-    def wait(self) -> QuorumPlan:
-        """Wait for the quorum and return its plan. See ``QuorumRequest.wait`` for errors."""
+    def wait(self, *, may_resume: bool = False) -> QuorumPlan:
+        """Wait for the quorum and return its plan. See ``QuorumRequest.wait`` for ``may_resume`` and errors."""
         context = self._context
         if self.plan is None:
-            self.plan = self._request.wait(self._times)
+            self.plan = self._request.wait(self._times, may_resume=may_resume)
             if self.plan.diverged and not is_diverged(context.progress.lineage):
                 context.diverge()
         torn = context.progress.torn or self.plan.torn  # a group is torn if one of its ranks is

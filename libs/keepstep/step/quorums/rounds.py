@@ -10,11 +10,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from keepstep.group.quorum_plan import QuorumPlan
+from keepstep.runtime.exits import StartRefusedExit
 from keepstep.step.context import StepContext
 from keepstep.step.first_error import FirstError
 from keepstep.step.quorums.quorum_round import HealRules, QuorumRound
 from keepstep.step.reporting.step_telemetry import StepTimes
-from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.errors import KeepstepError, StartRefused
 from keepstep_mesh.protocol.group_messages import RankAsk
 from keepstep_mesh.protocol.lineage import is_live
 from keepstep_mesh.protocol.membership import UNKNOWN
@@ -76,18 +77,26 @@ class Rounds:
     def resume_without_live_state(self, ask: RankAsk) -> None:
         """Load a durable checkpoint, and ask again, if the groups with a live state are gone since this one connected.
 
-        All members find out from the quorum. If only some of them can load one, the others heal from them.
+        All members find out from the quorum, or because the job does not begin at their state. If only some of them can
+        load one, the others heal from them.
         """
-        context = self._context
-        if context.resume is None:
+        context, current = self._context, self.current
+        if context.resume is None or current is None:
             return
-        plan = self.wait()
+        plan: QuorumPlan | None = None
+        refused = ""
+        try:
+            plan = current.wait(may_resume=True)
+        except StartRefused as error:
+            refused = str(error)
         resume, context.resume = context.resume, None
-        if is_live(plan.max_step, plan.lineage) or self.current is None:
+        if plan is not None and is_live(plan.max_step, plan.lineage):
             return
         if resume(plan):
-            self.current.refuse_joiners("this group resumed from a durable checkpoint")
-            self._request_again(self.current, ask, 0)
+            current.refuse_joiners("this group resumed from a durable checkpoint")
+            self._request_again(current, ask, 0)
+        elif refused:
+            context.end_with(StartRefusedExit(refused))
 
     def heal(self, ask: RankAsk) -> None:
         """In a synchronous or first step: exchange live state and ask again, until no member of the quorum heals."""

@@ -17,7 +17,7 @@ from keepstep import Manager
 from keepstep.checkpointing.durable import newest_checkpoint
 from keepstep_mesh.errors import KeepstepError
 from tests.services.manager.groups import SECOND, manager, place_to_meet, together, until_connected
-from tests.services.manager.steps.test_first_quorum import order
+from tests.services.manager.steps.test_first_quorum import change_policy, order, ranks_of
 from tests.support.services.relay_driver import client, metric, relay, relay_process
 
 FROZEN = 2 << 20
@@ -115,31 +115,41 @@ async def test_groups_load_it_in_the_first_quorum_if_the_group_with_the_live_sta
         await asyncio.to_thread(job, url)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 async def test_a_spare_that_is_left_alone_loads_the_newest_one_although_there_was_none_when_it_came(
-    lighthouse: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lighthouse: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
+    """With ``refuse_going_back`` its first request is denied, to all its ranks."""
     monkeypatch.setenv("NUM_REPLICA_GROUPS", "2")
     monkeypatch.setenv("KEEPSTEP_SPARES", "1")
 
     def job(url: str) -> None:
         how = {"durable_relays": url, "durable_every": 1}
+        quorum, written, ended = (threading.Barrier(count) for count in (2 * ranks, ranks, ranks))
 
-        def spare() -> tuple[int, float]:
-            with manager(lighthouse, "b", held := state(-1.0), **how) as b:
-                b.start_quorum()
+        def spare(**place: Any) -> tuple[int, float]:
+            quorum.wait(60)
+            with manager(lighthouse, "b", held := state(-1.0), **how, **place) as b:
+                assert step(b, held)
+                ended.wait(60)
                 return b.current_step(), held["w"][0].item()
 
-        def only_group() -> None:
-            until_connected(lighthouse, "b", asked=True)
-            for _ in range(3):
-                assert step(a, ours)
-            a.start_quorum()
-            assert a._durability._writer.finish(60)
-            order(lighthouse, "a/evict")
+        def only_group(**place: Any) -> None:
+            with manager(lighthouse, "a", ours := state(), **how, **place) as a:
+                a.start_quorum()
+                quorum.wait(60)
+                until_connected(lighthouse, "b", asked=True)
+                for _ in range(3):
+                    assert step(a, ours)
+                a.save_checkpoint()
+                assert a._durability._writer.finish(60)
+                if written.wait(60) == 0:
+                    change_policy(lighthouse, refuse_going_back=ranks > 1)
+                    order(lighthouse, "a/evict")
+                written.wait(60)
 
-        with manager(lighthouse, "a", ours := state(), **how) as a:
-            a.start_quorum()
-            assert together(only_group, spare)[1] == (3, 3.0)
+        ends = together(*ranks_of(ranks, only_group), *ranks_of(ranks, spare))
+        assert ends[ranks:] == [(4, 4.0)] * ranks
 
     async with relay_process("--data-dir", str(tmp_path)) as (_, url):
         await asyncio.to_thread(job, url)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
 import queue
 import threading
@@ -63,6 +64,13 @@ def order(lighthouse: str, path: str) -> None:
         f"{lighthouse}/v1/jobs/default/replicas/{path}", b'{"reason": "new machine"}', headers
     )
     with urllib.request.urlopen(request, timeout=20):
+        pass
+
+
+def change_policy(lighthouse: str, **changes: Any) -> None:
+    headers, body = {"Content-Type": "application/json"}, json.dumps(changes).encode()
+    url = f"{lighthouse}/v1/jobs/default"
+    with urllib.request.urlopen(urllib.request.Request(url, body, headers, method="PATCH"), timeout=20):
         pass
 
 
