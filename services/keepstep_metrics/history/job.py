@@ -348,8 +348,9 @@ class Job:
         job.joining = set(dumped["joining"])
         job.groups = {one["name"]: Group.load(one) for one in dumped["groups"]}
         job.highest.load(dumped["highest"])
-        job.steps.load(dumped["steps"])
-        job.commits.load(dumped["commits"])
+        if "commits" in dumped:  # the release before had neither
+            job.steps.load(dumped["steps"])
+            job.commits.load(dumped["commits"])
         job.histogram.load(dumped["histogram"])
         for name, series in dumped["values"].items():
             job.values[name] = Series(2, "d")

@@ -37,7 +37,9 @@ CREATE INDEX IF NOT EXISTS events_of_job ON events (job, id);
 CREATE INDEX IF NOT EXISTS events_by_time ON events (t);
 """
 FORM = 4
-"""Format of a snapshot. A snapshot of another format is dropped; its events stay."""
+"""Format of a snapshot. A snapshot of a format that is not in ``KNOWN_FORMS`` is dropped; its events stay."""
+KNOWN_FORMS = (2, FORM)
+"""Those of the release before and of this one."""
 SNAPSHOT_DEPTH = 4
 """Nesting of a snapshot down to a group: snapshot, jobs, job, groups."""
 MAX_PENDING_BYTES = 64 << 20
@@ -237,7 +239,7 @@ class Store:
         upto, plain = 0, None
         if found is not None:
             upto = found[1]
-            if found[0] == FORM:
+            if found[0] in KNOWN_FORMS:
                 plain = msgpack.unpackb(found[2], strict_map_key=False)
             else:
                 log.warning("dropped the history of another release; events are kept", path=str(self._path))

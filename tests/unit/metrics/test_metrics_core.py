@@ -264,6 +264,18 @@ def test_a_core_that_is_dumped_and_loaded_answers_as_before() -> None:
     assert (again.apply(read_batch(body), T + 100)[0], again.apply(read_batch(body), T + 100)[0]) == (1, 0)
 
 
+def test_a_snapshot_of_the_release_before_is_loaded() -> None:
+    world = joined("a", "b")
+    world.steps("a", 10, 70, 0.5, values={"loss": 2.0})
+    dumped = world.core.dump()
+    del dumped["now"], dumped["jobs"][0]["steps"], dumped["jobs"][0]["commits"]
+    again = MetricsCore()
+    again.load(msgpack.unpackb(msgpack.packb(dumped), strict_map_key=False))
+    before, after = (span_views.steps(core.jobs[JOB], T, T + 100, 10, T + 100) for core in (world.core, again))
+    assert (after.seconds, after.values) == (before.seconds, before.values)
+    assert after.committed_per_second == (0.0,) * 10, "it did not count them for the job"
+
+
 def test_columns_of_steps_tell_times_rates_quantiles_and_losses() -> None:
     world = joined("a", "b")
     world.steps("a", 10, 70, 0.5, values={"loss": 2.0})
