@@ -179,9 +179,9 @@ class CheckpointStore:
                 except BaseException:
                     self.step(SealFailed(key))
                     raise
-                self.step(Sealed(key))
-                self._drop_layouts(key)
                 facts = self.core.checkpoints[key].facts
+                self.step(Sealed(key))  # which may drop it, if newer live checkpoints are enough
+                self._drop_layouts(key)
                 log.info("committed", job=key.job, checkpoint=key.id, step=facts.step, kind=facts.kind.value)
                 if facts.kind is Kind.DURABLE:
                     self.copies.follow(key)

@@ -1,1 +1,1 @@
-"""Training frameworks on keepstep."""
+"""Training frameworks and data libraries on keepstep."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,11 @@ from keepstep.coordination import LighthouseServer
 pl = pytest.importorskip("lightning.pytorch", reason="lightning is not installed: pip install -e '.[lightning]'")
 logger = pytest.importorskip("lightning.pytorch.loggers.logger")
 
+from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
+from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
+
 from keepstep.integrations.lightning import KeepstepStrategy, RelayCheckpointIO  # noqa: E402
+from keepstep.integrations.lightning.callback_state import load_states, states  # noqa: E402
 from tests.support.services.relay_driver import relay  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Lightning, about small runs
@@ -85,15 +90,23 @@ class Line(pl.LightningModule):
         return {"optimizer": adamw, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+DATA = DataLoader(TensorDataset(torch.ones(16, 1)), batch_size=4)
+
+
+def make(**options: Any) -> Any:
+    return pl.Trainer(
+        **{
+            "strategy": "keepstep", "accelerator": "cpu", "devices": 1, "logger": False, "log_every_n_steps": 1,
+            "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
+            "num_sanity_val_steps": 0, **options,
+        }
+    )  # fmt: skip
+
+
 def fit(module: Line, **options: Any) -> tuple[Any, Notes]:
     notes = Notes()
-    data = DataLoader(TensorDataset(torch.ones(16, 1)), batch_size=4)
-    trainer = pl.Trainer(
-        strategy=options.pop("strategy", "keepstep"), accelerator="cpu", devices=1, logger=notes, log_every_n_steps=1,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
-        gradient_clip_val=1.0, **options,
-    )  # fmt: skip
-    trainer.fit(module, data, data)
+    trainer = make(**{"logger": notes, "gradient_clip_val": 1.0, **options})
+    trainer.fit(module, DATA, DATA)
     return trainer, notes
 
 
@@ -176,6 +189,83 @@ async def test_checkpoints_are_stored_at_a_relay() -> None:
             place.teardown()
 
         await asyncio.to_thread(check)
+
+
+async def test_a_trainer_saves_at_a_relay_evaluates_its_best_checkpoint_and_resumes_from_the_last(
+    alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with relay() as at:
+        url = f"{at.address}/v1/jobs/j/checkpoints"
+
+        def train(epochs: int, **options: Any) -> Any:
+            place = RelayCheckpointIO(url, kind="live")
+            saved = ModelCheckpoint("/x", "{step}", "val", save_top_k=2, save_last=True, enable_version_counter=False)
+            trainer = make(max_epochs=epochs, enable_checkpointing=True, callbacks=[saved], plugins=[place])
+            module = Line(set())
+            trainer.fit(module, DATA, DATA, **options)
+            ends = trainer.callback_metrics["val"]
+            assert trainer.validate(module, DATA, ckpt_path="/x/last.ckpt", verbose=False)[0]["val"] == ends
+            return trainer
+
+        await asyncio.to_thread(train, 1)
+        monkeypatch.setenv("KEEPSTEP_JOB", "k")
+        assert (await asyncio.to_thread(train, 2, ckpt_path="/x/last.ckpt")).global_step == 8
+
+
+def test_a_model_checkpoint_heals_in_a_folder_of_its_own(tmp_path: Path) -> None:
+    """Without its best models, a group would decide less often than the others, which would wait for it."""
+    one, other = (ModelCheckpoint(tmp_path / name, monitor="val", save_top_k=2) for name in "ab")
+    best = f"{one.dirpath}/step=8.ckpt"
+    one.best_k_models, one.best_model_path, one.kth_best_model_path = {best: torch.tensor(0.5)}, best, best
+    one.best_model_score = one.kth_value = torch.tensor(0.5)
+    one._last_global_step_saved = 8
+    load_states([other], states([one]))
+    assert other.best_k_models == {f"{other.dirpath}/step=8.ckpt": torch.tensor(0.5)}
+    assert other.best_model_path == other.kth_best_model_path == f"{other.dirpath}/step=8.ckpt"
+    assert other._last_global_step_saved == 8
+
+
+def test_hooks_see_gradients_without_the_scale_of_a_grad_scaler(alone: None) -> None:
+    norms = []
+
+    class Seen(Line):
+        def on_before_optimizer_step(self, _: Any) -> None:
+            norms.append(float(self.layer.weight.grad.norm()))
+            super().on_before_optimizer_step(_)
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    fit(Seen({1}), max_steps=3, gradient_clip_val=None, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+    assert len(norms) == 4
+    assert max(norms) < 10
+    assert scaler.get_scale() == 2.0**10
+
+
+def test_a_batch_whose_second_step_does_not_commit_is_not_repeated(alone: None) -> None:
+    class TwoSteps(Line):
+        automatic_optimization = False
+
+        def training_step(self, batch: list[torch.Tensor], _number: int) -> None:
+            for _ in range(2):
+                self.optimizers().zero_grad()
+                self.manual_backward(self.layer(batch[0]).square().mean())
+                self.optimizers().step()
+
+    module = TwoSteps({7})
+    trainer, _ = fit(module, max_epochs=1, gradient_clip_val=None)
+    assert [batch for batch, _, _ in module.seen] == [0, 1, 2, 3]
+    assert trainer.global_step == trainer.strategy.manager.current_step() == 7
+    assert module.validated == [7], "the epoch has ended"
+
+
+def test_a_trainer_evaluates_without_a_lighthouse_and_fits_once(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Line(set())
+    with monkeypatch.context() as patch:
+        patch.delenv("KEEPSTEP_LIGHTHOUSE")
+        assert "val" in make().validate(module, DATA, verbose=False)[0]
+    trainer, _ = fit(module, max_epochs=1)
+    assert "val" in trainer.validate(module, DATA, verbose=False)[0]
+    with pytest.raises(RuntimeError, match="fit has run in this process"):
+        trainer.fit(module, DATA)
 
 
 def test_without_a_fit_the_strategy_has_no_manager() -> None:

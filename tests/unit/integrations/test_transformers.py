@@ -98,6 +98,63 @@ def test_a_trainer_skips_steps_that_do_not_commit_and_saves_the_managers_step(ma
     assert {one.name for one in tmp_path.iterdir()} == {"checkpoint-2", "checkpoint-4"}
 
 
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch):
+    """Settings of the Managers that Trainers make."""
+    lighthouse = LighthouseServer("127.0.0.1:0", min_replicas=1)
+    variables = {"KEEPSTEP_LIGHTHOUSE": lighthouse.address(), "REPLICA_GROUP_ID": "0", "NUM_REPLICA_GROUPS": "1"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    yield monkeypatch
+    lighthouse.shutdown()
+
+
+DATA = [{"x": torch.ones(1), "labels": torch.zeros(1)}] * 8
+
+
+def make(folder: Path, *callbacks: Any, **options: Any) -> Any:
+    args = arguments(folder, **options)
+    return KeepstepTrainer(
+        model=Line(), args=args, train_dataset=DATA, eval_dataset=DATA[:2], callbacks=list(callbacks)
+    )
+
+
+def test_a_trainer_resumes_from_the_last_complete_checkpoint_and_takes_no_step_after_the_end(
+    environment: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Evaluation needs no lighthouse. A Trainer trains once. A group died while it wrote the newest checkpoint."""
+    with environment.context() as patch:
+        patch.delenv("KEEPSTEP_LIGHTHOUSE")
+        assert "eval_loss" in make(tmp_path).evaluate()
+    first = make(tmp_path, num_train_epochs=1)
+    first.train()
+    with pytest.raises(RuntimeError, match="has trained already"):
+        first.train()
+    for name, content in {"checkpoint-8": "{", "checkpoint-x": "{}"}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "trainer_state.json").write_text(content)
+    environment.setenv("KEEPSTEP_JOB", "again")
+    notes = Notes(set())
+    notes.trainer = again = make(tmp_path, notes, num_train_epochs=1)
+    again.train(resume_from_checkpoint=True)
+    assert notes.steps == []
+    assert again.manager.current_step() == again.state.global_step == 4
+    with pytest.raises(ValueError, match="no complete checkpoint in"):
+        make(tmp_path / "none").train(resume_from_checkpoint=True)
+
+
+def test_a_group_whose_callback_fails_leaves_the_job(environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Failing(transformers.TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            raise OSError("planned")
+
+    trainer = make(tmp_path, Failing())
+    with pytest.raises(OSError, match="planned"):
+        trainer.train()
+    with pytest.raises(RuntimeError):
+        trainer.manager.start_quorum()
+
+
 def test_a_loop_of_accelerate_steps_its_scheduler_only_with_the_optimizer(manager: Any) -> None:
     accelerate.state.GradientState._reset_state()  # the Trainer of another test has left its data there
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
@@ -120,3 +177,29 @@ def test_a_loop_of_accelerate_steps_its_scheduler_only_with_the_optimizer(manage
     assert skipped == [False, True, False, False]
     assert manager.current_step() == scheduler.scheduler.last_epoch == 3
     assert not plain.layer.weight.grad
+
+
+def test_an_overflow_and_a_step_that_does_not_commit_step_no_scheduler(manager: Any) -> None:
+    """With the GradScaler that an Accelerator makes for float16 on a GPU."""
+    accelerate.state.GradientState._reset_state()
+    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator.scaler, accelerator.native_amp = torch.amp.GradScaler("cpu", init_scale=1024.0), True
+    plain = Line()
+    model, optimizer = prepare(
+        accelerator, manager, *accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), 0.1))
+    )
+    scheduler = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+    manager.register_state_dict_fn("model", plain.load_state_dict, plain.state_dict)
+    steps = []
+    for factor in (1.0, float("inf"), 1.0, 1.0):
+        accelerator.backward(model(torch.ones(2, 1))["loss"] * factor)
+        if len(steps) == 2:
+            manager.report_error(RuntimeError("planned"))
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        steps.append((optimizer.committed, accelerator.optimizer_step_was_skipped, accelerator.scaler.get_scale()))
+    assert steps == [(True, False, 1024.0), (True, True, 512.0), (False, True, 512.0), (True, False, 512.0)]
+    assert manager.current_step() == 3
+    assert scheduler.scheduler.last_epoch == 2

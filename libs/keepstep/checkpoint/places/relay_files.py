@@ -115,14 +115,21 @@ class RelayFiles:
         """Return the names of the committed folders."""
         return [one["id"] for one in self._uploads() if one["state"] == "committed" and not one["id"].startswith(_OPEN)]
 
-    def commit(self, source: str, destination: str) -> None:
-        """Commit the files of ``source`` as ``destination``. Raises ``OSError``, also if that has files already."""
+    def commit(self, source: str, destination: str, step: int | None = None) -> None:
+        """Commit the files of ``source`` as ``destination``. Raises ``OSError``, also if that has files already.
+
+        Args:
+            source: an open folder.
+            destination: name of the checkpoint.
+            step: of the training. None: the number at the end of ``destination``, else 0.
+        """
         files = sorted(self.files(source).values(), key=lambda one: one.name)
         if not files or files[0].is_committed:
             raise FileNotFoundError(errno.ENOENT, f"{source} has no open files at {self._address}")
         if self.files(destination):
             raise FileExistsError(errno.ENOTEMPTY, f"{destination} has files already: remove it, or use another name")
-        step = int(found[0]) if (found := _STEP.search(destination)) else 0
+        if step is None:
+            step = int(found[0]) if (found := _STEP.search(destination)) else 0
         for rank, one in enumerate(files):
             facts = SaveFacts(rank, len(files), step, self._kind, self._producer)
             self._store(destination, facts, _Moved(one))

@@ -82,9 +82,10 @@ class CommittedEpochLoop(loops._TrainingEpochLoop):  # type: ignore[misc]  # noq
         if committed:
             self._began_at = self.batch_progress.current.ready
         else:
-            self.discarded = True
+            repeated = self.batch_progress.current.ready - self._began_at
+            self.discarded = repeated > 0  # with manual optimization, an earlier step of this batch may have committed
             if math.isfinite(self._batches()):
-                self._shift(self.batch_progress, self._began_at - self.batch_progress.current.ready)
+                self._shift(self.batch_progress, -repeated)
                 fetcher = self.trainer.fit_loop._data_fetcher  # noqa: SLF001
                 fetcher.fetched, fetcher.done = self._began_at, False
                 self._mark_last_batch()

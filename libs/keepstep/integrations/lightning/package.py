@@ -24,9 +24,10 @@ def _load(name: str) -> Any:
         ) from error
 
 
+callbacks: Any = _load(f"{_PYTORCH}.callbacks")
 checkpoint_io: Any = _load(f"{_FABRIC}.plugins.io.checkpoint_io")
 fabric_data: Any = _load(f"{_FABRIC}.utilities.data")
 fabric_seed: Any = _load(f"{_FABRIC}.utilities.seed")
 loops: Any = _load(f"{_PYTORCH}.loops.training_epoch_loop")
-states: Any = _load(f"{_PYTORCH}.trainer.states")
 strategies: Any = _load(f"{_PYTORCH}.strategies")
+trainer_states: Any = _load(f"{_PYTORCH}.trainer.states")

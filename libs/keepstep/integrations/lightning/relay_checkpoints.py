@@ -75,7 +75,7 @@ class RelayCheckpointIO(checkpoint_io.CheckpointIO):  # type: ignore[misc]  # it
         self._files.write(f"tmp_{name}", FILE, data.getbuffer())
         with suppress(FileNotFoundError):
             self._files.remove(name)
-        self._files.commit(f"tmp_{name}", name)
+        self._files.commit(f"tmp_{name}", name, step=int(checkpoint.get("global_step", 0)))
 
     def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint.

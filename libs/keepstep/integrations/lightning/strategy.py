@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +18,10 @@ from torch.distributed import ReduceOp
 
 from keepstep.ddp import DistributedDataParallel
 from keepstep.integrations.group_number import group_and_groups
+from keepstep.integrations.lightning.callback_state import load_states, states
 from keepstep.integrations.lightning.closure_optimizer import ClosureOptimizer
 from keepstep.integrations.lightning.epoch_loop import CommittedEpochLoop
-from keepstep.integrations.lightning.package import fabric_seed, states, strategies
+from keepstep.integrations.lightning.package import fabric_seed, strategies, trainer_states
 from keepstep.manager import Manager
 from keepstep.process_group import ProcessGroupGloo, ProcessGroupNCCL
 
@@ -122,19 +124,24 @@ class KeepstepStrategy(strategies.DDPStrategy):  # type: ignore[misc]  # its pac
             )
         fabric_seed.reset_seed()
         self.set_world_ranks()
-        if self._fitting() and self._manager is None:
+        if self._fitting():
+            if self._manager is not None:
+                raise RuntimeError(
+                    "fit has run in this process, and closed its job at the end: run another fit in a new process, "
+                    "with another KEEPSTEP_JOB, and a Tuner with another strategy"
+                )
             accelerated = self.root_device.type == "cuda"
             group = self._replica_group or (ProcessGroupNCCL() if accelerated else ProcessGroupGloo())
             self._manager = Manager(pg=group, **self._manager_arguments)
 
     def _fitting(self) -> bool:
-        return bool(self.lightning_module.trainer.state.fn == states.TrainerFn.FITTING)
+        return bool(self.lightning_module.trainer.state.fn == trainer_states.TrainerFn.FITTING)
 
     # ---- model, optimizer, state
 
     def setup(self, trainer: Any) -> None:
         if not self._fitting():
-            super().setup(trainer)
+            self._setup_evaluation(trainer)
             return
         if not isinstance(trainer.fit_loop.epoch_loop, CommittedEpochLoop):
             trainer.fit_loop.epoch_loop = CommittedEpochLoop(trainer.fit_loop.epoch_loop)
@@ -149,6 +156,13 @@ class KeepstepStrategy(strategies.DDPStrategy):  # type: ignore[misc]  # its pac
             self._optimizer = ClosureOptimizer(self.manager, self.optimizers[0])
             self._register(trainer)
 
+    def _setup_evaluation(self, trainer: Any) -> None:
+        """Set up ``validate``, ``test`` and ``predict``, in which a group evaluates on its own."""
+        self.accelerator.setup(trainer)
+        self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        self.setup_precision_plugin()
+
     def _setup_model(self, model: nn.Module) -> nn.Module:
         return DistributedDataParallel(self.manager, model, **self._ddp_kwargs)
 
@@ -159,19 +173,11 @@ class KeepstepStrategy(strategies.DDPStrategy):  # type: ignore[misc]  # its pac
         """Register everything that changes with the steps."""
         module, register = self.lightning_module, self.manager.register_state_dict_fn
 
-        def callbacks() -> dict[str, Any]:
-            return {one.state_key: one.state_dict() for one in trainer.callbacks}
-
-        def load_callbacks(saved: dict[str, Any]) -> None:
-            for one in trainer.callbacks:
-                if saved.get(one.state_key):
-                    one.load_state_dict(saved[one.state_key])
-
         register("model", module.load_state_dict, module.state_dict)
         register("optimizers", *_each(self.optimizers))
         register("lr_schedulers", *_each([one.scheduler for one in self.lr_scheduler_configs]))
         register("precision", self.precision_plugin.load_state_dict, self.precision_plugin.state_dict)
-        register("callbacks", load_callbacks, callbacks)
+        register("callbacks", partial(load_states, trainer.callbacks), partial(states, trainer.callbacks))
         if self._loop is not None:
             register("position", self._loop.load_position, self._loop.position)
         self.manager.compare_only(COMPARED)
@@ -210,8 +216,7 @@ class KeepstepStrategy(strategies.DDPStrategy):  # type: ignore[misc]  # its pac
             output = super().optimizer_step(committing, closure, model, **kwargs)
         else:
             output = closure()
-            if self.lightning_module.trainer.gradient_clip_val:
-                scaler.unscale_(committing)
+            scaler.unscale_(committing)  # hooks see the gradients, and may clip them
             self.precision_plugin._after_closure(self.lightning_module, optimizer)  # noqa: SLF001  clips
             scaler.step(committing)
             scaler.update()

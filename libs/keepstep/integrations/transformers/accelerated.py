@@ -47,6 +47,16 @@ class GroupOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # its package
         noted = _NotedOptimizer(manager, accelerated.optimizer)
         super().__init__(noted, device_placement=False, scaler=accelerated.scaler)
 
+    def step(self, closure: Any = None) -> None:
+        """Step with the last batch of an accumulation; with a GradScaler too, which Accelerate hides from the step."""
+        if not self.gradient_state.sync_gradients:
+            return
+        if self.scaler is None:
+            self.optimizer.step(closure)
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last step changed no weights: it did not commit, or its gradients overflowed."""

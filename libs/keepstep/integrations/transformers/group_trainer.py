@@ -6,12 +6,16 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from torch import nn
+from torch.distributed import ReduceOp
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import DefaultFlowCallback, ExportableState
 
 from keepstep.data import DistributedSampler
@@ -29,6 +33,15 @@ from keepstep.process_group import ProcessGroupGloo, ProcessGroupNCCL
 MANAGER_FILE = "keepstep.json"
 """In each checkpoint folder, beside ``trainer_state.json``."""
 
+STAGES = ("_init_training_state", "_prepare_for_training", "_finalize_training", "_evaluate")
+"""Methods of the Trainer that ``KeepstepMixin`` extends. Versions before 5.3 have other ones, and would call none."""
+
+if missing := [name for name in STAGES if not hasattr(transformers.Trainer, name)]:
+    raise ImportError(
+        f"transformers {transformers.__version__} has a Trainer without {', '.join(missing)}, and would train each "
+        f"group alone: install a version from 5.3 on"
+    )
+
 
 class KeepstepMixin:
     """Makes a Trainer train with other replica groups: ``class MyTrainer(KeepstepMixin, SFTTrainer)``.
@@ -38,12 +51,13 @@ class KeepstepMixin:
     samples, and evaluates on all of them. One group writes checkpoints, to an ``output_dir`` that all groups share.
 
     Args:
-        manager: of this replica group, without registered state. Default: ``Manager(pg=ProcessGroupNCCL())`` on a CUDA
-            device, else with ``ProcessGroupGloo``.
+        manager: of this replica group, without registered state. Default: at the first use, ``Manager`` with
+            ``ProcessGroupNCCL`` on a CUDA device, else with ``ProcessGroupGloo``.
         **kwargs: of the Trainer.
 
     Raises:
-        ValueError: Accelerate connects several processes, or the process sees several GPUs.
+        ValueError: Accelerate connects several processes, the process sees several GPUs, or ``auto_find_batch_size``
+            would let groups differ.
     """
 
     def __init__(self, *args: Any, manager: Manager | None = None, **kwargs: Any) -> None:
@@ -55,8 +69,14 @@ class KeepstepMixin:
                 f"this group sees {trainer.args.n_gpu} GPUs, and a Trainer would split batches over them: give it one "
                 f"(keepstep run --gpus-per-replica 1)"
             )
-        accelerated = trainer.args.device.type == "cuda"
-        self.manager = manager or Manager(pg=ProcessGroupNCCL() if accelerated else ProcessGroupGloo())
+        if trainer.args.auto_find_batch_size:
+            raise ValueError(
+                "auto_find_batch_size=True would choose another batch size in each group, and groups must agree on the "
+                "steps of an epoch: pass per_device_train_batch_size"
+            )
+        self._manager = manager
+        self._agrees = False
+        """Whether the metrics of this evaluation become those of all groups."""
         self.steps_in_epoch = 1
         """Number of committed steps in an epoch."""
         self._group_optimizer: GroupOptimizer | None = None
@@ -67,9 +87,44 @@ class KeepstepMixin:
         callbacks.insert(default + 1, CommittedFlow(self))  # callbacks of the script see what it corrects
 
     @property
+    def manager(self) -> Manager:
+        """The Manager of this group. A Trainer that only evaluates makes none."""
+        if self._manager is None:
+            accelerated = self.args.device.type == "cuda"  # type: ignore[attr-defined]
+            self._manager = Manager(pg=ProcessGroupNCCL() if accelerated else ProcessGroupGloo())
+        return self._manager
+
+    @property
     def committed(self) -> bool:
         """Whether the last step committed. ``on_step_end`` of callbacks is called in any case."""
         return self._group_optimizer is not None and self._group_optimizer.committed
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train to the end in all groups, and close the job. After an exception the group has left it.
+
+        Args:
+            resume_from_checkpoint: as of the Trainer. True: the newest checkpoint that was written to its end.
+            *args: of the Trainer.
+            **kwargs: of the Trainer.
+
+        Raises:
+            RuntimeError: this Trainer has trained already.
+            ValueError: no checkpoint to resume from.
+            Exception: as the Trainer and the Manager.
+        """
+        if self._group_optimizer is not None:
+            raise RuntimeError(
+                "this Trainer has trained already, which has closed its job: train again in a new process, with "
+                "another KEEPSTEP_JOB"
+            )
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = newest_checkpoint(self.args.output_dir)  # type: ignore[attr-defined]
+        try:
+            return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+        except BaseException:
+            if self._manager is not None:
+                self._manager.shutdown()  # else the other groups would wait for the next step of this one
+            raise
 
     # ---- data and length of the training
 
@@ -89,6 +144,11 @@ class KeepstepMixin:
         epochs, self.steps_in_epoch, *others = super().set_initial_training_values(args, dataloader)  # type: ignore[misc]
         del epochs  # steps that did not commit are repeated: only the number of committed steps ends the training
         return (sys.maxsize, self.steps_in_epoch, *others)
+
+    def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        epochs, batches = super()._init_training_state(max_steps, *args, **kwargs)  # type: ignore[misc]
+        trainer: Any = self
+        return (sys.maxsize if trainer.state.global_step >= max_steps else epochs), batches
 
     # ---- model, optimizer, state
 
@@ -120,7 +180,8 @@ class KeepstepMixin:
 
     def _stateful(self) -> list[Any]:
         trainer: Any = self
-        return [one for one in trainer.callback_handler.callbacks if isinstance(one, ExportableState)]
+        stateful = [one for one in trainer.callback_handler.callbacks if isinstance(one, ExportableState)]
+        return sorted(stateful, key=lambda one: type(one).__name__)  # a resume changes the order of the callbacks
 
     def _decisions(self) -> dict[str, Any]:
         """Return what decides about saving and stopping."""
@@ -142,6 +203,25 @@ class KeepstepMixin:
         for one, attributes in zip(self._stateful(), saved["callbacks"], strict=True):
             for name, value in attributes.items():
                 setattr(one, name, value)
+
+    def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        self._agrees = self.committed and self.manager.open_step() is None
+        try:
+            metrics: dict[str, float] = super()._evaluate(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._agrees = False
+        return metrics
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate. In the training, metrics become the largest ones of all groups, which stop and save by them."""
+        output = super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+        if self._agrees:
+            names = sorted(name for name, value in output.metrics.items() if isinstance(value, int | float))
+            device = self.args.device  # type: ignore[attr-defined]
+            values = torch.tensor([output.metrics[name] for name in names], dtype=torch.float64, device=device)
+            if self.manager.allreduce(values, reduce_op=ReduceOp.MAX).wait():
+                output.metrics.update(zip(names, values.tolist(), strict=True))
+        return output
 
     # ---- checkpoints
 
@@ -180,6 +260,29 @@ class KeepstepMixin:
         output = super()._finalize_training(*args, **kwargs)  # type: ignore[misc]
         self.manager.shutdown()
         return output
+
+
+def newest_checkpoint(folder: str) -> str:
+    """Return the newest checkpoint in ``folder`` that was written to its end; a group may die while it writes one.
+
+    Raises:
+        ValueError: ``folder`` has none.
+    """
+    found = [(int(path.name[11:]), path) for path in Path(folder).glob("checkpoint-*") if _is_complete(path)]
+    if not found:
+        raise ValueError(
+            f"no complete checkpoint in {folder!r}: pass the output_dir of the training to resume, or leave out "
+            f"resume_from_checkpoint"
+        )
+    return str(max(found)[1])
+
+
+def _is_complete(checkpoint: Path) -> bool:
+    try:
+        json.loads((checkpoint / TRAINER_STATE_NAME).read_text())  # the last file that a Trainer writes
+    except (OSError, ValueError):
+        return False
+    return re.fullmatch(r"checkpoint-\d+", checkpoint.name) is not None
 
 
 class KeepstepTrainer(KeepstepMixin, transformers.Trainer):  # type: ignore[misc]  # its package may be missing
