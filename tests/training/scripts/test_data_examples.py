@@ -18,13 +18,15 @@ def losses(group: Group) -> dict[int, float]:
     return {int(one[1]): float(one[2]) for one in found if one}
 
 
-@pytest.mark.parametrize(("package", "script"), [("grain", "train_grain.py"), ("datasets", "train_stream.py")])
+@pytest.mark.parametrize(
+    ("package", "script", "epochs"), [("grain", "train_grain.py", "5"), ("datasets", "train_stream.py", "1")]
+)
 @pytest.mark.timeout(200)
-async def test_a_killed_group_goes_on_in_the_data_of_the_others(package: str, script: str) -> None:
+async def test_a_killed_group_goes_on_in_the_data_of_the_others(package: str, script: str, epochs: str) -> None:
     """Slow: four trainers, which import the package."""
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed: pip install -e '.[{package}]'")
-    variables = {"SCRIPTS": str(EXAMPLES / script)}
+    variables = {"SCRIPTS": str(EXAMPLES / script), "EPOCHS": epochs}
     async with Job("--initial-replicas", "3", "--verify-every", "5", min_replicas=2) as job:
         a, _, c = groups = [await job.start(name, **variables) for name in "abc"]
         await job.until(lambda: all(len(losses(group)) > 5 for group in groups), "all train")
