@@ -24,7 +24,8 @@ from keepstep.lifecycle import membership
 from keepstep.manager import SHUTDOWN_SECONDS, Manager
 from keepstep.runtime import exits
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS
-from keepstep.step import failure_evidence, healing
+from keepstep.step import agreeing, failure_evidence, healing
+from keepstep.step.catching_up import catch_up
 from keepstep_cli.asking import rest
 from keepstep_cli.running.supervisor_events import Restarts
 from keepstep_lighthouse.api import event_stream
@@ -97,6 +98,9 @@ RULES = {
     "a request outlives the wait for a heal": POLICY.heal_timeout <= of_manager("quorum_timeout"),
     "a reason is logged before the request times out": (
         slow_quorum_log.SLOW_QUORUM_SECONDS + slow_quorum_log.ANSWER_SECONDS < of_manager("quorum_timeout")
+    ),
+    "a rank that waits for its state in a catch-up says so before the other ranks give it up": (
+        catch_up.RANK_WAIT_SECONDS < agreeing.POLL_TIMEOUTS * of_manager("timeout")
     ),
     "the lighthouse sees a late heal, not a broken one": (0 < healing.GIVE_UP_SECONDS < POLICY.heal_timeout),
     # the session

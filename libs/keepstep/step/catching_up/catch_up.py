@@ -31,7 +31,7 @@ from keepstep.step.catching_up.gradient_log import FollowedStep, GradientLog, He
 from keepstep.step.context import StepContext
 from keepstep.step.reporting.heal_meter import REPORT_SECONDS, HealMeter
 from keepstep_mesh.errors import KeepstepError
-from keepstep_mesh.protocol.heal_limit import MAX_HEAL_DOUBLINGS, heal_limit
+from keepstep_mesh.protocol.heal_limit import heal_limit
 from keepstep_mesh.protocol.lineage import followed
 
 MAX_FAILURES = 3
@@ -40,6 +40,9 @@ MIN_REPLAYED = 2
 """Steps replayed after each step at least, so that fewer and fewer are left."""
 REPLAY_SHARE = 0.5
 """Share of the time of a step in which more steps are replayed. The other groups wait for this time."""
+RANK_WAIT_SECONDS = 5.0
+"""A rank that waits for its state tells the other ranks of its group so often, and they wait so long for it each time,
+beside the time of a poll."""
 LEAST_MEMORY = 256 * 1024 * 1024
 """Default limit of the kept gradients of small models, and while the size of the state is unknown; bytes."""
 
@@ -176,18 +179,18 @@ class CatchUp:
         self._keep()
         if self._memory is None and self._receive is not None:
             self._log.memory = max(self._log.memory, self._receive.moved[1])
-        waited = 0.0
         if self._log.phase is Phase.RECEIVING and not all_ready(self._context, not self._log.full):
-            waited = self._wait_for_state()
+            self._wait_for_state()
         alone = self._context.settings.world_size == 1  # the ranks of a group must replay equally many steps
-        return self._go_on(REPLAY_SHARE * seconds if alone else 0.0, waited)
+        return self._go_on(REPLAY_SHARE * seconds if alone else 0.0)
 
     def finish(self) -> None:
         """See ``Follower``."""
         if self.following and self._unkept:
             self._give_up("the script ended a step without Optimizer.step()")
         if self.following:
-            self._go_on(math.inf, self._wait_for_state())
+            self._wait_for_state()
+            self._go_on(math.inf)
         if self.following:
             self._give_up("another rank of this group does not have the state in time")
 
@@ -206,49 +209,54 @@ class CatchUp:
         self._log.keep(FollowedStep(progress.step, followed(str(progress.lineage)), self._last[1], kept, nbytes))
         self._unkept = False
 
-    def _go_on(self, seconds: float, waited: float = 0.0) -> bool:
-        """Load the state if all ranks have it, and replay for ``seconds``. Return whether the group has caught up.
-
-        ``waited``: how long the other ranks may still wait for their state, in seconds.
-        """
+    def _go_on(self, seconds: float) -> bool:
+        """Load the state if all ranks have it, and replay for ``seconds``. Return whether the group has caught up."""
         context, receive = self._context, self._receive
         if receive is None:
             return False
         if self._log.phase is Phase.RECEIVING:
-            if not all_ready(context, receive.error is None, waited):
+            if not all_ready(context, receive.error is None):
                 self._give_up(f"the state was not received: {receive.error or 'another rank failed'}")
                 return False
             if not all_ready(context, receive.state is not None) or not self._load(receive.state or {}):
                 return False
         return self._replay(seconds)
 
-    def _wait_for_state(self) -> float:
-        """Wait for the transfer, and report it as a heal, so that the lighthouse waits for this group.
+    def _wait_for_state(self) -> None:
+        """Wait until the transfers of all ranks have ended. Report that of this rank as a heal until then.
 
-        Call it in all ranks of the group.
-
-        Returns:
-            The longest that another rank may wait, in seconds. Each one counts its own late heals.
+        The lighthouse waits for a group that heals. Each rank has a limit of its own, because it counts its own late
+        heals. A rank that waits tells the others so in time, and they wait on. Call it in all ranks of the group.
         """
         context, receive, meter = self._context, self._receive, self._meter
+        if receive is None or meter is None:
+            return
+        if receive.ended:
+            self._wait_for_ranks()
+            return
         timeout_ms = self._last[0].heal_timeout_ms if self._last is not None else 0
-        longest = heal_limit(timeout_ms / 1000, MAX_HEAL_DOUBLINGS) if timeout_ms else LIMIT.total_seconds()
-        if receive is None or meter is None or receive.ended:
-            return longest
-        limit = heal_limit(timeout_ms / 1000, context.late_heals) if timeout_ms else longest
+        limit = heal_limit(timeout_ms / 1000, context.late_heals) if timeout_ms else LIMIT.total_seconds()
+        late_at = time.monotonic() + limit
         context.log.info("waiting for the state", step=context.progress.step, seconds=limit)
         reporting = context.mesh.spawn(self._report(meter))
         try:
-            ended = receive.wait(limit)
+            while not receive.wait(min(RANK_WAIT_SECONDS, max(0.0, late_at - time.monotonic()))):
+                if time.monotonic() >= late_at:
+                    context.late_heals += 1
+                    receive.cancel(f"it took longer than {limit:g} s")
+                    break
+                all_ready(context, False)
         finally:
             reporting.cancel()
-        if not ended:
-            context.late_heals += 1
-            receive.cancel(f"it took longer than {limit:g} s")
         error = "" if receive.error is None else str(receive.error)
         last = meter.last_report(context.transport.via, error, time.monotonic())
         context.mesh.loop.call_soon_threadsafe(context.link.healing, last)
-        return longest
+        self._wait_for_ranks()
+
+    def _wait_for_ranks(self) -> None:
+        """Wait until no rank of this group waits for its state. A rank that waits says so in time."""
+        while not all_ready(self._context, True, RANK_WAIT_SECONDS):
+            self._context.raise_fatal()
 
     async def _report(self, meter: HealMeter) -> None:
         while True:
