@@ -31,6 +31,9 @@ _FIN = 0x80
 _MASKED = 0x80
 _SMALL = 126
 _NO_MASK = b"\0\0\0\0"
+_PLAIN_HEADS = [bytes((_FIN | _BINARY, size)) for size in range(_SMALL)]
+_MASKED_HEADS = [bytes((_FIN | _BINARY, _MASKED | size)) + _NO_MASK for size in range(_SMALL)]
+"""Headers of whole small messages by their size; nearly all messages are such."""
 
 CLOSE_NORMAL = 1000
 CLOSE_GOING_AWAY = 1001
@@ -52,6 +55,8 @@ class Link(asyncio.Protocol):
         "_client",
         "_fragments",
         "_fragments_size",
+        "_heads_in",
+        "_heads_out",
         "_limit_bytes",
         "_lost_reason",
         "_on_frame",
@@ -79,6 +84,7 @@ class Link(asyncio.Protocol):
         self.last_received = self.loop.time()
         """Loop time of the last bytes from the peer."""
         self._client = False
+        self._heads_in, self._heads_out = _MASKED_HEADS, _PLAIN_HEADS
         self._limit_bytes = limit_bytes
         self._unsent_bytes = unsent_bytes
         self._on_frame = on_frame
@@ -122,6 +128,8 @@ class Link(asyncio.Protocol):
 
     def _take_over(self, transport: asyncio.Transport, *, client: bool) -> None:
         self._client = client
+        if client:
+            self._heads_in, self._heads_out = _PLAIN_HEADS, _MASKED_HEADS
         self._transport = transport
         self._previous = transport.get_protocol()
         transport.set_protocol(self)
@@ -130,7 +138,12 @@ class Link(asyncio.Protocol):
 
     def send(self, message: bytes) -> None:
         """Sends one binary message. Does nothing once the connection is closing: ``on_lost`` tells."""
-        self._send_frame(_BINARY, message)
+        size = len(message)
+        if size < _SMALL and not self._paused:
+            if not self._transport.is_closing():
+                self._transport.write(self._heads_out[size] + message)
+        else:
+            self._send_frame(_BINARY, message)
 
     def ping(self) -> None:
         """Ask for a sign of life, which updates ``last_received``."""
@@ -172,16 +185,11 @@ class Link(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.last_received = self.loop.time()
-        size = len(data)
-        if not self._buffer and not self._fragments and size > 6 and data[0] == _FIN | _BINARY:
-            # Nearly always: exactly one small message.
-            if self._client:
-                if data[1] == size - 2 and size < _SMALL + 2:
-                    self._on_frame(data[2:])
-                    return
-            elif data[1] == (size - 6) | _MASKED and size < _SMALL + 6 and data[2:6] == _NO_MASK:
-                self._on_frame(data[6:])
-                return
+        start = 2 if self._client else 6
+        size = len(data) - start
+        if 0 < size < _SMALL and data.startswith(self._heads_in[size]) and not self._buffer and not self._fragments:
+            self._on_frame(data[start:])  # nearly always: exactly one small message
+            return
         self._buffer += data
         try:
             while not self._transport.is_closing() and self._take_frame():

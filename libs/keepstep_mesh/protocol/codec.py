@@ -11,12 +11,14 @@ import math
 import types
 import typing
 from collections.abc import Callable, Sequence
+from functools import cache
 from operator import attrgetter
 from typing import Any
 
 import msgpack
 
 from keepstep_mesh.errors import ProtocolError, VersionError
+from keepstep_mesh.protocol.frozen_records import maker
 from keepstep_mesh.protocol.group_messages import RankQuorum, WithinGroup
 from keepstep_mesh.protocol.membership import MAX_DATA_BYTES, MemberInfo
 from keepstep_mesh.protocol.messages import (
@@ -95,6 +97,9 @@ def _data(value: Any, path: str) -> Any:
 def _union(choices: list[Any], path_name: str) -> Decoder:
     optional = type(None) in choices
     rest = [_decoder(choice, path_name) for choice in choices if choice is not type(None)]
+    if optional and len(rest) == 1:
+        only = rest[0]
+        return lambda value, path: None if value is None else only(value, path)
 
     def decode(value: Any, path: str) -> Any:
         if value is None and optional:
@@ -159,7 +164,7 @@ def _in_line(cls: type, hints: list[Any], decoders: list[tuple[Decoder, str]], d
     names = [f"f{number}" for number in range(len(hints))]
     lines = ["def fast(value, path):", f" if type(value) is not list or len(value) != {len(names)}:"]
     lines += ["  return decode(value, path)", f" [{', '.join(names)}] = value"]
-    known: dict[str, Any] = {"cls": cls, "decode": decode}
+    known: dict[str, Any] = {"make": maker(cls), "decode": decode}
     for name, hint, (decoder, where) in zip(names, hints, decoders, strict=True):
         choices = typing.get_args(hint) if typing.get_origin(hint) is types.UnionType else (hint,)
         wrong = [_WRONG.get(one, "True") for one in choices if one is not type(None)]
@@ -167,7 +172,7 @@ def _in_line(cls: type, hints: list[Any], decoders: list[tuple[Decoder, str]], d
         lines.append(f" if {' and '.join(f'({one})' for one in wrong).format(x=name)}:")
         lines.append(f"  {name} = d_{name}({name}, {where!r})")
         known[f"d_{name}"] = decoder
-    lines.append(f" return cls({', '.join(names)})")
+    lines.append(f" return make({', '.join(names)})")
     exec("\n".join(lines), known)  # noqa: S102 - built from our own dataclasses when this module is imported
     fast: Decoder = known["fast"]
     return fast
@@ -264,12 +269,15 @@ def check_info(info: MemberInfo) -> None:
 
 
 def answer_frames(answer: QuorumAnswer | RankQuorum) -> Callable[[int], bytes]:
-    """Return a function that encodes ``answer`` for a request number. All other fields are encoded once."""
+    """Return a function that encodes ``answer`` for a request number, each once. Other fields are encoded once in all.
+
+    The numbers are equal in most groups of a job, and in all ranks of a group.
+    """
     encoded = pack([answer.kind, 0, *_plain(answer)[1:]])
     # an array of up to 15 fields and a string of up to 31 characters have a header of one byte, 0 is one byte
     end = 1 + 1 + len(answer.kind)
     head, tail = encoded[:end], encoded[end + 1 :]
-    return lambda request: head + pack(request) + tail
+    return cache(lambda request: head + pack(request) + tail)
 
 
 def check_version(hello: Hello) -> None:

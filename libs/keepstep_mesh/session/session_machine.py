@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from keepstep_mesh.errors import ProtocolError
 from keepstep_mesh.net.backoff import Backoff
 from keepstep_mesh.protocol import codec
+from keepstep_mesh.protocol.frozen_records import maker
 from keepstep_mesh.protocol.membership import HeldAnswer, Member, MemberInfo, Quorum
 from keepstep_mesh.protocol.messages import (
     OLDEST_PROTOCOL_VERSION,
@@ -39,6 +40,9 @@ SILENT_FIRST = 0.5
 """The same after a lighthouse fell silent; doubles up to the other with each attempt that gets no answer."""
 SETTLED_SECONDS = 1.0
 """After a connection that lasted this long, the passes start again without delay."""
+
+
+_make_request, _make_quorum = maker(QuorumRequest), maker(Quorum)
 
 
 class StaleLighthouseError(ProtocolError):
@@ -199,7 +203,7 @@ class SessionCore:
         self._known_info, self._known_settings = request.info, request.settings
         relays = () if request.durable_relays == self._known_relays else request.durable_relays
         self._known_relays = request.durable_relays
-        return QuorumRequest(  # `replace` takes twice as long, in every step
+        return _make_request(
             request=self.number,
             step=request.step,
             lineage=request.lineage,
@@ -245,7 +249,7 @@ class SessionCore:
             return None
         self.stands_by = False
         self.held = HeldAnswer(answer.epoch, answer.quorum_id, answer.step)
-        return Quorum(
+        return _make_quorum(
             epoch=answer.epoch,
             quorum_id=answer.quorum_id,
             created_ms=answer.created_ms,

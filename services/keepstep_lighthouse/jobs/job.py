@@ -125,7 +125,7 @@ class Job:
     # ---- 1. receive
 
     def handle(self, event: Event) -> None:
-        self._process(event, lambda steps: steps)
+        self._process(event)
 
     def heard(self, session: int) -> None:
         self.core.heard(session, time.monotonic())
@@ -167,15 +167,19 @@ class Job:
         self._process(event, awaited)
         return await done
 
-    def _process(self, event: Event, arranged: Callable[[list[Step]], list[Step]]) -> None:
-        """``arranged`` inserts calls of the shell between the decisions."""
+    def _process(self, event: Event, arranged: Callable[[list[Step]], list[Step]] | None = None) -> None:
+        """``arranged`` inserts calls of the shell between the decisions; None: it inserts nothing."""
         if self._over:
             return
         if self.term.lapsed:
             self._fail(LAPSED)
             return
         try:
-            self._carry_out(arranged([*self.core.handle(event, time.monotonic(), time.time())]))
+            steps: list[Step] = [*self.core.handle(event, time.monotonic(), time.time())]
+            if arranged is not None:
+                steps = arranged(steps)
+            if steps:
+                self._carry_out(steps)
         except Exception:
             # A fault of ours. A state that is half changed, or half told, decides no more: the store has the rest.
             log.exception("fault in a job", job=self.name, occasion=repr(event)[:500])

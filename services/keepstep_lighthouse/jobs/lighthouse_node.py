@@ -22,6 +22,7 @@ from keepstep_lighthouse.jobs.event_log import EventLog
 from keepstep_lighthouse.jobs.job import Job
 from keepstep_lighthouse.jobs.job_endings import JobEndings
 from keepstep_lighthouse.jobs.port_probes import PortProbes
+from keepstep_lighthouse.jobs.repeated_frames import RepeatedFrames
 from keepstep_lighthouse.jobs.sessions import Session
 from keepstep_lighthouse.leadership.campaign import Leadership
 from keepstep_lighthouse.leadership.election import Leader
@@ -81,6 +82,7 @@ class LighthouseNode:
         self.endings = JobEndings(self)
         self.ports = PortProbes()
         self.store = store
+        self._frames = RepeatedFrames()
         self._numbers = itertools.count(1)
         self._welcomed: set[tuple[str, str]] = set()
         """(job, replica_id) of groups that got the epoch of this term here."""
@@ -283,6 +285,7 @@ class LighthouseNode:
             on_hello=self._greeted,
             on_bad=self._bad,
             on_end=self._ended,
+            decode=self._frames.decode,
             services=self.registry.addresses,
         )
 

@@ -74,6 +74,7 @@ class Session:
         on_hello: called once, with a valid hello; the callee calls ``begin`` or ``refuse``.
         on_bad: called with the reason when the peer violates the protocol; the callee calls ``refuse``.
         on_end: called exactly once, when the connection has ended.
+        decode: decodes a frame, or raises ``ProtocolError``.
         services: gives the services to announce to the peer.
     """
 
@@ -85,6 +86,7 @@ class Session:
         on_hello: Callable[[Session, Hello], None],
         on_bad: Callable[[Session, str], None],
         on_end: Callable[[Session], None],
+        decode: Callable[[bytes], codec.Message] = codec.decode,
         services: Callable[[], tuple[ServiceAddress, ...]] = tuple,
     ) -> None:
         self.number = number
@@ -101,6 +103,7 @@ class Session:
         self._on_hello = on_hello
         self._on_bad = on_bad
         self._on_end = on_end
+        self._decode = decode
         self._services = services
         self._welcomed = False
         self._shell: JobShell | None = None
@@ -135,7 +138,7 @@ class Session:
             return
         try:
             if self._shell is not None:
-                self._dispatch(self._shell, codec.decode(frame))
+                self._dispatch(self._shell, self._decode(frame))
             elif self._hello is None:
                 self._greet(codec.decode(frame))
             else:

@@ -171,6 +171,8 @@ class Group:
     """The same, once its request fits the others."""
     step: int = 0
     lineage: Lineage = ""
+    live_step: int = 0
+    """Its step, if it is connected and has live weights, from which others could heal; else 0."""
     held_back_at: tuple[int, Lineage] | None = None
     """Step and lineage at which it asked to train while other groups had finished there."""
 

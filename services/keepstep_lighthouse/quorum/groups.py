@@ -11,34 +11,17 @@ from __future__ import annotations
 import heapq
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from operator import attrgetter
 
 from keepstep_lighthouse.quorum.events import Announce
 from keepstep_lighthouse.quorum.group import ANSWER, ASK, EXCLUDE, WITHDRAW, Answer, Excluded, Exclusion, Group
 from keepstep_lighthouse.quorum.open_heals import OpenHeals
+from keepstep_lighthouse.quorum.tally import Tally
 from keepstep_mesh.protocol.lineage import is_live
 from keepstep_mesh.protocol.messages import QuorumRequest
 from keepstep_mesh.protocol.names import name_of
-from keepstep_mesh.telemetry.duration_counts import DurationCounts
 
 NEVER = float("inf")
-
-
-@dataclass(slots=True)
-class Tally:
-    """Sums over all groups since this lighthouse leads; times in seconds."""
-
-    waits: DurationCounts = field(default_factory=DurationCounts)
-    """From each request that was answered with a quorum to its answer."""
-    committed: int = 0
-    """Steps of groups, each from an answer to the next request."""
-    discarded: int = 0
-    retried: int = 0
-    """Retries of steps by groups; the same step may be retried more than once."""
-    steps: DurationCounts = field(default_factory=DurationCounts)
-    """These steps."""
-    nonfinite: int = 0
-    """Steps of groups that contributed a NaN or an infinity."""
 
 
 class Groups:
@@ -65,7 +48,7 @@ class Groups:
         self.final = 0
         """Asking with final."""
         self.live_steps: dict[int, int] = {}
-        """Number of connected groups with live weights, by step."""
+        """Number of groups, by ``Group.live_step``; without 0."""
         self.tally = Tally()
         self._sizes: Counter[int] = Counter()
         """How many groups report each number of groups of the job, see ``set_size``."""
@@ -98,7 +81,7 @@ class Groups:
         self.disconnect(group, now)
         del self.suspects[group.replica_id]
         group.session = session
-        self._count_live(group, 1)
+        self._count_live(group)
         group.highest_request = -1  # a client without incarnations may have restarted, with request numbers from 1
         group.heard_at = now
         self.by_session[session] = group
@@ -107,9 +90,9 @@ class Groups:
         if group.session is None:
             return
         self.withdraw(group)
-        self._count_live(group, -1)
         del self.by_session[group.session]
         group.session = None
+        self._count_live(group)
         group.closed_at = now
         self.suspects[group.replica_id] = group
 
@@ -130,8 +113,8 @@ class Groups:
         self.standing_by.pop(group.replica_id, None)
         self.suspects.pop(group.replica_id, None)
         if group.session is not None:
-            self._count_live(group, -1)
             del self.by_session[group.session]
+            self._count_live(group, gone=True)
         self.counted -= group.excluded is None
         namesakes = self.by_name[group.name]
         namesakes.remove(group)
@@ -158,22 +141,26 @@ class Groups:
 
     def set_state(self, group: Group, request: QuorumRequest) -> None:
         """The connected group holds the state of its request."""
-        self._count_live(group, -1)
         group.step, group.lineage = request.step, request.lineage
-        self._count_live(group, 1)
+        self._count_live(group)
 
     def live_step(self, name: str) -> int:
         """Return the highest step of the connected groups with live weights, except ``name``; 0: none."""
-        own = Counter(group.step for group in self.by_name.get(name, ()) if _is_live(group))
+        own = Counter(group.live_step for group in self.by_name.get(name, ()))
         return max((step for step, count in self.live_steps.items() if count > own[step]), default=0)
 
-    def _count_live(self, group: Group, by: int) -> None:
-        if _is_live(group):
-            count = self.live_steps.get(group.step, 0) + by
-            if count:
-                self.live_steps[group.step] = count
-            else:
-                del self.live_steps[group.step]
+    def _count_live(self, group: Group, *, gone: bool = False) -> None:
+        """The step of the group, its lineage, or its session changed."""
+        before, now = group.live_step, 0 if gone or not _is_live(group) else group.step
+        if before == now:
+            return
+        group.live_step, steps = now, self.live_steps
+        if now:
+            steps[now] = steps.get(now, 0) + 1
+        if before:
+            steps[before] -= 1
+            if not steps[before]:
+                del steps[before]
 
     # ---- exclusion
 
@@ -233,7 +220,8 @@ class Groups:
             self.withdraw(group)
         if group.diverged and (group.step, group.lineage) != (request.step, request.lineage):
             group.diverged = False
-        self.heals.end(group, request)
+        if group.heal is not None:
+            self.heals.end(group, request)
         group.apply(ASK)
         group.request = request
         group.asked_at = now
@@ -252,22 +240,21 @@ class Groups:
         group.step_seconds, group.working_since = seconds, None
         # a group that asks for the step of its answer again, without a failure, waited for heals before that step; one
         # that asks at its old state again withdrew its request, or did not heal where others finished
-        answer, report = group.answer.announce if group.answer is not None else None, request.last_step
-        same_step = answer is not None and request.step == answer.step
-        same_state = (request.step, request.lineage) == (group.step, group.lineage)
-        failed = request.commit_failures > 0 and not request.retry  # a retried step is neither committed nor discarded
-        if failed and answer is not None and report is not None and report.committed:
-            # what failed is a collective after the step, if the report is of this step
-            failed = (report.quorum_id, report.step) != (answer.quorum_id, answer.step)
+        answer, tally = group.answer, self.tally
+        same_step = answer is not None and request.step == answer.announce.step
+        same_state = request.step == group.step and request.lineage == group.lineage
+        failed = False
+        if request.commit_failures:
+            failed = not request.retry and not _failed_later(group, request)
+            tally.discarded += failed
+            tally.retried += request.retry
         committed = not (failed or same_step or same_state)
-        group.committed += committed
         if committed:
+            group.committed += 1
             group.committed_at = group.asked_at
-        self.tally.committed += committed
-        self.tally.discarded += failed
-        self.tally.retried += request.retry
+            tally.committed += 1
         if committed or failed:
-            self.tally.steps.add(seconds)
+            tally.steps.add(seconds)
 
     def withdraw(self, group: Group) -> None:
         """The group no longer asks. No effect on a group that does not ask."""
@@ -298,14 +285,13 @@ class Groups:
     @property
     def min_groups(self) -> int:
         """``QuorumRequest.min_groups`` of the first group that asks; it is equal in all groups of a job."""
-        for asking in (self.asking, self.passed_over):
-            for first in asking.values():
-                return first.request.min_groups if first.request is not None else 0
+        for first in (self.asking or self.passed_over).values():
+            return first.request.min_groups if first.request is not None else 0
         return 0
 
     def all_asking(self) -> list[Group]:
-        """Sorted by replica_id."""
-        return sorted([*self.asking.values(), *self.passed_over.values()], key=lambda group: group.replica_id)
+        """Return the groups that ask, sorted by replica_id."""
+        return sorted([*self.asking.values(), *self.passed_over.values()], key=attrgetter("replica_id"))
 
     def first_asked(self) -> float | None:
         """Return when the first group asked since the last quorum; None: no group has."""
@@ -392,7 +378,7 @@ class Groups:
         final = sum(g.request.final for g in asking if g.request is not None)
         assert self.final == final, "final requests are miscounted"
         assert self._sizes == Counter(g.size for g in groups if g.size), "numbers of groups are miscounted"
-        live = Counter(g.step for g in groups if _is_live(g))
+        live = Counter(g.step for g in groups if g.step and _is_live(g))
         assert self.live_steps == live, "steps with live weights are miscounted"
         assert {s: g for g in groups if (s := g.session) is not None} == dict(self.by_session), "sessions are misfiled"
         assert {g.replica_id for g in groups if g.session is None} == set(self.suspects), "suspects are misfiled"
@@ -411,9 +397,17 @@ class Groups:
         assert len(self._deadlines) <= 64 + 2 * len(self.by_id), "deadlines pile up"
 
 
+def _failed_later(group: Group, request: QuorumRequest) -> bool:
+    """Return whether what failed is a collective after the step of the last answer, which the group committed."""
+    report = request.last_step
+    if group.answer is None or report is None or not report.committed:
+        return False
+    answer = group.answer.announce
+    return (report.quorum_id, report.step) == (answer.quorum_id, answer.step)
+
+
 def _is_live(group: Group) -> bool:
     """Return whether another group could heal from this one now."""
     if group.session is None:
         return False
-    trained = group.step > 0 and isinstance(group.lineage, int)  # in most steps
-    return trained or is_live(group.step, group.lineage)
+    return type(group.lineage) is int or is_live(group.step, group.lineage)  # an int nearly always

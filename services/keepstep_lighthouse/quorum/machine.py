@@ -28,6 +28,7 @@ what the decisions require, send Welcome unless the decisions end the session, t
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from keepstep_lighthouse.quorum.changes import (
     agreements,
@@ -71,7 +72,7 @@ from keepstep_lighthouse.quorum.events import (
     VerifyOrdered,
 )
 from keepstep_lighthouse.quorum.group import Group
-from keepstep_lighthouse.quorum.groups import NEVER, Tally
+from keepstep_lighthouse.quorum.groups import NEVER
 from keepstep_lighthouse.quorum.job_record import JobRecord
 from keepstep_lighthouse.quorum.job_state import JobState
 from keepstep_lighthouse.quorum.rounds import Round
@@ -80,6 +81,7 @@ from keepstep_lighthouse.quorum.rules.job_status import JobStatus
 from keepstep_lighthouse.quorum.rules.quorum_rules import ANNOUNCING, NOBODY, Code, Verdict, choose, judge
 from keepstep_lighthouse.quorum.rules.reasons import Formed
 from keepstep_lighthouse.quorum.rules.verification import Verification
+from keepstep_lighthouse.quorum.tally import Tally
 from keepstep_lighthouse.quorum.views import (
     HealView,
     QuorumView,
@@ -221,20 +223,28 @@ class JobCore:
     # ---- forming a quorum
 
     def _settle(self, now: float, now_unix: float) -> None:
-        state = self._state
-
-        def judge_again(*, first: bool = False) -> Verdict:
-            members, policy = len(state.record.members), state.record.policy
-            return judge(self._groups, members, policy, self._takeover.until, now, first=first)
-
-        departures.lose_reported(state, now)
-        probation.let_in_due(state, now)
+        state, groups = self._state, self._groups
+        if groups.suspects:
+            departures.lose_reported(state, now)
+        if state.probation.groups:
+            probation.let_in_due(state, now)
         spares.settle(state, now)
         if state.last_gone is not None:
             job_end.conclude(state, now_unix)
-        starts.drain_left_behind(state)
+        if state.record.finished_step:
+            starts.drain_left_behind(state)
         first = starts.waits_for_all(state)
-        self._verdict = judge_again(first=first)
+        self._verdict = self._judge(now, first=first)
+        if self._verdict.code in ANNOUNCING or state.probation.groups or groups.shrinking:  # not after most requests
+            self._form(now, now_unix, first=first)
+
+    def _judge(self, now: float, *, first: bool = False) -> Verdict:
+        record = self._state.record
+        return judge(self._groups, len(record.members), record.policy, self._takeover.until, now, first=first)
+
+    def _form(self, now: float, now_unix: float, *, first: bool) -> None:
+        """Form a quorum, if the verdict holds after those groups were refused that do not fit."""
+        state, judge_again = self._state, partial(self._judge, now)
         if self._verdict.code in ANNOUNCING and probation.settle(state, now):
             self._verdict = judge_again(first=first)
         if self._verdict.code == "min_replicas" and probation.let_in_needed(state):

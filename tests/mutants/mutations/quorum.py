@@ -197,8 +197,8 @@ MUTATIONS = (
     Mutation(
         "settings are compared only when parameters differ",
         f"{LIGHTHOUSE}/quorum/changes/agreements.py",
-        'if settings not in ("", state.settings) or layout',
-        "if layout",
+        "if (settings != state.settings and settings) or (",
+        "if (",
         Test(f"{SETTINGS}::test_a_setting_that_only_one_of_two_versions_knows_is_a_difference"),
     ),
     Mutation(

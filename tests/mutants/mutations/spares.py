@@ -70,8 +70,8 @@ MUTATIONS = (
     Mutation(
         "a spare trains the whole job again after its groups were stopped",
         CHANGES,
-        "    _send_home(state)\n    if not (",
-        "    if not (",
+        "        _send_home(state)\n    if not (",
+        "        pass\n    if not (",
         Test(f"{SCENARIOS}[47_spares_at_the_end]"),
     ),
     Mutation(

@@ -13,6 +13,9 @@ from tests.support.models.operations import operations
 FEW, TIMES = 20, 4
 GROWTH = 1.4
 """Limit of the growth of the work per group from ``FEW`` to ``TIMES`` as many groups; a square would give 4."""
+STEADY = 1750
+"""Limit of the instructions for each group in a round without changes, those of the driver included. Nearly all rounds
+are such: look for work that can be done on changes only, or once for all groups, before you raise it."""
 INFO = MemberInfo("http://10.0.0.1:29400", layout="parameters")
 
 
@@ -89,3 +92,8 @@ def test_the_work_for_a_group_does_not_grow_with_the_number_of_groups(scene) -> 
     assert many < GROWTH * few, (
         f"{few:.0f} instructions for each of {FEW} groups, {many:.0f} with {TIMES} times as many"
     )
+
+
+def test_a_round_without_changes_stays_cheap() -> None:
+    work = operations(steady_round(FEW)) / FEW
+    assert work < STEADY, f"{work:.0f} instructions for each group"

@@ -23,7 +23,7 @@ from keepstep_mesh.protocol.messages import Denied, QuorumRequest
 def fits(state: JobState, group: Group, request: QuorumRequest) -> bool:
     """Return whether the group fits the other members. Deny the request if not."""
     settings, layout = group.settings, group.info.layout
-    if settings not in ("", state.settings) or layout not in ("", state.layout):
+    if (settings != state.settings and settings) or (layout != state.layout and layout):
         differs = differ(settings, state.settings) or differ(layout, state.layout)
         others = (one for one in state.groups if one is not group) if differs else ()
         member = next((one for one in others if _is_agreed_member(state, one, group)), None)

@@ -26,11 +26,12 @@ def note_durable_relays(state: JobState, relays: tuple[str, ...]) -> None:
         state.persist(replace(state.record, durable_relays=relays))
 
 
-def note(state: JobState, group: Group, report: StepReport | None) -> None:
+def note(state: JobState, group: Group, report: StepReport) -> None:
     """Note the report of a request. A request that is sent again has the report of the one before."""
-    if report is None or report == group.last_step:
+    before = group.last_step
+    if before is not None and before.step == report.step and before == report:
         return
-    before, group.last_step = group.last_step, report
+    group.last_step = report
     state.reports.add(group.replica_id, report)
     if not report.nonfinite:
         return

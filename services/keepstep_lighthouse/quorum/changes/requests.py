@@ -22,9 +22,11 @@ def ask(state: JobState, group: Group, request: QuorumRequest, now: float) -> No
         ports.find(state, group)
     if request.request < group.highest_request:
         return
-    if finishing.answer(state, group, request):
+    groups, on_probation = state.groups, state.probation.groups
+    if state.record.closed is not None and finishing.answer(state, group, request):
         return
-    reports.note(state, group, request.last_step)
+    if request.last_step is not None:
+        reports.note(state, group, request.last_step)
     if request.durable_relays:
         reports.note_durable_relays(state, request.durable_relays)
     if request.replace:
@@ -40,14 +42,17 @@ def ask(state: JobState, group: Group, request: QuorumRequest, now: float) -> No
         heals.end(state, group, "its step was not committed" if request.commit_failures else "")
     if not agreements.fits(state, group, request):
         return
-    state.groups.set_size(group, group.groups)
-    probation.note(state, group, request)
-    probation.keep_out(state, group)
+    if group.groups != group.size:
+        groups.set_size(group, group.groups)
+    if request.commit_failures:
+        probation.note(state, group, request)
+    if on_probation:
+        probation.keep_out(state, group)
     where_it_was, commits = (group.step, group.lineage), group.committed
-    state.groups.open(group, request, now)
-    if group.is_excluded(Exclusion.PARTED):
+    groups.open(group, request, now)
+    if on_probation and group.is_excluded(Exclusion.PARTED):
         retries.deny_parted(state, group)
-    if group.committed > commits:
+    if group.committed > commits and (on_probation or state.probation.failed_heals):
         probation.committed(state, group)
     if last is None and (group.member or not state.record.members):
         state.takeover.asks(group, request.step)

@@ -31,7 +31,8 @@ def settle(state: JobState, now: float) -> None:
     """Let spares in, drain the groups that were replaced, and send spares home that are no longer needed."""
     if state.takeover.until is not None:
         return
-    _send_home(state)
+    if state.last_gone is not None or state.dismissed is not None:
+        _send_home(state)
     if not (state.groups.standing_by or state.record.replacing):
         return
     if state.finished_step and state.record.ended is None:

@@ -59,6 +59,7 @@ class Verdict(NamedTuple):
 NOBODY = Verdict("nobody")
 FINISHING_HEALS = 3
 """Doublings of ``heal_timeout`` while groups finish: groups that heal too late come too late for ever."""
+FAST = Verdict("fast")
 TOO_FEW = Verdict("min_replicas")
 NO_MAJORITY = Verdict("majority")
 
@@ -78,11 +79,10 @@ def judge(
         return NOBODY
     if grace_until is not None:
         return Verdict("takeover_grace", grace_until)
-    enough = candidate_count(groups, quorum_size, policy) >= least_candidates(groups, policy)
-    if enough and quorum_size and groups.members_asking == quorum_size and not groups.final:
-        return Verdict("fast")
-    if not enough:
+    if candidate_count(groups, quorum_size, policy) < least_candidates(groups, policy):
         return TOO_FEW
+    if quorum_size and groups.members_asking == quorum_size and not groups.final:
+        return FAST
     first_asked = groups.first_asked()
     if first and asking < initial_count(groups, policy) and first_asked is not None:
         # Before the first of the open requests times out.

@@ -79,7 +79,8 @@ class StepReports:
         if not report.committed:
             self._failed[replica_id] = report
             return
-        self.forget(replica_id)
+        if self._failed or self._differed:
+            self.forget(replica_id)
         key = report.quorum_id, report.step
         known = self._completed.get(key)
         if known is None:
