@@ -62,8 +62,8 @@ MUTATIONS = (
     Mutation(
         "an unreachable port counts as closed",
         f"{LIGHTHOUSE}/jobs/port_probes.py",
-        "        except ConnectionRefusedError:\n",
-        "        except OSError:\n",
+        "    except ConnectionRefusedError:\n",
+        "    except OSError:\n",
         Test(f"{PORTS}::test_a_port_that_resets_or_is_unreachable_does_not_refuse"),
     ),
     Mutation(
