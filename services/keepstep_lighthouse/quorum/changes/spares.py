@@ -141,8 +141,7 @@ def _drain_replaced(state: JobState) -> None:
         return
     policy = state.record.policy
     target = spares.target(state.groups, policy)
-    no_room = policy.max_replicas == target  # for a spare before the group has left
-    least = max(1, target - no_room)  # one group must have the weights
+    least = target - 1 if policy.max_replicas == target else target  # no room for a spare before the group has left
     ready = sum(map(spares.trains_well, state.groups))
     for group, order in waiting:
         left = ready - spares.trains_well(group)

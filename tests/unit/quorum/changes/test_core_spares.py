@@ -210,14 +210,6 @@ def test_the_only_group_of_a_job_without_room_for_a_spare_is_not_replaced() -> N
     assert driver.core.irreplaceable("r0") == why, "the spare would leave with the group, and the job would end"
 
 
-def test_the_only_group_stays_when_the_room_for_its_spare_is_taken_away() -> None:
-    driver = job_of(1, 1)
-    driver.replaces("r0")
-    driver.sets_policy(Policy(max_replicas=1))
-    assert members(announced(driver.asks("r0:1", 1, 1))) == ["r0:1"]
-    assert not driver.core.replicas(driver.now)[0].draining, "no other group has the weights"
-
-
 def test_a_spare_that_is_drained_is_not_let_in() -> None:
     driver = job_of(2, 1)
     driver.drains("r2")
