@@ -5,7 +5,8 @@
   newest state comes first, then the one that arrived first.
 * A group with an order to replace it counts as missing, and stays. When so many others have committed a step that the
   job has all its groups without it, it is drained: it leaves between two steps, and no step is lost. The order is
-  stored until the group has left. If ``max_replicas`` has no room for the spare beside it, it is drained first.
+  stored until the group has left. A group that has to leave soon is drained when the spare for it is gone. If
+  ``max_replicas`` has no room for the spare beside it, it is drained first.
 * Nothing is decided during the grace of a takeover, in which the groups that train may not have reconnected.
 * Groups that finish are not missing. If the last group that has trained leaves on purpose, the spares leave too: alone
   they would train the whole job again. If it is lost, they go on from a checkpoint.
@@ -52,8 +53,12 @@ def replace(state: JobState, order: ReplaceOrdered) -> None:
 
 
 def leaves_soon(state: JobState, group: Group, reason: str) -> None:
-    """The group has to leave. Replace it, or drain it if no spare is ready."""
-    if group.draining is not None or _is_ordered(state, group):
+    """The group has to leave. Replace it, or drain it if no spare is ready, or if the one for it is gone."""
+    if group.draining is not None:
+        return
+    if _is_ordered(state, group):
+        if _is_without_spare(state, group):
+            orders.drain(state, DrainOrdered(group.replica_id, f"{reason}; {NO_SPARE}", group.name))
         return
     if (why := refusal(state, group)) is None:
         replace(state, ReplaceOrdered(group.replica_id, reason, group.name))
@@ -80,6 +85,16 @@ def refusal(state: JobState, group: Group) -> str | None:
 
 def _is_ordered(state: JobState, group: Group) -> bool:
     return any(one.replica_id == group.replica_id for one in state.record.replacing)
+
+
+def _is_without_spare(state: JobState, group: Group) -> bool:
+    """Return whether no spare is left for a group with an order: none is ready, and others have those that were."""
+    if state.takeover.until is not None or spares.ready(state.groups, state.probation):
+        return False
+    leaving = [one for one, _ in _to_replace(state)]
+    stay = [one for one in state.groups if one.excluded is None and one.draining is None and one not in leaving]
+    without = spares.target(state.groups, state.record.policy) - len(stay)
+    return group in leaving[max(0, len(leaving) - without) :] if without > 0 else False
 
 
 def _ended_on_purpose(state: JobState) -> bool:
