@@ -100,9 +100,7 @@ def __getattr__(name: str) -> Any:
         module = importlib.import_module(f"keepstep.{_HOME[name_there]}")
     except ModuleNotFoundError as error:
         if error.name in ("torch", "numpy", "xxhash"):
-            raise ImportError(
-                f"keepstep.{name} needs {error.name}: pip install -e '.[train]' in keepstep's folder"
-            ) from error
+            raise ImportError(f"keepstep.{name} needs {error.name}: pip install 'keepstep[train]'") from error
         raise
     value = getattr(module, name_there)
     globals()[name] = value

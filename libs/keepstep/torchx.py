@@ -72,9 +72,7 @@ def hsdp(
     try:
         from torchx import specs  # noqa: PLC0415  optional, and slow
     except ModuleNotFoundError as error:
-        raise ImportError(
-            "keepstep.torchx.hsdp needs torchx: pip install -e '.[torchx]' in keepstep's folder"
-        ) from error
+        raise ImportError("keepstep.torchx.hsdp needs torchx: pip install 'keepstep[torchx]'") from error
     torchrun = ["--standalone", f"--nproc-per-node={workers_per_replica}", f"--max-restarts={max_restarts}"]
     return specs.AppDef(
         name="keepstep",

@@ -148,9 +148,7 @@ class LighthouseServer:
             from keepstep_lighthouse.quorum.job_record import Policy  # noqa: PLC0415
             from keepstep_lighthouse.quorum.policies import policy_problem  # noqa: PLC0415
         except ImportError as error:
-            raise RuntimeError(
-                f"LighthouseServer needs pip install -e '.[services]' in keepstep's folder: {error}"
-            ) from error
+            raise RuntimeError(f"LighthouseServer needs pip install 'keepstep[services]': {error}") from error
         policy = Policy(
             min_replicas=min_replicas,
             join_timeout=60.0 if join_timeout_ms is None else join_timeout_ms / 1000,

@@ -98,7 +98,7 @@ def _converting(places: Places) -> Iterator[Any]:
     try:
         interchange = importlib.import_module("keepstep.checkpoint.interchange")
     except ImportError as error:
-        raise Missing(f"this command needs {error.name}: pip install -e '.[train]' in keepstep's folder") from error
+        raise Missing(f"this command needs {error.name}: pip install 'keepstep[train]'") from error
     for name, file in zip(TLS_FILES, (places.tls.cert, places.tls.key, places.tls.ca), strict=True):
         if file is not None:
             os.environ[f"KEEPSTEP_{name.upper()}"] = str(file)  # where the worker library reads them

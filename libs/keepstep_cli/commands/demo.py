@@ -41,10 +41,7 @@ def demo(*, replicas: int, kills: int | None, seconds: float, short: bool, resum
     """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise Missing(
-            f"the demo trains a network and needs {', '.join(missing)}: pip install 'keepstep[demo]', "
-            "or pip install -e '.[demo]' in keepstep's folder"
-        )
+        raise Missing(f"the demo trains a network and needs {', '.join(missing)}: pip install 'keepstep[demo]'")
     if not summary.absolute().parent.is_dir():
         raise click.UsageError(f"--summary {summary}: folder {summary.parent} not found")
     if resume:

@@ -65,10 +65,7 @@ def lighthouse_program(
 ) -> Program:
     """Return a lighthouse with its state in ``state_dir``. ``flags``: more flags of ``keepstep lighthouse``."""
     if importlib.util.find_spec("prometheus_client") is None:
-        raise Missing(
-            "a lighthouse needs prometheus_client: pip install -e '.[services]' in keepstep's folder, or give "
-            "--lighthouse"
-        )
+        raise Missing("a lighthouse needs prometheus_client: pip install 'keepstep[services]', or give --lighthouse")
     settings = {
         "--bind": f"127.0.0.1:{port}",
         "--store": f"sqlite://{state_dir / 'lighthouse.sqlite'}",

@@ -25,7 +25,7 @@ def importing(service: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise Missing(f"{service} needs {error.name}: pip install -e '.[services]' in keepstep's folder") from error
+        raise Missing(f"{service} needs {error.name}: pip install 'keepstep[services]'") from error
 
 
 @contextlib.contextmanager

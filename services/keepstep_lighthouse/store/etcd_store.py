@@ -41,9 +41,7 @@ try:
         import grpc
         from etcd3 import etcdrpc
 except ImportError as error:
-    raise StoreError(
-        f"etcd needs the etcd3 package: pip install -e '.[services]' in keepstep's folder ({error})"
-    ) from error
+    raise StoreError(f"etcd needs the etcd3 package: pip install 'keepstep[services]' ({error})") from error
 except TypeError as error:
     raise StoreError(
         "protobuf was imported before etcd3; set PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION=python for this process"

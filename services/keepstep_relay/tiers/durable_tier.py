@@ -38,7 +38,7 @@ class DurableTier:
         try:
             import fsspec  # noqa: PLC0415 - optional dependency
         except ImportError as error:
-            raise DurableError("--durable needs fsspec: pip install -e '.[durable]' in keepstep's folder") from error
+            raise DurableError("--durable needs fsspec: pip install 'keepstep[durable]'") from error
         try:
             files, path = fsspec.core.url_to_fs(self.url)
         except (ImportError, ValueError, OSError) as error:

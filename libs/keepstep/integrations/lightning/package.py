@@ -20,7 +20,7 @@ def _load(name: str) -> Any:
         if error.name != name.partition(".")[0]:
             raise
         raise ImportError(
-            "keepstep.integrations.lightning needs Lightning: pip install -e '.[lightning]' in keepstep's folder"
+            "keepstep.integrations.lightning needs Lightning: pip install 'keepstep[lightning]'"
         ) from error
 
 

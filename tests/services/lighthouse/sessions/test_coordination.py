@@ -293,5 +293,5 @@ def test_coordination_works_without_torch_and_the_rest_says_what_to_install():
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "1",
-        "keepstep.Manager needs torch: pip install -e '.[train]' in keepstep's folder",
+        "keepstep.Manager needs torch: pip install 'keepstep[train]'",
     ]
