@@ -44,9 +44,11 @@ async def process(*arguments: str, **variables: str) -> AsyncIterator[asyncio.su
 
 
 @asynccontextmanager
-async def service_process(name: str, *flags: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+async def service_process(
+    name: str, *flags: str, **variables: str
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
     """Start ``keepstep <name>`` on a free port; yield the process and its address."""
-    async with process(name, "--bind", "127.0.0.1:0", "--log-level", "error", *flags) as started:
+    async with process(name, "--bind", "127.0.0.1:0", "--log-level", "error", *flags, **variables) as started:
         async with asyncio.timeout(START_SECONDS):
             assert started.stdout is not None
             assert started.stderr is not None

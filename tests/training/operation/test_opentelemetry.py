@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from typing import Any
 
 import pytest
 
-from tests.support.jobs.job import Job
+from keepstep_mesh.telemetry.tracing.spans import SPAN_GROUPS
+from tests.support.jobs.job import DEADLINE, Job
 from tests.support.services.otlp_collector import Collector, collector
+from tests.support.services.relay_driver import metric, relay_process
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs keepstep[otel]")
 pytestmark = [pytest.mark.training, pytest.mark.timeout(300)]
@@ -26,18 +29,25 @@ def groups_by_trace(spans: list[dict[str, Any]]) -> dict[str, set[str]]:
 async def test_a_kill_and_a_heal_stand_in_the_traces_of_all_groups_and_in_the_logs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It starts two groups and one of them again: about 6 s."""
+    """It starts a relay, two groups, and one of them again: about 8 s."""
     async with collector() as collected:
         monkeypatch.setenv("KEEPSTEP_OTEL", "all")
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collected.address)
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-tenant=lab")
         monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test")
-        async with Job() as job:
-            a, b = [await job.start(name, TRAINER_LOG="info") for name in ("a", "b")]
+        async with (
+            Job() as job,
+            relay_process("--lighthouse", job.address, "--name", "east", KEEPSTEP_OTEL="heal,logs") as (_, east),
+        ):
+            async with asyncio.timeout(DEADLINE):
+                while not await metric(east, "registered"):  # noqa: ASYNC110 - nothing to wait on
+                    await asyncio.sleep(0.02)
+            trainer = {"TRAINER_LOG": "info", "TRAINER_WIDTH": "12000"}
+            a, b = [await job.start(name, **trainer) for name in ("a", "b")]
             await job.advance(a, b)
             b.kill(number=signal.SIGKILL)
             await job.advance(a)
-            await job.start("b", TRAINER_LOG="info")
+            await job.start("b", **trainer)
             await job.advance(a, b)
 
             def ended(it: Collector) -> dict[str, Any] | None:
@@ -50,13 +60,14 @@ async def test_a_kill_and_a_heal_stand_in_the_traces_of_all_groups_and_in_the_lo
             healed = await collected.until(
                 lambda it: next((o for o in it.logs if (o["body"], o["id"]) == ("healed", heal["parent"])), None)
             )
+            upload = await collected.until(lambda it: next((one for one in it.spans if one["name"] == "upload"), None))
             reported = await collected.until(
                 lambda it: next((one for one in it.logs if one["event"] == "keepstep.lost"), None)
             )
         assert job.assert_identical() > 0
 
     spans = collected.spans
-    assert {one["name"] for one in spans} == {"step", "quorum", "reconfigure", "heal", "all-reduce", "commit"}
+    assert {one["name"] for one in spans} == {*SPAN_GROUPS, "upload"}
     steps = {one["id"]: one for one in spans if one["name"] == "step"}
     for one in spans:
         if one["name"] != "step" and one["parent"] in steps:
@@ -78,6 +89,8 @@ async def test_a_kill_and_a_heal_stand_in_the_traces_of_all_groups_and_in_the_lo
     assert resource["deployment.environment.name"] == "test"
     assert all(headers["x-tenant"] == "lab" for headers in collected.headers)
 
+    assert (upload["resource"]["service.name"], upload["keepstep.job"]) == ("keepstep-relay", "default")
+    assert upload["keepstep.bytes_done"] > 0
     assert reported["resource"]["service.name"] == "keepstep-lighthouse"
     assert reported["keepstep.replica_id"].startswith("b:")
     assert (healed["trace"], healed["keepstep.source"]) == (heal["trace"], heal["keepstep.source"])

@@ -26,8 +26,8 @@ from keepstep_mesh.protocol import names
 from keepstep_mesh.protocol.telemetry_records import DurableRecord, StateRecord, StepRecord
 from keepstep_mesh.security.tls import as_safe
 from keepstep_mesh.telemetry.record_sender import Sender
-from keepstep_mesh.telemetry.tracing import exporting, step_trace
-from keepstep_mesh.telemetry.tracing.step_trace import StepTrace
+from keepstep_mesh.telemetry.tracing import exporting
+from keepstep_mesh.telemetry.tracing.step_trace import StepTrace, TracedRank
 
 log = get_logger("keepstep.telemetry")
 
@@ -93,7 +93,7 @@ class StepTelemetry:
         self._values: dict[str, float] = {}
         self._ended: float | None = None
         """``time.monotonic()`` at the end of the last step."""
-        self._origin = step_trace.Sender(settings.job, link.replica_id, settings.rank)
+        self._origin = TracedRank(settings.job, link.replica_id, settings.rank)
         rank = settings.rank
         self._export = exporting.begin(
             "trainer",

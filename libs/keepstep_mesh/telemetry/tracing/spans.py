@@ -1,7 +1,7 @@
 """Spans of OpenTelemetry, and which of them a process exports. Pure.
 
 A *trace* is one step of a job under one quorum. All groups and ranks compute the same trace_id from the quorum, so that
-a viewer shows them together. Their span_ids follow from the trace and the sender, so a log line can name its span
+a viewer shows them together. Their span_ids follow from the trace and the rank, so a log line can name its span
 before the span has ended.
 """
 

@@ -20,8 +20,8 @@ RECORD_FIELDS = tuple(one.name for one in dataclasses.fields(StepRecord) if one.
 
 
 @dataclass(frozen=True, slots=True)
-class Sender:
-    """The process that exports the spans of its steps."""
+class TracedRank:
+    """The process whose steps these are."""
 
     job: str
     replica_id: str
@@ -43,7 +43,7 @@ class Phase:
 class Try:
     """The course of a step under one quorum."""
 
-    sender: Sender
+    traced: TracedRank
     on_formed: Callable[[SpanContext], None]
     began: float
     """When the quorum was requested."""
@@ -65,34 +65,34 @@ class Try:
         """Note the quorum, which has formed now."""
         self.created_ms, self.step, self.attempt, self.quorum_id = created_ms, step, attempt, quorum_id
         self.phase(QUORUM, self.began, now, quorum_id=quorum_id)
-        self.on_formed(self.context(self.sender.rank))
+        self.on_formed(self.context(self.traced.rank))
 
     def context(self, rank: int) -> SpanContext:
         """Return the identity of the span of this try in a rank of the group."""
-        sender = self.sender
+        traced = self.traced
         if not self.quorum_id:  # no quorum formed, so no other process has a part in it
-            trace = trace_of(sender.job, sender.replica_id, rank, self.began)
+            trace = trace_of(traced.job, traced.replica_id, rank, self.began)
         else:
-            trace = trace_of(sender.job, self.created_ms, self.quorum_id, self.step)
-        return span_of(trace, sender.replica_id, rank, self.attempt)
+            trace = trace_of(traced.job, self.created_ms, self.quorum_id, self.step)
+        return span_of(trace, traced.replica_id, rank, self.attempt)
 
 
 class StepTrace:
     """The tries of one step of this process.
 
     Args:
-        sender: this process.
+        traced: this process.
         on_formed: called with the span of a try as soon as its quorum has formed, from any thread.
     """
 
-    def __init__(self, sender: Sender, on_formed: Callable[[SpanContext], None] = lambda _: None) -> None:
-        self._sender = sender
+    def __init__(self, traced: TracedRank, on_formed: Callable[[SpanContext], None] = lambda _: None) -> None:
+        self._traced = traced
         self._on_formed = on_formed
         self._tries: list[Try] = []
 
     def request(self, now: float) -> Try:
         """Begin a try: its quorum is requested."""
-        self._tries.append(Try(self._sender, self._on_formed, now))
+        self._tries.append(Try(self._traced, self._on_formed, now))
         return self._tries[-1]
 
     @property
@@ -119,7 +119,7 @@ class StepTrace:
         """
         if not self._tries:
             self.request(began)
-        rank, last = self._sender.rank, self._tries[-1]
+        rank, last = self._traced.rank, self._tries[-1]
         for number, one in enumerate(self._tries):
             since = one.began if number else began
             until = ended if one is last else max(since, self._tries[number + 1].began)

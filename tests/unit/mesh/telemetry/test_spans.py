@@ -15,7 +15,7 @@ import pytest
 from keepstep_mesh.protocol.telemetry_records import StepRecord, UploadRecord
 from keepstep_mesh.telemetry.tracing.log_entry import entry_of
 from keepstep_mesh.telemetry.tracing.spans import ALL_REDUCE, COMMIT, HEAL, LOGS, QUORUM, STEP, Span, chosen, of_record
-from keepstep_mesh.telemetry.tracing.step_trace import Sender, StepTrace
+from keepstep_mesh.telemetry.tracing.step_trace import StepTrace, TracedRank
 
 UNIX = 1_000_000.0
 ALL = chosen("all")
@@ -26,7 +26,7 @@ def record(**facts: Any) -> StepRecord:
 
 
 def spans_of(name: str, rank: int = 0, wanted: frozenset[str] = ALL, quorum_id: int = 4) -> list[Span]:
-    trace = StepTrace(Sender("job", f"{name}:1", rank))
+    trace = StepTrace(TracedRank("job", f"{name}:1", rank))
     trying = trace.request(1.25)
     trying.formed(quorum_id, 77, 7, 12, 1.5)
     trace.present.phase(ALL_REDUCE, 2.0, 2.5, collectives=3)
@@ -48,7 +48,7 @@ def test_the_spans_of_a_step_are_in_one_trace_in_all_groups_and_ranks() -> None:
 
 def test_each_quorum_of_a_retried_step_has_a_span_of_its_own() -> None:
     seen: list[Any] = []
-    trace = StepTrace(Sender("job", "a:1", 0), seen.append)
+    trace = StepTrace(TracedRank("job", "a:1", 0), seen.append)
     trace.request(0.5).formed(4, 77, 7, 12, 0.75)
     trace.present.phase(ALL_REDUCE, 1.0, 1.5, ConnectionError("b is lost"))
     trace.failed("b is lost")
