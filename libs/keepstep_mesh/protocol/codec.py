@@ -11,7 +11,6 @@ import math
 import types
 import typing
 from collections.abc import Callable, Sequence
-from functools import cache
 from operator import attrgetter
 from typing import Any
 
@@ -277,7 +276,15 @@ def answer_frames(answer: QuorumAnswer | RankQuorum) -> Callable[[int], bytes]:
     # an array of up to 15 fields and a string of up to 31 characters have a header of one byte, 0 is one byte
     end = 1 + 1 + len(answer.kind)
     head, tail = encoded[:end], encoded[end + 1 :]
-    return cache(lambda request: head + pack(request) + tail)
+    frames: dict[int, bytes] = {}
+
+    def frame(request: int) -> bytes:
+        made = frames.get(request)
+        if made is None:
+            made = frames[request] = head + pack(request) + tail
+        return made
+
+    return frame
 
 
 def check_version(hello: Hello) -> None:

@@ -43,6 +43,7 @@ from keepstep_lighthouse.quorum.job_record import JobRecord
 from keepstep_lighthouse.quorum.machine import JobCore
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.protocol import codec
+from keepstep_mesh.protocol.frozen_records import maker
 from keepstep_mesh.protocol.messages import Hello, QuorumAnswer
 from keepstep_mesh.protocol.names import name_of
 from keepstep_mesh.telemetry.duration_counts import DurationCounts
@@ -59,6 +60,7 @@ LOUD = {
     "replicas_differ": log.error,
 }
 """How events are logged that are no routine."""
+_make_answer = maker(QuorumAnswer)
 LAPSED = "its lease is over by its own clock"
 
 Step = Decision | Callable[[], None]
@@ -375,7 +377,7 @@ def _complete(done: asyncio.Future[list[Happened]], made: list[Happened]) -> Non
 
 
 def _answer(announce: Announce, epoch: int, *, listed: bool) -> QuorumAnswer:
-    return QuorumAnswer(
+    return _make_answer(
         request=0,
         epoch=epoch,
         quorum_id=announce.quorum_id,

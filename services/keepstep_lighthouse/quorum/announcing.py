@@ -6,9 +6,12 @@ from keepstep_lighthouse.quorum.events import Announce
 from keepstep_lighthouse.quorum.group import Group
 from keepstep_lighthouse.quorum.job_record import JobRecord
 from keepstep_lighthouse.quorum.rules.verification import is_due
+from keepstep_mesh.protocol.frozen_records import maker
 from keepstep_mesh.protocol.lineage import DIVERGED, is_following, reference_state
 from keepstep_mesh.protocol.membership import Lineage, Member
 from keepstep_mesh.protocol.messages import QuorumRequest
+
+_make_announce = maker(Announce)
 
 
 class Announcer:
@@ -63,7 +66,7 @@ class Announcer:
         every, caught_up = record.policy.verify_every, self._has_caught_up(asked, step, lineage)
         verify = not finishing and (verify or is_due(step, every, allow_heal=allow_heal, caught_up=caught_up))
         self.chosen, self._info_changed = chosen, False
-        self.last = Announce(
+        self.last = _make_announce(
             to=tuple([(-1 if group.session is None else group.session, request.request) for group, request in asked]),
             quorum_id=record.quorum_id,
             created_ms=record.created_ms,

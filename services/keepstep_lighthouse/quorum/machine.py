@@ -198,7 +198,9 @@ class JobCore:
 
     def deadline(self) -> float | None:
         """Return the monotonic time of the next ``Tick``; None: no tick is needed."""
-        due = min(self._groups.next_request_deadline(), health.deadline(self._state), self._state.probation.due())
+        due = min(self._groups.next_request_deadline(), health.deadline(self._state))
+        if self._state.probation.groups:
+            due = min(due, self._state.probation.due())
         if self._takeover.until is None and self._verdict.until is not None:
             due = min(due, self._verdict.until)
         return None if due == NEVER else due
