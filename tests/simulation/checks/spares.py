@@ -48,6 +48,8 @@ class SpareChecks:
         self._replaced: set[str] = set()
         """Groups that were drained because a spare has their place."""
         self._members_unknown: set[Job] = set()
+        self._announced: dict[Job, tuple[int, int]] = {}
+        """Quorum and step of each job's last announcement; a group that reconnects gets the same once more."""
 
     def on_decisions(self, job: Job, decisions: list[Any]) -> None:
         """Check what the core decided."""
@@ -61,7 +63,8 @@ class SpareChecks:
                     self._members_unknown.add(job)
                 case LogEntry("drain", replica_id, detail) if str(detail["reason"]).startswith("replaced"):
                     self._on_replaced(job, replica_id)
-                case Announce():
+                case Announce(quorum_id=quorum_id, step=step) if self._announced.get(job) != (quorum_id, step):
+                    self._announced[job] = quorum_id, step
                     self._on_announce(job, [member.replica_id for member in decision.listed])
 
     def _on_replaced(self, job: Job, replica_id: str) -> None:
