@@ -11,6 +11,7 @@ from typing import Any
 from keepstep_mesh.config.settings import byte_size, duration, whole
 from keepstep_mesh.serving.listen_settings import RegisteredSettings, read_registered_settings, settings_of_service
 from keepstep_relay.core.events import Limits
+from keepstep_relay.core.retention import LEAST_DURABLE_TTL_SECONDS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,7 @@ LIMITS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "live_age": ("live_seconds", duration),
     "durable_age": ("durable_seconds", duration),
     "live_ttl": ("live_ttl_seconds", duration),
+    "durable_ttl": ("durable_ttl_seconds", duration),
     "upload_timeout": ("upload_seconds", duration),
     "max_checkpoints": ("checkpoints", whole),
     "max_chunks": ("chunks", whole),
@@ -80,6 +82,11 @@ def read_settings(flags: Mapping[str, Any], environ: Mapping[str, str] = os.envi
             raise ValueError(f"invalid {name} {value:g}: expected 0 or more")
         if value == 0 and name in NOT_ZERO:
             raise ValueError(f"invalid {name} 0: expected more than 0")
+    if 0 < given["durable_ttl"] < LEAST_DURABLE_TTL_SECONDS:
+        raise ValueError(
+            f"invalid durable_ttl {given['durable_ttl']:g} seconds: expected 0 (never) or at least a day; give it a unit, "
+            f"such as 30d"
+        )
     memory = settings.get("relay_memory", byte_size, default.memory)
     if memory < MIN_MEMORY:
         raise ValueError(f"invalid memory {memory} bytes: expected at least {MIN_MEMORY >> 20} MiB")

@@ -41,6 +41,11 @@ _tier_options = all_of(
         help="Drop the newest live checkpoint after this time without use; 0: never.  [default: 1d]",
     ),
     click.option(
+        "--durable-ttl",
+        type=Seconds(),
+        help="Drop the durable checkpoints of a job that no process used for this time.  [default: never]",
+    ),
+    click.option(
         "--durable-age", type=Seconds(), help="Drop older durable checkpoints, except the newest.  [default: never]"
     ),
 )

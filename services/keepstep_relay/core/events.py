@@ -132,6 +132,8 @@ class Limits:
     durable_seconds: float = 0.0
     live_ttl_seconds: float = 86400.0
     """Drop the newest live checkpoint of a job too, if it was unused for this time: the job is over."""
+    durable_ttl_seconds: float = 0.0
+    """Drop the durable checkpoints of a job that was unused for this time, except those that a script saved itself."""
 
 
 # ---- events

@@ -17,7 +17,9 @@ Rules:
 * Only these committed checkpoints are dropped unasked: those beyond the count or age of their kind. Never the newest of
   a job and kind, and never one that was read within ``reading_seconds``. If memory runs short, live checkpoints beyond
   the count go as soon as no process reads them. The newest live checkpoint goes when it was unused for
-  ``live_ttl_seconds``, because the job is over; the newest durable one never goes.
+  ``live_ttl_seconds``, because the job is over. The newest durable one goes only with ``durable_ttl_seconds``, if no
+  process used any checkpoint of the job for that time, and then the one before it; never one that a script saved by
+  itself, and none in the first day after a start.
 * A chunk is in the durable tier while one of its checkpoints is copied there, and leaves it with the last of them.
 * Memory is evicted only from chunks without a reader that every one of their checkpoints has in another tier: first
   chunks that no open upload or transfer needs, the least recently used first.
@@ -159,7 +161,8 @@ class RelayCore(RelayState):
             raise RefusedError(
                 Cause.FULL,
                 f"this relay is full: {self.limits.checkpoints} checkpoints (--max-checkpoints); remove some (keepstep "
-                f"checkpoint rm) or keep fewer (--keep-live, --keep-durable, --live-ttl)",
+                f"checkpoint rm) or keep fewer (--keep-live, --keep-durable, --live-ttl, "
+                f"--durable-ttl)",
             )
         self.ended.pop(key, None)
         self.checkpoints[key] = Checkpoint(key, facts, now)
