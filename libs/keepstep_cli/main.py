@@ -14,6 +14,7 @@ from keepstep_cli.commands.checkpoint import checkpoint
 from keepstep_cli.commands.completion import completion
 from keepstep_cli.commands.demo import demo
 from keepstep_cli.commands.doctor_command import doctor
+from keepstep_cli.commands.inject_command import inject
 from keepstep_cli.commands.metrics_command import metrics
 from keepstep_cli.commands.relay_command import relay
 from keepstep_cli.commands.restart import restart
@@ -51,6 +52,7 @@ for command in (
     restart,
     demo,
     chaos,
+    inject,
     *admin.COMMANDS,
     doctor,
     checkpoint,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -20,12 +21,13 @@ from keepstep_cli.asking import tables
 from keepstep_cli.asking.rest import Lighthouse
 from keepstep_cli.asking.rest import run as run_async
 from keepstep_cli.chaos import observation
+from keepstep_cli.chaos.elsewhere import ORDERS, Templates, command
 from keepstep_cli.chaos.engine import Duration, Engine
 from keepstep_cli.chaos.injection import Permissions, available, unavailable
 from keepstep_cli.chaos.recovery import Recovery
 from keepstep_cli.chaos.report import markdown
 from keepstep_cli.chaos.schedule import Limits, Schedule, choices
-from keepstep_cli.chaos.targets import Places, find
+from keepstep_cli.chaos.targets import Places, find, find_elsewhere
 from keepstep_cli.chaos.verdict import COLUMNS, GROWTH_COLUMNS, Outcome, fault_rows, growth_rows, summary
 from keepstep_cli.chaos.vocabulary import KINDS, Role, Target
 
@@ -47,6 +49,8 @@ class Request:
     etcd: tuple[str, ...] = ()
     logs: tuple[Path, ...] = ()
     """Logs and folders; empty: those that the processes tell."""
+    templates: Templates | None = None
+    """Of commands for targets elsewhere; None: the targets are processes of this machine."""
     digests: Path | None = None
     samples_per_step: int | None = None
     """That each group takes in a step; None: not known."""
@@ -76,7 +80,8 @@ def prepare(lighthouse: Lighthouse, job: str, request: Request) -> Plan:
     """
 
     async def ask() -> tuple[Places, int]:
-        found = await find(lighthouse, job, request.etcd)
+        search = find if request.templates is None else find_elsewhere
+        found = await search(lighthouse, job, request.etcd)
         return found, (await lighthouse.get("jobs", job))["policy"]["min_replicas"]
 
     places, least = run_async(ask())
@@ -106,11 +111,17 @@ def _chosen(target: Target, names: tuple[str, ...]) -> bool:
 
 def _kinds(places: Places, target: Target, request: Request) -> list[str]:
     found = available(places.by_target[target], request.permissions)
+    if request.templates is not None:
+        found = [
+            name
+            for name, kind in KINDS.items()
+            if target.role in kind.roles and (name in ORDERS or request.templates.of(target, name))
+        ]
     return [name for name in found if name in request.only or not (request.only or KINDS[name].asked_for)]
 
 
 def _reason(places: Places, targets: list[Target], kind: str, request: Request) -> str:
-    for target in targets:
+    for target in targets if request.templates is None else ():
         if why := unavailable(places.by_target[target], request.permissions).get(kind):
             return f"{target}: {why}"
     if KINDS[kind].asked_for and not request.only:
@@ -123,17 +134,22 @@ def _reason(places: Places, targets: list[Target], kind: str, request: Request) 
 def show_plan(plan: Plan, previewed: int) -> None:
     """Print the targets, the kinds that are left out, and the first faults."""
     table = Table(box=SIMPLE_HEAD)
-    for column in ("target", "processes", "faults"):
+    for column in ("target", "where" if plan.request.templates else "processes", "faults"):
         table.add_column(column)
     for target, place in sorted(plan.places.by_target.items()):
         if kinds := plan.kinds[target]:
-            table.add_row(str(target), " ".join(map(str, place.pids)), ", ".join(kinds))
+            where = place.url if place.elsewhere else " ".join(map(str, place.pids))
+            table.add_row(str(target), where, ", ".join(kinds))
     tables.console().print(table)
     for name, why in plan.left_out.items():
         print(f"left out: {name}: {why}")
     print(f"logs: {', '.join(map(str, plan.logs)) or 'none; pass --logs'}")
     for fault in plan.schedule.preview(previewed):
         print(f"{fault.number:5} {fault}")
+        templates = plan.request.templates
+        if templates is not None and (words := templates.of(fault.target, fault.kind.name)) is not None:
+            address = plan.places.by_target[fault.target].url
+            print(f"      {shlex.join(command(words, fault, plan.places.job, address))}")
 
 
 def run_chaos(
@@ -148,7 +164,14 @@ def run_chaos(
     began = time.time()
     recovery = Recovery(plan.places.targets, request.limits.min_groups, began)
     engine = Engine(
-        plan.places, plan.schedule, recovery, lighthouse, plan.logs, request.results, say or _to_standard_error
+        plan.places,
+        plan.schedule,
+        recovery,
+        lighthouse,
+        plan.logs,
+        request.results,
+        say or _to_standard_error,
+        request.templates,
     )
 
     async def play() -> None:

@@ -14,12 +14,13 @@ import aiohttp
 from click import ClickException
 
 from keepstep_cli.asking.rest import Lighthouse
+from keepstep_cli.chaos.elsewhere import Templates
 from keepstep_cli.chaos.injection import InjectionError, Injector
 from keepstep_cli.chaos.observation import Observer
 from keepstep_cli.chaos.recovery import Recovery
 from keepstep_cli.chaos.resources import Resources
 from keepstep_cli.chaos.schedule import Schedule
-from keepstep_cli.chaos.targets import Places, group_of
+from keepstep_cli.chaos.targets import Places, addresses_of, group_of
 from keepstep_cli.chaos.vocabulary import Fault, Role
 
 CHAOS_LOOK_SECONDS = 0.1
@@ -54,14 +55,16 @@ class Engine:
         logs: list[Path],
         folder: Path,
         say: Callable[[str], None],
+        templates: Templates | None = None,
     ) -> None:
         self._places = places
         self._schedule = schedule
         self._recovery = recovery
         self._lighthouse = lighthouse
-        self._injector = Injector(places, lighthouse, folder)
+        self._injector = Injector(places, lighthouse, folder, templates)
         self.observer = Observer(places.job, places, recovery, logs)
         self.resources = Resources()
+        self._elsewhere = templates is not None
         self._say = say
         self._acts: set[asyncio.Task[None]] = set()
         self.wedged = False
@@ -100,7 +103,7 @@ class Engine:
     def _look(self, duration: Duration) -> bool:
         """Read the logs and the processes; return whether the job is wedged."""
         self.observer.look()
-        quiet = self._recovery.wedged_seconds(time.time(), self._places.alive())
+        quiet = self._recovery.wedged_seconds(time.time(), self._places.alive(self._recovery.down))
         self.wedged = self.wedged or quiet > duration.wedge_seconds
         return self.wedged
 
@@ -134,7 +137,7 @@ class Engine:
             self._places.refresh()
             self.resources.sample(self._places, time.time(), self._recovery.down)
             with contextlib.suppress(ClickException):
-                if not self.observer.steps_seen or self._recovery.waits_for(Role.GROUP):
+                if self._elsewhere or not self.observer.steps_seen or self._recovery.waits_for(Role.GROUP):
                     asked = time.time()
                     self.learn(await self._lighthouse.get("jobs", self._places.job, "replicas"), asked)
                 if not self.observer.events_seen:
@@ -156,6 +159,9 @@ class Engine:
             answer: of the lighthouse, about all groups.
             asked: Unix time of the question.
         """
+        for group, address in addresses_of(answer):
+            if group in self._places.by_target and self._places.by_target[group].elsewhere:
+                self._places.by_target[group].url = address
         for replica in answer["replicas"]:
             group = group_of(self._places, replica["replica_id"])
             if group is None:

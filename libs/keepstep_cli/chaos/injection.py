@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +18,9 @@ from click import ClickException
 
 from keepstep_cli.asking.rest import Lighthouse
 from keepstep_cli.chaos import full_disk, inside, network, process_table
+from keepstep_cli.chaos.elsewhere import Templates, command
 from keepstep_cli.chaos.memory_limit import memory_limited
-from keepstep_cli.chaos.targets import Place, Places
+from keepstep_cli.chaos.targets import Place, Places, process_at
 from keepstep_cli.chaos.vocabulary import KINDS, Fault, Role, Target
 from keepstep_cli.running.run_control import order_restart
 
@@ -28,6 +29,8 @@ SLOW_STOPPED_SECONDS, SLOW_RUNNING_SECONDS = 0.08, 0.02
 ACT_END_SECONDS = 60.0
 """Maximum time from a polite request to the end of a process."""
 ACT_LOOK_SECONDS = 0.02
+COMMAND_END_SECONDS = 10.0
+"""From SIGTERM to the end of a command that injects a fault elsewhere."""
 REASON = "keepstep chaos"
 
 
@@ -45,11 +48,12 @@ class Permissions:
 def unavailable(place: Place, permissions: Permissions) -> dict[str, str]:
     """Return the kinds that cannot hit this target, each with the reason. Kinds of other roles are left out."""
     reasons: dict[str, str] = {}
+    supervised = place.local or place.elsewhere
     for name in (name for name, kind in KINDS.items() if place.target.role in kind.roles):
         reason = None
-        if name in ("kill", "restart") and place.url and not place.local:
+        if name in ("kill", "restart") and place.url and not supervised:
             reason = _no_restart(place, permissions)
-        elif name == "memory" and place.url and not place.local:
+        elif name == "memory" and place.url and not supervised:
             reason = _no_restart(place, permissions)  # a process that gets no memory may end
         elif name.startswith("cut") or name in network.QUEUES:
             reason = network.why_not(place.pids[0]) if place.pids else "it does not run"
@@ -80,12 +84,22 @@ def _no_restart(place: Place, permissions: Permissions) -> str | None:
 
 
 class Injector:
-    """Injects faults. ``folder``: for the output of services that it starts."""
+    """Injects faults.
 
-    def __init__(self, places: Places, lighthouse: Lighthouse, folder: Path) -> None:
+    Args:
+        places: where the targets are.
+        lighthouse: for orders.
+        folder: for the output of services that it starts.
+        templates: of commands for targets elsewhere; None: it hits the processes of this machine.
+    """
+
+    def __init__(
+        self, places: Places, lighthouse: Lighthouse, folder: Path, templates: Templates | None = None
+    ) -> None:
         self._places = places
         self._lighthouse = lighthouse
         self._folder = folder
+        self._templates = templates
         self._started: list[subprocess.Popen[bytes]] = []
         """Services that it started, which are its children."""
         self._namespaces: dict[Target, int] = {}
@@ -100,9 +114,13 @@ class Injector:
         self._started = [one for one in self._started if one.poll() is None]
         self._places.refresh()
         place = self._places.by_target[fault.target]
-        if not place.pids and fault.target.role != Role.JOB:
+        words = self._templates.of(fault.target, fault.kind.name) if self._templates is not None else None
+        if not place.pids and not place.elsewhere and fault.target.role != Role.JOB:
             raise InjectionError("it does not run")
         try:
+            if words is not None:
+                await run_command(command(words, fault, self._places.job, place.url), fault)
+                return
             await self._acts[fault.kind.name](self, place, fault)
         except ClickException as error:
             raise InjectionError(error.message.splitlines()[0]) from error
@@ -131,7 +149,7 @@ class Injector:
 
     def _start_again(self, place: Place) -> Callable[[], None]:
         """Return a function that starts a service again which no other process starts, in its network namespace."""
-        if place.local:
+        if place.local or place.elsewhere:
             return lambda: None
         assert place.program is not None
         program, inside = place.program, self._inside(place)
@@ -255,6 +273,54 @@ class Injector:
         "policy": _policy,
         "verify": _verify,
     }
+
+
+async def inject_at(address: str, kind: str, seconds: float, permissions: Permissions) -> None:
+    """Bring a fault on the process of this user that listens at ``host:port``, which its platform starts again.
+
+    Raises:
+        InjectionError: the fault did not hit, or is not possible.
+    """
+    try:
+        pid = process_at(address)
+    except ValueError as error:
+        raise InjectionError(str(error)) from error
+    if pid == 1 and kind in ("kill", "freeze", "slow"):
+        raise InjectionError(
+            "process 1 of a container ignores signals from inside; start it with an init (docker run --init), or give "
+            "`keepstep chaos` a command from outside, such as --exec 'kill=docker kill {host}'"
+        )
+    target = Target(Role.GROUP, address)  # the role that may have any kind of fault
+    place = Place(target, [pid], url=f"http://{address}", elsewhere=True, program=process_table.program_of(pid))
+    if (why := unavailable(place, permissions).get(kind)) is not None:
+        raise InjectionError(why)
+    places = Places("")
+    places.add(place)
+    fault = Fault(1, KINDS[kind], target, seconds if KINDS[kind].lasts else 0.0)
+    await Injector(places, Lighthouse("http://127.0.0.1:1", None), Path()).inject(fault)
+
+
+async def run_command(words: Sequence[str], fault: Fault) -> None:
+    """Run the command of a fault elsewhere; it gets SIGTERM if this is cancelled. Raises InjectionError, OSError."""
+    process = await asyncio.create_subprocess_exec(
+        *words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    try:
+        async with asyncio.timeout(fault.seconds + ACT_END_SECONDS):
+            _, said = await process.communicate()
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+            try:
+                await asyncio.wait_for(process.wait(), COMMAND_END_SECONDS)
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+    ended_with_target = fault.kind.name in ("kill", "memory") and process.returncode in (-signal.SIGKILL, 128 + 9)
+    if process.returncode and not ended_with_target:
+        last = said.decode(errors="replace").strip().splitlines()[-1:] or ["no message"]
+        raise InjectionError(f"{words[0]} exited with {process.returncode}: {last[0][:300]}")
 
 
 async def _within(

@@ -74,7 +74,10 @@ def own_processes() -> Iterator[int]:
 
 
 def listener(host: str, port: int) -> int | None:
-    """Return the oldest process of this user that listens at ``host`` and ``port``, in any network namespace."""
+    """Return the oldest process of this user that listens at ``host`` and ``port``, in any network namespace.
+
+    Without a ``host``: at any address.
+    """
     by_namespace: dict[str, list[int]] = {}
     for pid in own_processes():
         with contextlib.suppress(*GONE):
@@ -101,7 +104,7 @@ def _listens_at(address: str, host: str) -> bool:
     words = bytes.fromhex(address)
     packed = b"".join(struct.pack(">I", word) for (word,) in struct.iter_unpack("=I", words))
     ours = ipaddress.ip_address(packed)
-    return ours.is_unspecified or str(ours) in (host, "127.0.0.1" if host == "localhost" else host)
+    return ours.is_unspecified or not host or str(ours) in (host, "127.0.0.1" if host == "localhost" else host)
 
 
 def _sockets(pid: int) -> set[str]:

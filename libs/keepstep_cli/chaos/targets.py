@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import socket
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,9 @@ class Place:
     run: str = ""
     """Socket of that ``keepstep run``."""
     url: str = ""
-    """Of a service; empty: a group."""
+    """Of a service, and of a target elsewhere; empty: a group of this machine."""
+    elsewhere: bool = False
+    """It is reached by a command, and its platform starts it again; its processes are not known."""
     program: Program | None = None
     """How a service was started; None: not known, or a group."""
 
@@ -58,14 +61,20 @@ class Places:
     def targets(self) -> list[Target]:
         return sorted(self.by_target)
 
-    def alive(self) -> set[Target]:
-        """Return targets with a process."""
-        return {one.target for one in self.by_target.values() if any(map(process_table.alive, one.pids))}
+    def alive(self, down: Collection[Target] = ()) -> set[Target]:
+        """Return targets with a process; of those elsewhere, those that are not ``down``."""
+        return {
+            target
+            for target, one in self.by_target.items()
+            if (target not in down if one.elsewhere else any(map(process_table.alive, one.pids)))
+        }
 
     def refresh(self) -> None:
         """Learn the processes of groups that were restarted, and of services whose process has ended."""
         runs = {run: _asked(run) for run in running_here(self.job)}
         for place in self.by_target.values():
+            if place.elsewhere:
+                continue
             if place.local:
                 place.pids = runs.get(place.run, {}).get("processes", {}).get(place.local, place.pids)
             elif place.url and not any(map(process_table.alive, place.pids)):
@@ -104,17 +113,76 @@ async def find(lighthouse: Lighthouse, job: str, etcd: Sequence[str]) -> Places:
             places.add(Place(Target(Role.GROUP, known), pids, local=local, run=run))
     if not embedded:
         raise Unreachable(f"the `keepstep run` of job {job!r} does not tell its processes: it is of an older keepstep")
-    cluster = await lighthouse.get("cluster")
-    urls = [(Role.LIGHTHOUSE, one["address"]) for one in cluster["nodes"]]
-    urls += [(Role(one["kind"]), one["address"]) for one in cluster["services"] if one["kind"] in ("relay", "metrics")]
-    urls += [(Role.STORE, one) for one in etcd]
     taken: set[int] = set()
-    for role, url in urls:
+    for role, url in await _services(lighthouse, etcd):
         pids = [pid for pid in _listening(url) if pid not in taken]
         if pids:
             taken.update(pids)
             places.add(_service(Target(role, urlsplit(url).netloc), url, pids, embedded.get(pids[0])))
     return places
+
+
+async def find_elsewhere(lighthouse: Lighthouse, job: str, etcd: Sequence[str]) -> Places:
+    """Find all targets of a job that runs elsewhere, as the lighthouse knows them. Raises Unreachable, Refused."""
+    places = Places(job)
+    places.add(Place(Target(Role.JOB, job), []))
+    for target, address in addresses_of(await lighthouse.get("jobs", job, "replicas")):
+        places.add(Place(target, [], url=address, elsewhere=True))
+    for role, url in await _services(lighthouse, etcd):
+        places.add(Place(Target(role, urlsplit(url).netloc), [], url=url, elsewhere=True))
+    return places
+
+
+def addresses_of(replicas: Any) -> Iterator[tuple[Target, str]]:
+    """Yield the groups that have an address, from an answer of the lighthouse."""
+    from keepstep_mesh.protocol.names import name_of
+
+    for one in replicas["replicas"]:
+        if one["address"]:
+            yield Target(Role.GROUP, name_of(one["replica_id"])), one["address"]
+
+
+async def _services(lighthouse: Lighthouse, etcd: Sequence[str]) -> list[tuple[Role, str]]:
+    cluster = await lighthouse.get("cluster")
+    urls = [(Role.LIGHTHOUSE, one["address"]) for one in cluster["nodes"]]
+    urls += [(Role(one["kind"]), one["address"]) for one in cluster["services"] if one["kind"] in ("relay", "metrics")]
+    return urls + [(Role.STORE, one) for one in etcd]
+
+
+def process_at(address: str) -> int:
+    """Return the process of this user that listens at ``host:port`` of this machine.
+
+    Raises:
+        ValueError: the address is not one of this machine, or no such process listens there.
+    """
+    parts = urlsplit(f"//{address}")
+    try:
+        port = parts.port
+    except ValueError:
+        port = None
+    if port is None:
+        raise ValueError(f"invalid address {address!r}: expected host:port")
+    host = parts.hostname or ""
+    for ip in _own_addresses(host):
+        if (found := process_table.listener(ip, port)) is not None:
+            return found
+    raise ValueError(f"no process of this user listens at {address}")
+
+
+def _own_addresses(host: str) -> list[str]:
+    """Return the addresses of ``host``, which is this machine. Raises ValueError."""
+    try:
+        found = [str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)] if host else []
+    except OSError as error:
+        raise ValueError(f"unknown host {host!r}: {error}") from error
+    for ip in found:
+        family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as one, contextlib.suppress(OSError):
+            one.bind((ip, 0))
+            return [host, *found]
+    if host:
+        raise ValueError(f"{host} is not an address of this machine")
+    return [""]
 
 
 def _service(target: Target, url: str, pids: list[int], embedded: tuple[str, str] | None) -> Place:

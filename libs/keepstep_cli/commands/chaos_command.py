@@ -1,4 +1,4 @@
-"""``keepstep chaos``: inject faults at random into a running local job, and report what they cost."""
+"""``keepstep chaos``: inject faults at random into a running job, and report what they cost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from keepstep_cli.chaos.vocabulary import KINDS
 PREVIEWED = 20
 
 
-@click.command("chaos", short_help="Inject faults into a running local job.")
+@click.command("chaos", short_help="Inject faults into a running job.")
 @with_lighthouse
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the faults.")
 @click.option("--seconds", type=Seconds(), default=60.0, show_default=True, help="Duration; 0: until --faults.")
@@ -35,6 +35,13 @@ PREVIEWED = 20
 @click.option("--longest", type=Seconds(), default=8.0, show_default=True, help="Longest duration of a fault.")
 @click.option("--beyond-limits", is_flag=True, help="Also leave too few groups for a quorum, or no lighthouse.")
 @click.option("--etcd", multiple=True, metavar="URL", help="Address of an etcd node to hit, such as http://e1:2379.")
+@click.option(
+    "--exec",
+    "templates",
+    multiple=True,
+    metavar="TEMPLATE",
+    help="Command that reaches a target elsewhere, such as 'kubectl exec {name} -- {command}'; may be repeated.",
+)
 @click.option("--restart-services", is_flag=True, help="Kill services too that this command then starts again.")
 @click.option("--fill-shared-disks", is_flag=True, help="Fill filesystems that others may use.")
 @click.option("--logs", multiple=True, type=click.Path(exists=True, path_type=Path), help="Log, or folder with logs.")
@@ -66,6 +73,7 @@ def chaos(
     longest: float,
     beyond_limits: bool,
     etcd: tuple[str, ...],
+    templates: tuple[str, ...],
     restart_services: bool,
     fill_shared_disks: bool,
     logs: tuple[Path, ...],
@@ -78,12 +86,14 @@ def chaos(
 ) -> None:
     """Inject faults at random into a job of `keepstep run` on this machine, and report what each of them cost.
 
-    The command lists its targets and asks before it hits them. The faults follow from --seed.
+    With --exec the job may run anywhere: in containers, in pods, on other machines. The command lists its targets and
+    asks before it hits them. The faults follow from --seed.
 
     Exit code: 0 no promise was broken, 1 one was (a violation in the history, different weights, a target that did not
     recover), 7 the job is wedged.
     """
     from keepstep_cli.chaos.chaos_run import Request, prepare, run_chaos, show_plan
+    from keepstep_cli.chaos.elsewhere import parse
     from keepstep_cli.chaos.engine import Duration
     from keepstep_cli.chaos.injection import Permissions
     from keepstep_cli.chaos.schedule import Limits
@@ -94,6 +104,10 @@ def chaos(
     pause = mean_seconds_between if mtbf is None else mtbf
     if pause <= 0 or longest <= 0 or wedge <= 0:
         raise click.UsageError("--mean-seconds-between, --mtbf, --longest, and --wedge must be above 0")
+    try:
+        known = parse(templates) if templates else None
+    except ValueError as error:
+        raise click.UsageError(f"--exec: {error}") from error
     request = Request(
         seed=seed,
         duration=Duration(seconds, faults, wedge),
@@ -102,6 +116,7 @@ def chaos(
         only=only,
         targets=chosen,
         etcd=etcd,
+        templates=known,
         logs=logs,
         digests=digests,
         samples_per_step=samples_per_step,

@@ -183,7 +183,11 @@ def test_settings_come_from_flags_and_environment(tmp_path: Path) -> None:
     assert (read.memory, read.data_dir, read.max_wait) == (2 << 30, tmp_path, 5.0)
     assert (read.limits.keep_live, read.limits.upload_seconds) == (7, 120.0)
     assert read.lighthouses == ("http://a:1", "http://b:2")
-    wrong = (({"memory": 5}, "at least 64 MiB"), ({"upload_timeout": 0.0}, "more than 0"), ({"durable_ttl": 7.0}, "a day"))
+    wrong = (
+        ({"memory": 5}, "at least 64 MiB"),
+        ({"upload_timeout": 0.0}, "more than 0"),
+        ({"durable_ttl": 7.0}, "a day"),
+    )
     for flags, words in wrong:
         with pytest.raises(ValueError, match=words):
             read_settings(flags, {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 
 import pytest
 
@@ -66,6 +67,14 @@ async def test_chaos_hits_a_running_job_and_reports_what_it_cost(tmp_path):
         assert report["not_injected"] == 0, report
         run.wait_for("this group contributed a NaN or an infinity")
         run.wait_for("InjectedError: injected by `keepstep chaos`")
+
+        template = f"sh -c 'set -- {{command}}; shift; exec {sys.executable} -m keepstep_cli \"$@\"'"
+        reached = ("--exec", template, "--only", "freeze", "--target", "r1", "--seconds", "0", "--faults", "1")
+        done = await keepstep(*chaos, *reached, "--yes", "--json", "--results", str(results))
+        assert done.code == 0, done
+        (one,) = json.loads(done.out)["each"]
+        assert (one["target"], one["failed"]) == ("r1", ""), one
+        assert one["recovered_seconds"] > one["seconds"] > 0, one
 
         wedged = await keepstep(*chaos, *KINDS, "--wedge", "0.01ms", "--yes", "--results", str(results))
         assert wedged.code == 7, wedged
