@@ -84,8 +84,7 @@ def read_settings(flags: Mapping[str, Any], environ: Mapping[str, str] = os.envi
             raise ValueError(f"invalid {name} 0: expected more than 0")
     if 0 < given["durable_ttl"] < LEAST_DURABLE_TTL_SECONDS:
         raise ValueError(
-            f"invalid durable_ttl {given['durable_ttl']:g} seconds: expected 0 (never) or at least a day; give it a unit, "
-            f"such as 30d"
+            f"invalid durable_ttl {given['durable_ttl']:g} seconds: expected 0 (never) or at least a day, such as 30d"
         )
     memory = settings.get("relay_memory", byte_size, default.memory)
     if memory < MIN_MEMORY:

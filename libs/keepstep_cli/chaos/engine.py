@@ -30,6 +30,8 @@ CHAOS_ANSWER_SECONDS = 2.0
 """Maximum wait for the answer of a service."""
 CHAOS_SETTLE_SECONDS = 60.0
 """Maximum wait at the end, until all targets have recovered."""
+STUCK_WEDGES = 5
+"""A target that has not recovered after so many times ``Duration.wedge_seconds`` ends the run."""
 SERVICES = frozenset(Role) - {Role.GROUP, Role.JOB}
 
 
@@ -101,11 +103,11 @@ class Engine:
         return bool(duration.faults) and len(self._recovery.costs) >= duration.faults
 
     def _look(self, duration: Duration) -> bool:
-        """Read the logs and the processes; return whether the job is wedged."""
+        """Read the logs and the processes; return whether the job is wedged, or a target will not recover."""
         self.observer.look()
         quiet = self._recovery.wedged_seconds(time.time(), self._places.alive(self._recovery.down))
         self.wedged = self.wedged or quiet > duration.wedge_seconds
-        return self.wedged
+        return self.wedged or bool(self._recovery.stuck(time.time(), STUCK_WEDGES * duration.wedge_seconds))
 
     async def _act(self, fault: Fault) -> None:
         self._recovery.begin(fault, time.time())

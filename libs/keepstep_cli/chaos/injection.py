@@ -144,7 +144,13 @@ class Injector:
             return
         start_again = self._start_again(place)
         _signal(place.pids, signal.SIGTERM)
-        await _ended(place.pids)
+        try:
+            await _ended(place.pids)
+        except TimeoutError as error:
+            _signal(place.pids, signal.SIGKILL)
+            await _ended(place.pids)
+            start_again()
+            raise InjectionError(f"SIGTERM did not end it within {ACT_END_SECONDS:g} s; it was killed") from error
         start_again()
 
     def _start_again(self, place: Place) -> Callable[[], None]:

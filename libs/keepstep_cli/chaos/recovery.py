@@ -174,6 +174,10 @@ class Recovery:
         if group not in self.down and self.costs:
             self.costs[-1].lost.append(f"{group}: {why}")
 
+    def stuck(self, now: float, seconds: float) -> list[Target]:
+        """Return targets that were left alone for ``seconds`` and have not recovered."""
+        return [target for target, cost in self._open.items() if cost.ended is not None and now - cost.ended > seconds]
+
     # ---- the watchdog
 
     def wedged_seconds(self, now: float, alive: Collection[Target]) -> float:

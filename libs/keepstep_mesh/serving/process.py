@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import resource
 import signal
 from collections.abc import Callable, Sequence
@@ -14,9 +15,12 @@ from keepstep_mesh.faults.fault_orders import accepting_faults
 from keepstep_mesh.net.event_loop import new_event_loop
 from keepstep_mesh.security.reloaded_files import ReloadedFiles
 from keepstep_mesh.serving.listen_settings import ListenSettings
-from keepstep_mesh.serving.service import Endpoint, Service, serving_with
+from keepstep_mesh.serving.service import STOP_SECONDS, Endpoint, Service, serving_with
 
 log = get_logger("keepstep.service")
+
+END_SECONDS = 10.0
+"""From the deadlines of all graceful stops to the end of the process by SIGALRM."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,9 @@ class Hosted:
 
 def run_services(hosted: Sequence[Hosted], *, uvloop: bool = True) -> None:
     """Run services until SIGTERM or SIGINT, then stop them gracefully. A second signal ends the process at once.
+
+    A process that cannot stop ends by SIGALRM, ``END_SECONDS`` after the deadlines of its services: for example, its
+    stop waits for a thread that had no memory left for its start. The caller must end the process by then too.
 
     Each service starts when the one before listens; the last one stops first. SIGHUP reloads the files of tokens and
     certificates; in a process without such files it keeps its default action, which ends the process.
@@ -59,6 +66,8 @@ def run_services(hosted: Sequence[Hosted], *, uvloop: bool = True) -> None:
                 one.started(await stack.enter_async_context(serving_with(one.service(), one.settings, reload_files)))
             number = await _wait_for_signal()
             log.info("stopping", signal=number.name)
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # by the kernel: no thread of this process may be able to
+            signal.alarm(math.ceil(END_SECONDS + STOP_SECONDS * len(hosted)))
 
     _raise_descriptor_limit()
     with accepting_faults(), asyncio.Runner(loop_factory=new_event_loop if uvloop else None) as runner:

@@ -8,7 +8,6 @@ from typing import NamedTuple
 from keepstep_relay.core.checkpoint import Checkpoint
 from keepstep_relay.core.events import Kind, Limits
 
-
 DAY_SECONDS = 86_400.0
 LEAST_DURABLE_TTL_SECONDS = DAY_SECONDS
 """Shortest ``durable_ttl_seconds``, and how long a relay that starts waits before it applies any: its clock may have

@@ -314,6 +314,27 @@ run_services([one], uvloop=sys.argv[1] == "uvloop")
 """
 
 
+STUCK = PROGRAM.replace('    print("ended", flush=True)', "    threading.Event().wait()").replace(
+    "logging.configure(as_json=True)",
+    "import threading\nfrom keepstep_mesh.serving import process\nprocess.STOP_SECONDS = process.END_SECONDS = 0.1",
+)
+
+
+async def test_a_process_whose_stop_waits_for_a_stuck_thread_ends_all_the_same() -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", STUCK, "asyncio", stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
+    )
+    try:
+        async with asyncio.timeout(DEADLINE):
+            await process.stdout.readline()  # it serves
+            process.send_signal(signal.SIGTERM)
+            assert await process.wait() == -signal.SIGALRM
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.communicate()
+
+
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_process_serves_until_a_signal_and_ends_in_good_order(loop, number) -> None:

@@ -152,7 +152,10 @@ def test_the_commit_gap_of_a_fault_ends_with_the_first_commit_after_its_recovery
     one.committed(GROUPS[1], 1, 9.0)
     killed = fault("kill", GROUPS[0])
     cost = one.begin(killed, 10.0)
+    assert one.stuck(900.0, 60.0) == []
     one.end(killed, 10.1)
+    assert one.stuck(60.0, 60.0) == []
+    assert one.stuck(71.0, 60.0) == [GROUPS[0]]
     one.detected(GROUPS[1], 10.2)
     one.detected(GROUPS[0], 10.4)
     one.detected(GROUPS[0], 10.9)
