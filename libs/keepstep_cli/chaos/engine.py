@@ -161,9 +161,9 @@ class Engine:
             answer: of the lighthouse, about all groups.
             asked: Unix time of the question.
         """
-        for group, address in addresses_of(answer):
-            if group in self._places.by_target and self._places.by_target[group].elsewhere:
-                self._places.by_target[group].url = address
+        for target, address in addresses_of(answer) if self._elsewhere else ():
+            if target in self._places.by_target:
+                self._places.by_target[target].url = address
         for replica in answer["replicas"]:
             group = group_of(self._places, replica["replica_id"])
             if group is None:
