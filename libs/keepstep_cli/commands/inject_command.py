@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import sys
 
@@ -24,6 +23,8 @@ def inject(kind: str, *, address: str, seconds: float, fill_shared_disks: bool) 
 
     Exit code: 0 the fault hit, and is undone, 1 it did not hit; the message has the reason.
     """
+    import asyncio
+
     from keepstep_cli.chaos.injection import InjectionError, Permissions, inject_at
 
     async def run() -> None:
