@@ -44,7 +44,15 @@ from keepstep_mesh.net.fork_safety import OfParent, never_free, tell_children
 
 T = TypeVar("T")
 
-__all__ = ["Manager", "WorldSizeMode"]
+__all__ = ["Manager", "WorldSizeMode", "running_managers"]
+
+_running: list[Manager] = []
+
+
+def running_managers() -> list[Manager]:
+    """Return the Managers of this process that are not shut down, for launchers that run a script in a thread."""
+    return list(_running)
+
 
 SHUTDOWN_SECONDS = 5.0
 """Limit of each part of ``shutdown`` that waits for the group or the lighthouse."""
@@ -193,6 +201,7 @@ class Manager(Finishing, BackgroundQuorum, Rehearsing, StateAndProgress):
         if state_dict is not None and load_state_dict is not None:
             self.register_state_dict_fn("default", load_state_dict, state_dict)
         self._context.log_progress("started")
+        _running.append(self)
         tell_children(self)
         self._membership.start(self._context)
         atexit.register(self.shutdown)  # a script that just ends leaves the job too
@@ -508,6 +517,18 @@ class Manager(Finishing, BackgroundQuorum, Rehearsing, StateAndProgress):
 
     # ---- the end
 
+    def leave_soon(self, reason: str, notice: timedelta | None = None) -> None:
+        """Leave the job at the end of the step, as after SIGTERM: the next ``start_quorum`` raises Drained.
+
+        For notices that come in another way than as a signal. From any thread, more than once too.
+
+        Args:
+            reason: for the log and the lighthouse.
+            notice: time in which a spare may take the place of this group. Without a spare the group leaves at once.
+                Default: ``KEEPSTEP_NOTICE_SEC``.
+        """
+        self._membership.leave_soon(reason, None if notice is None else notice.total_seconds())
+
     def leave_if_asked(self) -> None:
         """Leave the job now if this group was asked to, by SIGTERM or a drain. LocalSGD and DiLoCo call it.
 
@@ -527,6 +548,7 @@ class Manager(Finishing, BackgroundQuorum, Rehearsing, StateAndProgress):
     def forked(self) -> None:
         """Disable the copy of this object in a forked child: only the parent has its threads."""
         if not self._membership.ended:
+            _running.remove(self)
             atexit.unregister(self.shutdown)
             self._membership.stop_acting()
             never_free(self._context, self._attempt, self._durability)
@@ -546,6 +568,7 @@ class Manager(Finishing, BackgroundQuorum, Rehearsing, StateAndProgress):
         """
         if self._membership.ended:
             return
+        _running.remove(self)
         atexit.unregister(self.shutdown)
         self._membership.stop_acting()
         context, limit = self._context, min(self._settings.timeout.total_seconds(), SHUTDOWN_SECONDS)

@@ -49,7 +49,7 @@ class GroupMembership:
     def start(self, context: StepContext) -> None:
         """Act on pushes and on SIGTERM from now on."""
         self._context = context
-        self._termination = TerminationFlag(self._on_sigterm)
+        self._termination = TerminationFlag(self.leave_soon)
         context.mesh.loop.call_soon_threadsafe(self._replay_early)
         self._watch = context.mesh.spawn(context.evidence.watch())
 
@@ -93,10 +93,17 @@ class GroupMembership:
 
     # ---- leaving
 
-    def _on_sigterm(self, reason: str) -> None:
-        """Leave, or let a spare replace this group within the time of the notice. In a signal handler."""
-        context, notice = self._context, self._settings.notice
-        if context is None or not notice or context.stands_by:
+    def leave_soon(self, reason: str, notice: float | None = None) -> None:
+        """Leave, or let a spare replace this group within the time of the notice.
+
+        Any thread may call it, and a signal handler.
+
+        Args:
+            reason: for the log and the lighthouse.
+            notice: seconds; None: those of ``KEEPSTEP_NOTICE_SEC``.
+        """
+        context, notice = self._context, self._settings.notice if notice is None else notice
+        if context is None or self.ended or not notice or context.stands_by:
             self.request_leave(reason)
             return
         context.leaves_soon = f"{reason} with {notice:g} s of notice"

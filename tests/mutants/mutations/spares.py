@@ -108,7 +108,7 @@ MUTATIONS = (
     Mutation(
         "a group with a notice leaves at once",
         "libs/keepstep/lifecycle/membership.py",
-        "        if context is None or not notice or context.stands_by:\n",
+        "        if context is None or self.ended or not notice or context.stands_by:\n",
         "        if context is None or not notice or not context.stands_by:\n",
         Test(
             "tests/training/operation/test_spares.py::"

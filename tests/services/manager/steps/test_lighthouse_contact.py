@@ -13,6 +13,7 @@ import torch
 
 from keepstep import Manager, ProcessGroupGloo
 from keepstep.coordination import LighthouseServer
+from keepstep.manager import running_managers
 from keepstep.runtime.exits import EvictedExit
 from keepstep_mesh.errors import Drained, KeepstepError
 from keepstep_mesh.protocol.messages import ServiceAddress
@@ -131,3 +132,23 @@ def test_shutdown_in_the_middle_of_a_step_frees_everything_and_twice_is_fine(lig
     m.shutdown()
     with pytest.raises((RuntimeError, KeepstepError)):
         m.start_quorum()
+
+
+def test_a_group_leaves_after_its_step_when_a_launcher_asks_it_to(lighthouse):
+    with manager(lighthouse, "a") as m:
+        m.start_quorum()
+        for one in running_managers():
+            one.leave_soon("its node ends")
+        assert m.should_commit()
+        with pytest.raises(Drained, match="its node ends"):
+            m.start_quorum()
+    assert m not in running_managers()
+
+
+def test_a_group_with_time_left_leaves_at_once_if_no_spare_can_replace_it(lighthouse):
+    with manager(lighthouse, "a") as m:
+        m.leave_soon("its node ends", notice=60 * SECOND)
+        with pytest.raises(Drained, match="its node ends with 60 s of notice; no spare"):
+            while True:
+                m.start_quorum()
+                m.should_commit()

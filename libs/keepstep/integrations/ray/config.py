@@ -1,0 +1,94 @@
+"""The configuration of a run of Ray Train whose workers are replica groups of keepstep."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from keepstep.coordination import LighthouseServer
+from keepstep.integrations.ray.function_context import GroupContext
+from keepstep.integrations.ray.group_environment import set_group_environment
+from keepstep.integrations.ray.package import Backend, Config, ray
+from keepstep_mesh.config.settings import split_addresses
+
+
+class KeepstepConfig(Config):  # type: ignore[misc]
+    """Ray's ``TorchftConfig`` with a lighthouse of keepstep. Each worker is a replica group of one rank.
+
+    Without ``lighthouse`` the run has a lighthouse of its own, in the process of Ray Train's controller. It listens at
+    the address of that node in the cluster, and lets only workers with the token in. ``KEEPSTEP_ADMIN_TOKEN`` and
+    ``KEEPSTEP_SERVICE_TOKEN`` of this process are its tokens for operators and services.
+
+    Args:
+        lighthouse: ``http://host:port`` of a lighthouse that runs already; several separated by commas.
+        token: of the workers, at least 16 characters. Default: ``KEEPSTEP_TOKEN`` of this process. Without it a
+            lighthouse of the run's own gets a random one, and with ``lighthouse`` each node uses its own
+            ``KEEPSTEP_TOKEN`` or ``KEEPSTEP_TOKEN_FILE``.
+        job: name of the job. Default: ``KEEPSTEP_JOB`` of the node, else the name of the run (``RunConfig.name``).
+        lighthouse_kwargs: of ``LighthouseServer``, such as ``min_replicas`` (default: 1), or ``bind`` for another
+            address. Not with ``lighthouse``.
+        **kwargs: of Ray's ``TorchConfig``, such as ``backend``.
+
+    Raises:
+        ValueError: ``lighthouse`` is no address, or comes with ``lighthouse_kwargs``.
+    """
+
+    def __init__(
+        self,
+        lighthouse: str | None = None,
+        *,
+        token: str | None = None,
+        job: str | None = None,
+        lighthouse_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if lighthouse and lighthouse_kwargs:
+            raise ValueError(
+                f"lighthouse={lighthouse!r} runs already, and lighthouse_kwargs are those of a lighthouse that the "
+                f"run starts: give one of them; `keepstep policy` changes limits of a job"
+            )
+        super().__init__(lighthouse_kwargs={"min_replicas": 1, **(lighthouse_kwargs or {})}, **kwargs)
+        self.lighthouse = ",".join(split_addresses(lighthouse)) if lighthouse else None
+        self.job = job
+        token = token or os.environ.get("KEEPSTEP_TOKEN") or (None if lighthouse else secrets.token_hex(32))
+        self.worker_environment = {"KEEPSTEP_TOKEN": token} if token else {}
+        self.lighthouse_environment = {"KEEPSTEP_WORKER_TOKEN": token} if token else {}
+        for name in ("KEEPSTEP_ADMIN_TOKEN", "KEEPSTEP_SERVICE_TOKEN"):
+            if name in os.environ:
+                self.lighthouse_environment[name] = os.environ[name]
+
+    @property
+    def backend_cls(self) -> type:
+        """The class that prepares workers, for Ray Train."""
+        return KeepstepBackend
+
+    @property
+    def train_func_context(self) -> type:
+        """The context in which each worker runs the training function, for Ray Train."""
+        return GroupContext
+
+
+class KeepstepBackend(Backend):  # type: ignore[misc]
+    """Starts the lighthouse, and tells each worker its group. Runs in Ray Train's controller, once in a process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lighthouse: LighthouseServer | None = None
+
+    def _maybe_create_lighthouse_actor(self, backend_config: KeepstepConfig) -> str:
+        """Return the address of the lighthouse, which Ray's class runs in an actor."""
+        if backend_config.lighthouse:
+            return backend_config.lighthouse
+        if self._lighthouse is None:
+            os.environ.update(backend_config.lighthouse_environment)
+            host = ray.util.get_node_ip_address()
+            bind = f"[{host}]:0" if ":" in host else f"{host}:0"
+            self._lighthouse = LighthouseServer(**{"bind": bind, **backend_config.lighthouse_kwargs})
+        return self._lighthouse.address()
+
+    def on_training_start(self, worker_group: Any, backend_config: KeepstepConfig) -> None:
+        """Set the environment of each worker, after Ray has set its own."""
+        super().on_training_start(worker_group, backend_config)
+        worker_group.execute(set_group_environment, backend_config.job, backend_config.worker_environment)

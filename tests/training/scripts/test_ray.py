@@ -1,0 +1,169 @@
+"""examples/train_ray.py with Ray from PyPI, on three nodes: a group is killed, a node is drained, all end alike."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import os
+import re
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+import pytest
+
+from keepstep_mesh.net.http import client_session, raise_for_problem
+from tests.support.services.command import environment
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed: pip install -e '.[ray]'"),
+    pytest.mark.training,
+]
+
+ROOT = Path(__file__).parents[3]
+NODES = ROOT / "tests" / "support" / "jobs" / "ray_nodes.py"
+ADMIN = "admin-of-the-test-run"
+DEADLINE = 1500.0
+"""Limit in seconds of each wait: Ray starts nine processes before the first worker, each with its imports."""
+
+
+class Run:
+    """The example in a process with a Ray cluster of three nodes."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self._changed = asyncio.Condition()
+        self._folder = tempfile.TemporaryDirectory(prefix="ray-")  # a path of sockets must be short
+
+    async def __aenter__(self) -> Self:
+        variables = environment(
+            KEEPSTEP_ADMIN_TOKEN=ADMIN,
+            KEEPSTEP_JOB="digits",
+            HOME=self._folder.name,  # of the results of runs
+            RAY_TMPDIR=self._folder.name,
+            RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S="0.5",
+            RAY_DEDUP_LOGS="0",
+            RAY_USAGE_STATS_ENABLED="0",
+            PYTHONUNBUFFERED="1",
+            STEPS="600",
+        )
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-u", str(NODES), "3", str(ROOT / "examples" / "train_ray.py")),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env=variables,
+            start_new_session=True,
+        )
+        self._reader = asyncio.create_task(self._read())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._process.returncode is None:
+            self._process.send_signal(signal.SIGINT)  # it stops the cluster
+        try:
+            async with asyncio.timeout(60):
+                await self._reader
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._reader.cancel()
+            await self._process.wait()
+            for one in psutil.Process().children(recursive=True):  # actors outlive their node for some seconds
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if "ray::" in " ".join(one.cmdline()):
+                        one.kill()
+            self._folder.cleanup()
+
+    async def _read(self) -> None:
+        assert self._process.stdout is not None
+        async for line in self._process.stdout:
+            async with self._changed:
+                self.lines.append(line.decode(errors="replace").rstrip())
+                self._changed.notify_all()
+        await self._process.wait()
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def until(self, condition: Callable[[], Any], what: str) -> None:
+        """Wait until ``condition`` is true; it is checked after each line."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DEADLINE), self._changed:
+                await self._changed.wait_for(lambda: condition() or self._process.returncode is not None)
+        assert condition(), "\n".join([f"not seen: {what}", *self.lines[-60:]])
+
+    async def exit_code(self) -> int:
+        await self.until(lambda: self._process.returncode is not None, "the script ends")
+        return self._process.returncode or 0
+
+    def say(self, order: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{order}\n".encode())
+
+    def found(self, pattern: str) -> list[re.Match[str]]:
+        """All lines with the pattern. Ray writes the name and pid of the worker before each."""
+        return [match for line in self.lines if (match := re.search(pattern, line))]
+
+    def starts(self, group: int) -> list[tuple[int, str, str]]:
+        """The pid, node and lighthouse of each start of a group."""
+        pattern = rf"group {group} process (\d+) node (\w+) lighthouse (\S+)"
+        return [(int(one[1]), one[2], one[3]) for one in self.found(pattern)]
+
+    def step(self, group: int, groups: int = 3) -> int:
+        """The last step that a group printed of those with so many groups."""
+        return max((int(one[1]) for one in self.found(rf"group {group} step (\d+) groups {groups}")), default=0)
+
+
+async def ask(lighthouse: str, method: str, path: str = "", **body: Any) -> Any:
+    headers = {"Authorization": f"Bearer {ADMIN}"}
+    url = f"{lighthouse}/v1/jobs/digits{path}"
+    async with (
+        client_session(timeout=60) as http,
+        http.request(method, url, json=body or None, headers=headers) as answer,
+    ):
+        await raise_for_problem(answer)
+        return await answer.json()
+
+
+@pytest.mark.timeout(3600)
+async def test_a_killed_worker_heals_and_the_group_of_a_drained_node_comes_back_on_another_one() -> None:
+    """Slow: a Ray cluster of three nodes, later four, and five workers that import Ray and torch."""
+    async with Run() as run:
+        await run.until(lambda: all(run.step(group) for group in range(3)), "all train")
+        lighthouse = run.starts(0)[0][2]
+        assert not lighthouse.startswith(("http://0.0.0.0", "http://[::]")), "it listens at one address"
+        async with client_session(timeout=60) as http, http.get(f"{lighthouse}/v1/jobs") as answer:
+            assert answer.status == 401, "without a token"
+
+        before = run.step(0)
+        os.kill(run.starts(2)[0][0], signal.SIGKILL)
+        await run.until(lambda: run.step(0, groups=2) > before, "the others go on")
+        await ask(lighthouse, "PATCH", min_replicas=3)  # they wait for it, however long its imports take
+        await run.until(lambda: len(run.starts(2)) == 2, "Ray Train starts the killed worker again")
+        healed = run.step(0, groups=2)
+        await run.until(lambda: min(run.step(group) for group in range(3)) > healed, "it heals and trains")
+
+        head = run.found(r"head (\w+)")[0][1]
+        drained = next(group for group in range(3) if run.starts(group)[-1][1] != head)
+        node, starts = run.starts(drained)[-1][1], len(run.starts(drained))
+        run.say(f"drain {node} 600")
+        await run.until(lambda: run.found("the group has left"), "the group of the drained node leaves")
+        events = (await ask(lighthouse, "GET", "/events"))["events"]
+        left = [
+            (one["replica_id"].partition(":")[0], one["detail"]["cause"]) for one in events if one["kind"] == "left"
+        ]
+        assert left == [(f"r{drained}", "drained")]
+        run.say(f"replace {node}")
+        await run.until(lambda: len(run.starts(drained)) > starts, "Ray Train starts it on another node")
+        assert run.starts(drained)[-1][1] not in (head, node)
+
+        assert await run.exit_code() == 0, "\n".join(run.lines[-60:])
+        ends = [match[1] for match in run.found(r"(ends at step 600 weights \w+)")]
+        assert len(ends) == 3
+        assert len(set(ends)) == 1, "equal weights"
+        assert float(run.found(r"'accuracy': ([\d.]+)")[0][1]) > 0.8
