@@ -228,7 +228,7 @@ def main() -> int:
         forked.close()
         if code or options.keep:
             shutil.rmtree(options.results / "logs", ignore_errors=True)
-            shutil.copytree(folder, options.results / "logs", ignore=shutil.ignore_patterns("etcd", "*-data"))
+            shutil.copytree(folder, options.results / "logs", ignore=shutil.ignore_patterns("etcd", "*-data", "orders"))
         shutil.rmtree(folder, ignore_errors=True)
     return code
 
