@@ -55,7 +55,7 @@ async def test_chaos_hits_a_running_job_and_reports_what_it_cost(tmp_path):
         assert 0 < report["goodput"] <= 1, report
         assert report["longest_commit_gap_seconds"] > 0, report
         assert "No promise was broken" in (results / "results.md").read_text()
-        hit = [one for one in report["each"] if one["role"] == "group"]
+        hit = [one for one in report["each"] if one["role"] == "group" and one["kind"] != "clock"]  # it takes none away
         assert hit
         assert all(one["next_commit_seconds"] > 0 < one["recovered_seconds"] for one in hit), report
 
@@ -73,8 +73,6 @@ async def test_chaos_hits_a_running_job_and_reports_what_it_cost(tmp_path):
         (one,) = json.loads(done.out)["each"]
         assert (one["target"], one["failed"]) == ("r1", ""), one
         assert one["recovered_seconds"] > one["seconds"] > 0, one
-
-        assert '"nonfinite"' in (logs / "events.jsonl").read_text(), "the NaN has reached the lighthouse"
 
         wedged = await keepstep(*chaos, *KINDS, "--wedge", "0.01ms", "--yes", "--results", str(results))
         assert wedged.code == 7, wedged
