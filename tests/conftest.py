@@ -126,7 +126,8 @@ def _describe_sockets(leaked: dict[str, str]) -> list[str]:
 
 def _new_threads(before: set[threading.Thread], deadline: float) -> list[str]:
     for thread in _threads() - before:
-        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread._started.wait(max(0.0, deadline - time.monotonic())):  # it may be about to start
+            thread.join(max(0.0, deadline - time.monotonic()))
     return [f"thread {one.name!r}" for one in _threads() - before]
 
 

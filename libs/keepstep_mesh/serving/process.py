@@ -7,7 +7,7 @@ import contextlib
 import math
 import resource
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from keepstep_mesh.config.logging import get_logger
@@ -63,8 +63,12 @@ def run_services(hosted: Sequence[Hosted], *, uvloop: bool = True) -> None:
                 if _has_files(one.settings):
                     reload_events.append(reload_files)
                     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload_all)
-                one.started(await stack.enter_async_context(serving_with(one.service(), one.settings, reload_files)))
-            number = await _wait_for_signal()
+                endpoint = await stack.enter_async_context(serving_with(one.service(), one.settings, reload_files))
+                if one is not hosted[-1]:
+                    one.started(endpoint)
+            with _watched_signals() as received:  # before the last one is called started: who sees that may signal it
+                one.started(endpoint)
+                number = await received
             log.info("stopping", signal=number.name)
             signal.signal(signal.SIGALRM, signal.SIG_DFL)  # by the kernel: no thread of this process may be able to
             signal.alarm(math.ceil(END_SECONDS + STOP_SECONDS * len(hosted)))
@@ -78,8 +82,9 @@ def _has_files(settings: ListenSettings) -> bool:
     return bool(settings.tls) or (isinstance(settings.tokens, ReloadedFiles) and bool(settings.tokens.files))
 
 
-async def _wait_for_signal() -> signal.Signals:
-    """Wait for SIGTERM or SIGINT, then restore their default action."""
+@contextlib.contextmanager
+def _watched_signals() -> Iterator[asyncio.Future[signal.Signals]]:
+    """Yield a future that gets SIGTERM or SIGINT; at the end, restore their default action."""
     loop = asyncio.get_running_loop()
     received: asyncio.Future[signal.Signals] = loop.create_future()
 
@@ -91,7 +96,7 @@ async def _wait_for_signal() -> signal.Signals:
     for one in watched:
         loop.add_signal_handler(one, on_signal, one)
     try:
-        return await received
+        yield received
     finally:
         for one in watched:
             loop.remove_signal_handler(one)

@@ -61,7 +61,8 @@ def test_each_leak_fails_its_own_test_by_name(tmp_path: Path, repository: Path) 
     assert f"{len(NAMED)} passed, {len(NAMED)} errors" in done.stdout
     for test, leak in NAMED.items():
         report = done.stdout.partition(f"ERROR at teardown of {test} ")[2].partition("ERROR at teardown")[0]
-        assert re.search(r"the test left behind:\n  (.*)", report)[1].count(leak), done.stdout
+        found = re.search(r"the test left behind:\n  (.*)", report)
+        assert found is not None and leak in found[1], done.stdout  # noqa: PT018
 
 
 def test_a_thread_or_task_that_ends_in_time_is_no_leak(tmp_path: Path, repository: Path) -> None:
