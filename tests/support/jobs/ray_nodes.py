@@ -3,7 +3,7 @@
 Each node has one CPU. Lines on standard input change the cluster:
 
     drain NODE SECONDS     tell Ray that the node ends in so many seconds
-    replace NODE           end the node, and start another one
+    end NODE               end the node
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ def obey(cluster: Cluster) -> None:
             print("drains" if accepted else f"does not drain: {problem}", node, flush=True)
         else:
             cluster.remove_node(next(one for one in cluster.worker_nodes if one.node_id == node))
-            add_node(cluster)
-            print("replaced", node, flush=True)
+            print("ended", node, flush=True)
 
 
 def add_node(cluster: Cluster) -> None:

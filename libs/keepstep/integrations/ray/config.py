@@ -26,7 +26,7 @@ class KeepstepConfig(Config):  # type: ignore[misc]
         token: of the workers, at least 16 characters. Default: ``KEEPSTEP_TOKEN`` of this process. Without it a
             lighthouse of the run's own gets a random one, and with ``lighthouse`` each node uses its own
             ``KEEPSTEP_TOKEN`` or ``KEEPSTEP_TOKEN_FILE``.
-        job: name of the job. Default: ``KEEPSTEP_JOB`` of the node, else the name of the run (``RunConfig.name``).
+        job: name of the job. Default: ``KEEPSTEP_JOB`` of this process, else the name of the run (``RunConfig.name``).
         lighthouse_kwargs: of ``LighthouseServer``, such as ``min_replicas`` (default: 1), or ``bind`` for another
             address. Not with ``lighthouse``.
         **kwargs: of Ray's ``TorchConfig``, such as ``backend``.
@@ -51,7 +51,7 @@ class KeepstepConfig(Config):  # type: ignore[misc]
             )
         super().__init__(lighthouse_kwargs={"min_replicas": 1, **(lighthouse_kwargs or {})}, **kwargs)
         self.lighthouse = ",".join(split_addresses(lighthouse)) if lighthouse else None
-        self.job = job
+        self.job = job or os.environ.get("KEEPSTEP_JOB")
         token = token or os.environ.get("KEEPSTEP_TOKEN") or (None if lighthouse else secrets.token_hex(32))
         self.worker_environment = {"KEEPSTEP_TOKEN": token} if token else {}
         self.lighthouse_environment = {"KEEPSTEP_WORKER_TOKEN": token} if token else {}

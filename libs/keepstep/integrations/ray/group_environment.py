@@ -12,14 +12,14 @@ def set_group_environment(job: str | None, secrets: Mapping[str, str]) -> None:
     """Set what a ``Manager`` reads. Runs in the worker, after Ray has set ``TORCHFT_LIGHTHOUSE`` and the ranks.
 
     Args:
-        job: its name; None: ``KEEPSTEP_JOB``, else the name of the run.
+        job: its name; None: the name of the run.
         secrets: further variables.
     """
     context = ray.train.get_context()
     os.environ.update(
         secrets,
         KEEPSTEP_LIGHTHOUSE=os.environ["TORCHFT_LIGHTHOUSE"],
-        KEEPSTEP_JOB=job or os.environ.get("KEEPSTEP_JOB") or context.get_experiment_name(),
+        KEEPSTEP_JOB=job or context.get_experiment_name(),
         REPLICA_GROUP_ID=str(context.get_world_rank()),
         NUM_REPLICA_GROUPS=str(context.get_world_size()),
         RANK="0",  # Ray's RANK and WORLD_SIZE are those of all workers
