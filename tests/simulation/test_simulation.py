@@ -115,12 +115,6 @@ def test_groups_finish_in_a_quorum_below_min_replicas() -> None:
     assert found is None, explain(5158, troubles=True, finishes=True)
 
 
-def test_a_spare_has_committed_no_step_in_a_quorum_in_which_groups_finish() -> None:
-    """It allows no heal in that quorum, and the group that it replaces stays."""
-    found = violation(30035, careful=True, finishes=True, spares=True)
-    assert found is None, explain(30035, finishes=True, spares=True)
-
-
 @pytest.mark.parametrize("retries", [False, True])
 def test_no_rule_is_broken_when_groups_keep_others_from_committing(retries: bool) -> None:
     for seed in range(12):

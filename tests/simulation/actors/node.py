@@ -17,7 +17,7 @@ from keepstep_lighthouse.leadership import campaign, leader_link, nodes, term
 from keepstep_lighthouse.leadership.campaign import LEADER_KEY
 from keepstep_lighthouse.leadership.leader_link import PATH, LeaderLink
 from keepstep_lighthouse.leadership.term import TermOverError
-from keepstep_lighthouse.quorum.events import Announce, Event, LogEntry, Tell
+from keepstep_lighthouse.quorum.events import Announce, Event, LogEntry, ReplaceOrdered, Tell
 from keepstep_lighthouse.registry import service_registry
 from keepstep_lighthouse.settings import LighthouseSettings
 from keepstep_lighthouse.store.contract import StoreError
@@ -168,6 +168,8 @@ class Node:
 
     async def _order(self, order: Any) -> None:
         if (job := self.lighthouse.jobs.get("job")) is not None:
+            if isinstance(order, ReplaceOrdered) and job.core.irreplaceable(order.target):
+                return  # refused, as by the API
             try:
                 await job.order(order)
             except TermOverError as error:

@@ -3,7 +3,7 @@
 * A quorum has no more groups than the job should have, plus those that wait for their replacement. Groups that were
   lost or missed a quorum, and came back with the same process, are additional ones.
 * A group that is replaced is drained when the job has all its groups without it, and each of them has committed;
-  one group less if ``max_replicas`` has no room for another.
+  one group less if ``max_replicas`` has no room for another, but never the last one.
 * When the faults are over, the job has all its groups, and no group waits for its replacement.
 """
 
@@ -71,7 +71,7 @@ class SpareChecks:
         self._replaced.add(replica_id)
         others = [self._workers[one] for one in job.core.record.members if one not in self._replaced]
         good = [one.replica_id for one in others if one.commits and not is_following(one.lineage)]
-        if len(good) < self.about.groups - (job.core.record.policy.max_replicas == self.about.groups):
+        if len(good) < max(1, self.about.groups - (job.core.record.policy.max_replicas == self.about.groups)):
             self._violated(f"{replica_id} is replaced, and only {good} of {self.about.groups} groups train without it")
 
     def _on_announce(self, job: Job, members: list[str]) -> None:

@@ -6,7 +6,8 @@
 * A group with an order to replace it counts as missing, and stays. When so many others have committed a step that the
   job has all its groups without it, it is drained: it leaves between two steps, and no step is lost. The order is
   stored until the group has left. A group that has to leave soon is drained when the spare for it is gone. If
-  ``max_replicas`` has no room for the spare beside it, it is drained first.
+  ``max_replicas`` has no room for the spare beside it, it is drained first. With ``max_replicas`` 1 no group would be
+  left: orders are refused, and those that wait are dropped.
 * Nothing is decided during the grace of a takeover, in which the groups that train may not have reconnected.
 * Groups that finish are not missing. If the last group that has trained leaves on purpose, the spares leave too: alone
   they would train the whole job again. If it is lost, they go on from a checkpoint.
@@ -79,7 +80,7 @@ def refusal(state: JobState, group: Group) -> str | None:
     if not spares.ready(state.groups, state.probation):
         return NO_SPARE
     if state.record.policy.max_replicas == 1:
-        return f"max_replicas 1 has no room for a spare beside {group.replica_id}; raise it (keepstep policy)"
+        return _no_room(group)
     return None
 
 
@@ -122,9 +123,19 @@ def _send_home(state: JobState) -> None:
 
 
 def _drop_old_orders(state: JobState) -> None:
-    replacing = tuple(one for one in state.record.replacing if one.replica_id in state.groups.by_id)
-    if replacing != state.record.replacing:
-        state.persist(changed(state.record, replacing=replacing))
+    """Drop the orders for groups that have left; for all groups, if ``max_replicas`` has no room for a spare."""
+    full = state.record.policy.max_replicas == 1
+    replacing = tuple(one for one in state.record.replacing if one.replica_id in state.groups.by_id and not full)
+    if replacing == state.record.replacing:
+        return
+    waiting = _to_replace(state) if full else ()
+    state.persist(changed(state.record, replacing=replacing))
+    for group, _ in waiting:
+        state.log("not_replaced", group.replica_id, reason=_no_room(group))
+
+
+def _no_room(group: Group) -> str:
+    return f"max_replicas 1 has no room for a spare beside {group.replica_id}; raise it (keepstep policy)"
 
 
 def _to_replace(state: JobState) -> list[tuple[Group, Replacement]]:

@@ -6,7 +6,7 @@ from keepstep_lighthouse.jobs import records
 from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_lighthouse.quorum.views import ReplicaState
 from keepstep_mesh.protocol.messages import Denied, Drain
-from tests.support.models.core_driver import Driver, announced, announces, members, states, told
+from tests.support.models.core_driver import Driver, announced, announces, logged, members, states, told
 
 
 def job_of(groups: int, spares: int, **policy: int) -> Driver:
@@ -208,6 +208,16 @@ def test_the_only_group_of_a_job_without_room_for_a_spare_is_not_replaced() -> N
     driver = job_of(1, 1, max_replicas=1)
     why = "max_replicas 1 has no room for a spare beside r0:1; raise it (keepstep policy)"
     assert driver.core.irreplaceable("r0") == why, "the spare would leave with the group, and the job would end"
+
+
+def test_an_order_is_dropped_when_the_policy_leaves_no_room_for_a_spare() -> None:
+    driver = job_of(1, 1)
+    driver.replaces("r0")
+    decisions = driver.sets_policy(Policy(max_replicas=1))
+    assert ("not_replaced", "r0:1") in logged(decisions)
+    assert not driver.record.replacing
+    for step in (1, 2):
+        assert "r0:1" not in told(driver, driver.asks("r0:1", step, step)), "it is not drained: the job would end"
 
 
 def test_a_spare_that_is_drained_is_not_let_in() -> None:
