@@ -12,7 +12,8 @@ import pytest
 
 from tests.browser.devtools import CHROMIUM, Page, chromium
 from tests.browser.told import HEADLINE, LIVE, TOAST, row
-from tests.support.jobs.job import Job, free_port
+from tests.support.jobs.job import Job
+from tests.support.network.ports import free_port
 from tests.support.services.metrics_driver import client, metrics_process
 
 pytestmark = [

@@ -26,8 +26,9 @@ from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.jobs.job import Group, free_port, lost_steps
+from tests.support.jobs.job import Group, lost_steps
 from tests.support.jobs.mesh import Mesh
+from tests.support.network.ports import free_port
 from tests.support.services.etcd_server import EtcdCluster
 
 ROOT = Path(__file__).resolve().parents[2]

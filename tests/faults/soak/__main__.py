@@ -36,9 +36,9 @@ from keepstep_history.report import summary_lines, verdict, violation_lines
 from keepstep_mesh.faults.fault_orders import CHAOS_ENV
 from tests.faults.soak import accounting, total
 from tests.faults.soak.accounting import problems
-from tests.support.jobs.job import free_port
 from tests.support.network import namespaces
 from tests.support.network.namespaces import Host, Namespaces
+from tests.support.network.ports import free_port
 from tests.support.processes import forked
 from tests.support.services.etcd_server import EtcdCluster
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
-import socket
 import threading
 import time
 import urllib.error
@@ -23,6 +22,7 @@ import torch
 from keepstep import HTTPTransport, Manager, PGTransport, ProcessGroupGloo
 from keepstep.checkpointing.errors import TransferError
 from keepstep.runtime.exits import MismatchExit
+from tests.support.network.ports import free_port
 
 SECOND = timedelta(seconds=1)
 
@@ -114,9 +114,7 @@ def refusal(lighthouse: str, member: Callable[[Manager], object], newcomer: Call
 
 def place_to_meet() -> dict[str, Any]:
     """A free port for the store that rank 0 serves."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return {"store_addr": "127.0.0.1", "store_port": probe.getsockname()[1], "world_size": 2}
+    return {"store_addr": "127.0.0.1", "store_port": free_port(), "world_size": 2}
 
 
 class Flaky(HTTPTransport[dict[str, Any]]):

@@ -26,9 +26,10 @@ from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_mesh.protocol.messages import Healing, Welcome
 from keepstep_mesh.security.tokens import Tokens
 from keepstep_metrics.history.findings.alerts import SEVERITIES
+from tests.support.network.ports import free_port
 from tests.support.services import metrics_driver
 from tests.support.services.command import killed_at_the_end
-from tests.support.services.etcd_server import EtcdCluster, free_ports
+from tests.support.services.etcd_server import EtcdCluster
 from tests.support.services.lighthouse_driver import DEADLINE, connection, lighthouse, round_of
 from tests.support.services.relay_driver import client, relay, state
 
@@ -97,7 +98,7 @@ class Prometheus:
 
 @asynccontextmanager
 async def prometheus(folder: Path, config: Path) -> AsyncIterator[Prometheus]:
-    (port,) = free_ports(1)
+    port = free_port()
     flags = [f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}", "--log.level=error"]
     async with (
         killed_at_the_end("prometheus", *flags, f"--web.listen-address=127.0.0.1:{port}"),

@@ -142,12 +142,12 @@ def test_a_reader_that_comes_early_waits_for_the_step(transports):
 def test_a_step_that_is_not_there_is_refused_with_the_reason(transports):
     source, joiner = transports(), transports()
     with pytest.raises(TransferError, match=r"step 9 was not staged within .* no step is staged"):
-        joiner.recv_checkpoint(0, source.metadata(), 9, timedelta(seconds=1))
+        joiner.recv_checkpoint(0, source.metadata(), 9, timedelta(seconds=3))
     source.send_checkpoint([1], 5, state_of(5, 1), MINUTE)
     with pytest.raises(TransferError, match="step 4 is no longer available: the newest step is 5"):
         joiner.recv_checkpoint(0, source.metadata(), 4, MINUTE)
     with pytest.raises(TransferError, match=r"step 6 was not staged within .* the newest step is 5"):
-        joiner.recv_checkpoint(0, source.metadata(), 6, timedelta(seconds=1))
+        joiner.recv_checkpoint(0, source.metadata(), 6, timedelta(seconds=3))
 
 
 def test_a_source_that_went_back_to_a_lower_step_serves_it(transports):

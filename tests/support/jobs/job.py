@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,14 +25,9 @@ from keepstep_history.reading import check_files
 from keepstep_history.report import summary_lines, violation_lines
 from keepstep_mesh.net.http import client_session, raise_for_problem
 from tests.support.network.namespaces import LOOPBACK, Host
+from tests.support.network.ports import free_port
 
 DEADLINE = 90.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 TRAINER = Path(__file__).with_name("trainer.py")

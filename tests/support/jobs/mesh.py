@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
@@ -16,8 +16,9 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from keepstep_mesh.testing import ChaosProxy
-from tests.support.jobs.job import DEADLINE, Group, Job, free_port
+from tests.support.jobs.job import DEADLINE, Group, Job
 from tests.support.network.namespaces import LOOPBACK, Host, Namespaces
+from tests.support.network.ports import free_port
 from tests.support.services.etcd_server import EtcdCluster
 
 LEASE = 3.0
@@ -125,31 +126,48 @@ class Mesh(Job):
         async with asyncio.timeout(DEADLINE):
             return await self.lighthouses[number].wait()
 
-    async def leader(self, *, followed: bool = False) -> int:
-        """Poll all lighthouses until one leads; return its number. ``followed``: until it has standbys too."""
+    async def leader(self, *, followed: bool = False, but: int = -1) -> int:
+        """Poll all lighthouses until one leads; return its number.
+
+        ``followed``: until it has standbys too. ``but``: not this one.
+        """
         wanted = ["keepstep_lighthouse_ready 1.0"]
         if followed:
             wanted.append(f"keepstep_lighthouse_standbys {len(self.addresses) - 1}.0")
-        async with asyncio.timeout(DEADLINE), aiohttp.ClientSession() as http:
-            while True:
-                for number, address in enumerate(self.addresses):
-                    metrics = await _get(http, f"{address}/metrics")
-                    if all(f"\n{one}\n" in metrics for one in wanted):
-                        return number
-                await asyncio.sleep(0.02)  # no event says so
+
+        async def leads(http: aiohttp.ClientSession, number: int) -> bool:
+            metrics = await _get(http, f"{self.addresses[number]}/metrics")
+            return all(f"\n{one}\n" in metrics for one in wanted)
+
+        return await self._first(set(range(len(self.addresses))) - {but}, leads, "a lighthouse leads")
 
     async def not_ready(self, number: int, why: str) -> None:
         """Wait until lighthouse ``number`` gives this reason why it is not ready."""
-        async with asyncio.timeout(DEADLINE), aiohttp.ClientSession() as http:
-            while why not in await _get(http, f"{self.addresses[number]}/readyz"):  # noqa: ASYNC110 - no event says so
-                await asyncio.sleep(0.02)
+
+        async def says_so(http: aiohttp.ClientSession, number: int) -> bool:
+            return why in await _get(http, f"{self.addresses[number]}/readyz")
+
+        await self._first({number}, says_so, f"lighthouse {number} is not ready: {why}")
 
     async def succeeded(self, leader: int) -> int:
         """Wait until another lighthouse than ``leader`` leads; return its number."""
-        async with asyncio.timeout(DEADLINE):
-            while (found := await self.leader()) == leader:  # noqa: ASYNC110 - no event says so
-                await asyncio.sleep(0.02)
-        return found
+        return await self.leader(but=leader)
+
+    async def _first(
+        self, numbers: set[int], holds: Callable[[aiohttp.ClientSession, int], Awaitable[bool]], what: str
+    ) -> int:
+        """Ask these lighthouses, one after the other, until ``holds`` is true of one; return its number."""
+        try:
+            async with asyncio.timeout(DEADLINE), aiohttp.ClientSession() as http:
+                while True:
+                    for number in numbers:
+                        if await holds(http, number):
+                            return number
+                    await asyncio.sleep(0.02)  # no event says so
+        except TimeoutError:
+            codes = [one.returncode for one in self.lighthouses]
+            told = f"not seen within {DEADLINE:g} s: {what}; exit codes of the lighthouses: {codes}"
+            raise AssertionError(f"{told}\n{self.report()}") from None
 
     # ---- the network
 

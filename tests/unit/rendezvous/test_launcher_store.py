@@ -15,6 +15,7 @@ from torch.distributed import TCPStore
 
 from keepstep.rendezvous.launcher_store import LauncherStore, listens
 from keepstep_mesh.errors import Banned, KeepstepError
+from tests.support.network.ports import free_port
 
 HOST = "127.0.0.1"
 FIRST, SECOND = "g:1", "g:2"
@@ -25,11 +26,6 @@ def listening() -> Iterator[int]:
     """The port of a server that accepts connections and never answers."""
     with socket.create_server((HOST, 0)) as server:
         yield server.getsockname()[1]
-
-
-def free_port() -> int:
-    with listening() as port:
-        return port
 
 
 def hosted() -> TCPStore:

@@ -12,11 +12,11 @@ from aiohttp import web
 
 from keepstep_cli.asking import rest
 from keepstep_cli.errors import Unreachable
-from keepstep_cli.running.ranks import free_port
 from keepstep_mesh.security.tokens import Access
 from keepstep_mesh.serving.application import Route
 from keepstep_mesh.serving.service import Service, serving
 from tests.services.cli.scene import DEADLINE, keepstep, line_of, running
+from tests.support.network.ports import free_port
 from tests.support.services.asking_group import Group
 from tests.support.services.command import process
 from tests.support.services.lighthouse_driver import lighthouse

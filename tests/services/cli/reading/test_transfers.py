@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from keepstep_cli.running.ranks import free_port
 from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_mesh.protocol.messages import Healing
 from tests.services.cli.scene import keepstep
+from tests.support.network.ports import free_port
 from tests.support.services.command import environment, process
 from tests.support.services.lighthouse_driver import Worker, lighthouse, worker
 from tests.support.services.relay_driver import DEADLINE, client, relay_process, state
