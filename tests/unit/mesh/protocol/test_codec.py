@@ -103,7 +103,7 @@ def test_a_damaged_frame_is_a_message_or_a_protocol_error(message, draw) -> None
 
 
 @given(st.sampled_from(KINDS), st.lists(data, max_size=12))
-@settings(max_examples=500)
+@settings(max_examples=200)
 def test_well_formed_nonsense_is_a_message_or_a_protocol_error(kind, fields) -> None:
     with suppress(ProtocolError):
         assert isinstance(codec.decode(msgpack.packb([kind.kind, *fields])), kind)
