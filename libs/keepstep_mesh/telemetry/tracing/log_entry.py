@@ -48,5 +48,5 @@ def entry_of(record: logging.LogRecord, context: SpanContext | None) -> LogEntry
 
 
 def plain(value: object) -> AttributeValue:
-    """Return a value that an attribute may have: the text of all others."""
-    return value if isinstance(value, str | bool | int | float) else without_secrets(str(value))
+    """Return a value that an attribute may have: the text of all others, without secrets."""
+    return value if isinstance(value, bool | int | float) else without_secrets(str(value))

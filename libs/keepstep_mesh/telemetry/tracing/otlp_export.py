@@ -26,7 +26,7 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_s
 from opentelemetry.trace.status import Status, StatusCode
 
 from keepstep_mesh.config.log_limiter import LogLimiter
-from keepstep_mesh.config.logging import get_logger
+from keepstep_mesh.config.logging import get_logger, without_secrets
 from keepstep_mesh.telemetry.tracing import spans
 from keepstep_mesh.telemetry.tracing.log_entry import LogEntry, entry_of
 from keepstep_mesh.telemetry.tracing.spans import AttributeValue, Span
@@ -70,8 +70,8 @@ class OtlpExport:
         self.wanted = wanted
         self.context: spans.SpanContext | None = None
         """The span of the present step, which logs name."""
-        self.dropped = 0
-        """Number of spans and logs that were not exported."""
+        self._overflowed = self._unsent = 0
+        """Numbers of spans and logs that found a full queue, and that could not be sent."""
         self._resource = Resource.create(dict(facts)).merge(OTELResourceDetector().detect())
         self._scope = InstrumentationScope("keepstep", str(facts.get("service.version", "")))
         self._spans = trace_exporter.OTLPSpanExporter()
@@ -79,7 +79,6 @@ class OtlpExport:
         self._interval = interval
         self._failures_logged = LogLimiter(FAILURE_LOG_SECONDS)
         self._pid = os.getpid()
-        self._lock = threading.Lock()
         self._queue: deque[Span | LogEntry | Callable[[], Iterable[Span]]] = deque()
         self._stopping = threading.Event()
         self._late = False
@@ -96,13 +95,18 @@ class OtlpExport:
 
     def add(self, item: Span | LogEntry | Callable[[], Iterable[Span]]) -> None:
         """Queue a span, a log, or a function that returns spans. From any thread; never waits and never raises."""
-        if os.getpid() != self._pid:  # a forked child: it has no thread, and a lock may be held for ever
+        if os.getpid() != self._pid:  # a forked child has no thread
             return
-        with self._lock:
-            if len(self._queue) < MAX_QUEUED:
-                self._queue.append(item)
-            else:
-                self.dropped += 1
+        # without a lock: a signal handler, or the garbage collector, may log while this thread is in here
+        if len(self._queue) < MAX_QUEUED:
+            self._queue.append(item)
+        else:
+            self._overflowed += 1
+
+    @property
+    def dropped(self) -> int:
+        """Number of spans and logs that were not exported."""
+        return self._overflowed + self._unsent
 
     def enter(self, context: spans.SpanContext) -> None:
         """Name this span in the logs that follow."""
@@ -135,8 +139,7 @@ class OtlpExport:
 
     def _export_queued(self) -> None:
         while self._queue:
-            with self._lock:
-                items = [self._queue.popleft() for _ in range(min(MAX_BATCH, len(self._queue)))]
+            items = [self._queue.popleft() for _ in range(min(MAX_BATCH, len(self._queue)))]
             if self._late:
                 self._lost(len(items), "the process ends")
                 continue
@@ -152,8 +155,7 @@ class OtlpExport:
             self._lost(len(batch), result)
 
     def _lost(self, count: int, reason: str) -> None:
-        with self._lock:
-            self.dropped += count
+        self._unsent += count
         if self._failures_logged.allows(time.monotonic()):
             log.warning("could not export to the OTLP collector", reason=reason, dropped=self.dropped)
 
@@ -164,7 +166,7 @@ class OtlpExport:
             parent=None if one.parent is None else _otel_context(one.parent),
             resource=self._resource,
             attributes={f"keepstep.{name}": value for name, value in one.attributes.items()},
-            status=Status(StatusCode.ERROR, one.error) if one.error else Status(),
+            status=Status(StatusCode.ERROR, without_secrets(one.error)) if one.error else Status(),
             start_time=int(one.began * 1e9),
             end_time=int(one.ended * 1e9),
             instrumentation_scope=self._scope,
@@ -196,7 +198,10 @@ class _Handler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if not record.name.startswith(OWN_LOGGERS):
-            self._export.add(entry_of(record, self._export.context))
+            try:
+                self._export.add(entry_of(record, self._export.context))
+            except Exception:  # noqa: BLE001  of a record that cannot be formatted
+                self.handleError(record)
 
 
 class _QuietThread(logging.Filter):

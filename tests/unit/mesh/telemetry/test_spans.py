@@ -7,7 +7,9 @@ import logging
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections import deque
 from typing import Any
 
 import pytest
@@ -104,7 +106,10 @@ def test_without_the_variable_nothing_of_opentelemetry_is_imported() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.skipif(importlib.util.find_spec("opentelemetry") is None, reason="needs keepstep[otel]")
+needs_otel = pytest.mark.skipif(importlib.util.find_spec("opentelemetry") is None, reason="needs keepstep[otel]")
+
+
+@needs_otel
 def test_a_dead_collector_delays_nothing_and_what_is_lost_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     from keepstep_mesh.telemetry.tracing import otlp_export
 
@@ -123,3 +128,34 @@ def test_a_dead_collector_delays_nothing_and_what_is_lost_is_counted(monkeypatch
         export.close(0.1)
         export._thread.join(60)  # the request that it has begun ends at its timeout
         assert export.dropped == otlp_export.MAX_QUEUED + otlp_export.MAX_BATCH + more
+
+
+@needs_otel
+def test_a_log_within_the_queueing_of_another_neither_waits_nor_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A signal handler, or the garbage collector, may log at any point of a thread."""
+    from keepstep_mesh.telemetry.tracing import otlp_export
+
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.1")
+    source = logging.getLogger("keepstep.somebody")
+    monkeypatch.setattr(source, "propagate", False)  # pytest's handler raises errors of a format
+
+    class Interrupted(deque[Any]):
+        def append(self, item: Any) -> None:
+            if not self:
+                super().append(item)
+                source.warning("%s and %s", "one")
+                source.warning("within")
+            else:
+                super().append(item)
+
+    export = otlp_export.OtlpExport(ALL, {"service.name": "x"}, source.name, interval=60.0)
+    export._queue = queued = Interrupted()
+    adding = threading.Thread(target=export.add, args=spans_of("a")[:1], daemon=True)
+    adding.start()
+    adding.join(10.0)
+    assert [type(one).__name__ for one in queued] == ["Span", "LogEntry"]
+    assert "not enough arguments" in capsys.readouterr().err, "as every handler of logging"
+    export.close(1.0)
