@@ -79,9 +79,9 @@ class StepReport:
 
 
 OWN, PEER, UNKNOWN = "own", "peer", "unknown"
+"""Values of ``StepFailure.cause``."""
 UNPUBLISHED, TO_PUBLISH, PUBLISHED = "no", "wanted", "done"
 """Values of ``QuorumRequest.publish``."""
-"""Values of ``StepFailure.cause``."""
 MAX_PEERS = 64
 """Limit of ``StepFailure.peers``."""
 MAX_FAILURE_REASON = 200
