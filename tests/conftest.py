@@ -39,6 +39,8 @@ LONGEST_FIRST = ("training", "faults", "browser", "services")
 
 GRACE_SECONDS = 5.0
 """Time that threads, children and sockets have to end after the test."""
+KILLED_SECONDS = 30.0
+"""Limit for the end of a child that was left behind and got SIGKILL."""
 
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -141,7 +143,7 @@ def _new_children(before: dict[tuple[int, float], psutil.Process], deadline: flo
         with contextlib.suppress(psutil.NoSuchProcess):
             told.append(f"process {child.pid}: {' '.join(child.cmdline())[:200]}")
             child.send_signal(signal.SIGKILL)
-            child.wait(GRACE_SECONDS)
+            child.wait(KILLED_SECONDS)
     return told
 
 

@@ -128,7 +128,8 @@ def test_a_source_that_ends_in_the_middle_of_a_step_keeps_nobody_waiting(lightho
         lambda: story.source(lambda m: m.shutdown()), lambda: story.joiner(nothing, goes_on=False)
     )
     assert took < AT_ONCE
-    assert "a:" in why or "did not connect" in why  # Gloo may still have been connecting
+    # Gloo may still have been connecting, or the heal may not have begun
+    assert "a:" in why or "did not connect" in why or "the source of step 5 is lost" in why
 
 
 def test_a_source_that_begins_again_before_it_reduced_anything_continues_the_step_and_its_joiner_heals(
