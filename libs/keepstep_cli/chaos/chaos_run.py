@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -21,9 +20,10 @@ from keepstep_cli.asking import tables
 from keepstep_cli.asking.rest import Lighthouse
 from keepstep_cli.asking.rest import run as run_async
 from keepstep_cli.chaos import observation
-from keepstep_cli.chaos.elsewhere import ORDERS, Templates, command
+from keepstep_cli.chaos.elsewhere import Templates, command, reaches
 from keepstep_cli.chaos.engine import Duration, Engine
 from keepstep_cli.chaos.injection import Permissions, available, unavailable
+from keepstep_cli.chaos.interruption import cancel_at_signals
 from keepstep_cli.chaos.recovery import Recovery
 from keepstep_cli.chaos.report import markdown
 from keepstep_cli.chaos.schedule import Limits, Schedule, choices
@@ -32,6 +32,10 @@ from keepstep_cli.chaos.verdict import COLUMNS, GROWTH_COLUMNS, Outcome, fault_r
 from keepstep_cli.chaos.vocabulary import KINDS, Role, Target
 
 LIST_SECONDS = 10.0
+UNDONE = "every fault was undone"
+UNDONE_ELSEWHERE = (
+    "the commands of faults got SIGINT; where it does not reach `keepstep inject`, a fault ends in its time"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +119,7 @@ def _kinds(places: Places, target: Target, request: Request) -> list[str]:
         found = [
             name
             for name, kind in KINDS.items()
-            if target.role in kind.roles and (name in ORDERS or request.templates.of(target, name))
+            if target.role in kind.roles and reaches(request.templates, target, name)
         ]
     return [name for name in found if name in request.only or not (request.only or KINDS[name].asked_for)]
 
@@ -126,7 +130,10 @@ def _reason(places: Places, targets: list[Target], kind: str, request: Request) 
             return f"{target}: {why}"
     if KINDS[kind].asked_for and not request.only:
         return f"it may spoil the weights of all groups; ask for it with --only {kind}"
-    if any(target.role in KINDS[kind].roles for target in targets):
+    able = [target for target in targets if target.role in KINDS[kind].roles]
+    if able and request.templates is not None and not any(reaches(request.templates, one, kind) for one in able):
+        return f"no template reaches it; pass --exec '{kind}=COMMAND'"
+    if able:
         return "it would leave too few groups or no lighthouse; pass --beyond-limits"
     return "no target of the right kind"
 
@@ -177,9 +184,7 @@ def run_chaos(
     async def play() -> None:
         running = asyncio.current_task()
         assert running is not None
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, running.cancel)
+        cancel_at_signals(running)
         await engine.run(request.duration)
         if engine.wedged:
             await _save_wedge(lighthouse, plan.places.job, request.results)
@@ -187,7 +192,7 @@ def run_chaos(
     try:
         asyncio.run(play())
     except asyncio.CancelledError:
-        _to_standard_error("keepstep: interrupted; every fault was undone")
+        _to_standard_error("keepstep: interrupted; " + (UNDONE if request.templates is None else UNDONE_ELSEWHERE))
     outcome = _outcome(plan, engine, recovery, time.time() - began)
     (request.results / "results.json").write_text(json.dumps(outcome.json(), indent=1) + "\n", encoding="utf-8")
     (request.results / "results.md").write_text(markdown(outcome, plan.places.job), encoding="utf-8")

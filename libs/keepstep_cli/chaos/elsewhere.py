@@ -38,6 +38,13 @@ class Templates:
         return None
 
 
+def reaches(templates: Templates, target: Target, kind: str) -> bool:
+    """Return whether a kind of fault of this target's role can hit it: as an order, or by a template."""
+    if kind == "fill-disk" and target.role is Role.GROUP:  # it has no data directory
+        return templates.by_role_and_kind.keys() & {("group", kind), ("", kind)} != set()
+    return kind in ORDERS or templates.of(target, kind) is not None
+
+
 def parse(texts: Sequence[str]) -> Templates:
     """Parse values of ``--exec``: ``TEMPLATE``, ``ROLE=TEMPLATE``, ``KIND=TEMPLATE``, or ``ROLE.KIND=TEMPLATE``.
 

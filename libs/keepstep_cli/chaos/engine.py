@@ -29,7 +29,7 @@ SLOW_LOOK_SECONDS = 1.0
 CHAOS_ANSWER_SECONDS = 2.0
 """Maximum wait for the answer of a service."""
 CHAOS_SETTLE_SECONDS = 60.0
-"""Maximum wait at the end, until all targets have recovered."""
+"""Maximum wait at the end, until all faults are over."""
 STUCK_WEDGES = 5
 """A target that has not recovered after so many times ``Duration.wedge_seconds`` ends the run."""
 SERVICES = frozenset(Role) - {Role.GROUP, Role.JOB}
@@ -89,7 +89,7 @@ class Engine:
                 await asyncio.sleep(CHAOS_LOOK_SECONDS)
             if self._acts:
                 await asyncio.wait(self._acts, timeout=CHAOS_SETTLE_SECONDS)
-            settled = time.time() + CHAOS_SETTLE_SECONDS
+            settled = time.time() + STUCK_WEDGES * duration.wedge_seconds
             while self._recovery.down and time.time() < settled and not self._look(duration):  # noqa: ASYNC110 - as above
                 await asyncio.sleep(CHAOS_LOOK_SECONDS)
         finally:

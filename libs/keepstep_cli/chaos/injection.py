@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from keepstep_cli.asking.rest import Lighthouse
 from keepstep_cli.chaos import full_disk, inside, network, process_table
 from keepstep_cli.chaos.elsewhere import Templates, command
 from keepstep_cli.chaos.memory_limit import memory_limited
+from keepstep_cli.chaos.remote_command import CommandError, run_command
 from keepstep_cli.chaos.targets import Place, Places, process_at
 from keepstep_cli.chaos.vocabulary import KINDS, Fault, Role, Target
 from keepstep_cli.running.run_control import order_restart
@@ -29,8 +30,6 @@ SLOW_STOPPED_SECONDS, SLOW_RUNNING_SECONDS = 0.08, 0.02
 ACT_END_SECONDS = 60.0
 """Maximum time from a polite request to the end of a process."""
 ACT_LOOK_SECONDS = 0.02
-COMMAND_END_SECONDS = 10.0
-"""From SIGTERM to the end of a command that injects a fault elsewhere."""
 REASON = "keepstep chaos"
 
 
@@ -124,7 +123,7 @@ class Injector:
             await self._acts[fault.kind.name](self, place, fault)
         except ClickException as error:
             raise InjectionError(error.message.splitlines()[0]) from error
-        except inside.OrderError as error:
+        except (inside.OrderError, CommandError) as error:
             raise InjectionError(str(error)) from error
         except (OSError, network.NetworkError, TimeoutError) as error:
             raise InjectionError(f"{type(error).__name__}: {error}") from error
@@ -304,29 +303,6 @@ async def inject_at(address: str, kind: str, seconds: float, permissions: Permis
     places.add(place)
     fault = Fault(1, KINDS[kind], target, seconds if KINDS[kind].lasts else 0.0)
     await Injector(places, Lighthouse("http://127.0.0.1:1", None), Path()).inject(fault)
-
-
-async def run_command(words: Sequence[str], fault: Fault) -> None:
-    """Run the command of a fault elsewhere; it gets SIGTERM if this is cancelled. Raises InjectionError, OSError."""
-    process = await asyncio.create_subprocess_exec(
-        *words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-    )
-    try:
-        async with asyncio.timeout(fault.seconds + ACT_END_SECONDS):
-            _, said = await process.communicate()
-    finally:
-        if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.terminate()
-            try:
-                await asyncio.wait_for(process.wait(), COMMAND_END_SECONDS)
-            except TimeoutError:
-                process.kill()
-                await process.wait()
-    ended_with_target = fault.kind.name in ("kill", "memory") and process.returncode in (-signal.SIGKILL, 128 + 9)
-    if process.returncode and not ended_with_target:
-        last = said.decode(errors="replace").strip().splitlines()[-1:] or ["no message"]
-        raise InjectionError(f"{words[0]} exited with {process.returncode}: {last[0][:300]}")
 
 
 async def _within(

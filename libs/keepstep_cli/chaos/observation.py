@@ -6,7 +6,6 @@ import json
 import os
 import time
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -123,9 +122,8 @@ def logs_of(places: Places) -> list[Path]:
             if path := program.environment.get(STEP_LOG):
                 found.append(Path(program.folder, path))
         elif place.target.role == Role.LIGHTHOUSE and place.program is not None:
-            words = place.program.argv
-            logs = [value for flag, value in pairwise(words) if flag == "--event-log"]
-            found += [Path(place.program.folder, log) for log in logs]
+            log = place.program.path("--event-log")
+            found += [log] if log else []
     return [path for path in dict.fromkeys(found) if path.exists()]
 
 

@@ -25,6 +25,14 @@ class Program:
     environment: dict[str, str]
     folder: str
 
+    def path(self, flag: str) -> Path | None:
+        """Return the path that was given as ``flag PATH`` or ``flag=PATH``; a relative one begins at its folder."""
+        for place, word in enumerate(self.argv):
+            name, equals, value = word.partition("=")
+            if name == flag and (equals or place + 1 < len(self.argv)):
+                return Path(self.folder, value if equals else self.argv[place + 1])
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class Usage:

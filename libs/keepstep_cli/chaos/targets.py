@@ -38,13 +38,7 @@ class Place:
     @property
     def data_folder(self) -> Path | None:
         """Its ``--data-dir``."""
-        words = self.program.argv if self.program else ()
-        for place, word in enumerate(words):
-            if word.startswith("--data-dir="):
-                return Path(word.partition("=")[2])
-            if word == "--data-dir" and place + 1 < len(words):
-                return Path(words[place + 1])
-        return None
+        return self.program.path("--data-dir") if self.program else None
 
 
 @dataclass(slots=True)
@@ -134,11 +128,11 @@ async def find_elsewhere(lighthouse: Lighthouse, job: str, etcd: Sequence[str]) 
 
 
 def addresses_of(replicas: Any) -> Iterator[tuple[Target, str]]:
-    """Yield the groups that have an address, from an answer of the lighthouse."""
+    """Yield the groups that run and have an address, from an answer of the lighthouse."""
     from keepstep_mesh.protocol.names import name_of
 
     for one in replicas["replicas"]:
-        if one["address"]:
+        if one["address"] and one["state"] != "gone":
             yield Target(Role.GROUP, name_of(one["replica_id"])), one["address"]
 
 

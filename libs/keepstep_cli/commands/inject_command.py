@@ -26,12 +26,12 @@ def inject(kind: str, *, address: str, seconds: float, fill_shared_disks: bool) 
     import asyncio
 
     from keepstep_cli.chaos.injection import InjectionError, Permissions, inject_at
+    from keepstep_cli.chaos.interruption import cancel_at_signals
 
     async def run() -> None:
         task = asyncio.current_task()
         assert task is not None
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+        cancel_at_signals(task)
         await inject_at(address, kind, seconds, Permissions(fill_shared_disks=fill_shared_disks))
 
     try:

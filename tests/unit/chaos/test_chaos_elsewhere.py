@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from keepstep_cli.chaos.elsewhere import command, parse
-from keepstep_cli.chaos.injection import InjectionError, Permissions, inject_at, run_command
+from keepstep_cli.chaos.injection import InjectionError, Permissions, inject_at
+from keepstep_cli.chaos.process_table import Program
+from keepstep_cli.chaos.remote_command import CommandError, run_command
 from keepstep_cli.chaos.vocabulary import KINDS, Fault, Role, Target
+from tests.support.services.command import process as started
+
+ROOT = Path(__file__).parents[3]
 
 POD = Target(Role.GROUP, "r12")
 RELAY = Target(Role.RELAY, "relay-0.relay:29520")
@@ -82,8 +91,113 @@ async def test_the_process_at_an_address_is_hit(listening):
         await inject_at(f"localhost:{port}", "kill", 0.0, Permissions())
 
 
-async def test_the_last_line_of_a_command_that_fails_is_the_reason():
-    fault = Fault(1, KINDS["cut"], POD, 0.1)
-    with pytest.raises(InjectionError, match="sh exited with 3: no such pod"):
-        await run_command(["sh", "-c", "echo trying >&2; echo no such pod >&2; exit 3"], fault)
-    await run_command(["sh", "-c", "kill -KILL $$"], Fault(1, KINDS["kill"], POD, 0.0))  # it ended with its target
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ("trying\nno such pod", "no such pod"),
+        ("Error: cut: needs root\nsrun: error: n1: task 0: Exited with exit code 1", "cut: needs root"),
+        ("", "no message"),
+    ],
+)
+async def test_the_error_of_keepstep_inject_or_else_the_last_line_is_the_reason(said, reason):
+    with pytest.raises(CommandError, match=f"^sh exited with 3: {reason}$"):
+        await run_command(["sh", "-c", f"echo {shlex.quote(said)} >&2; exit 3"], Fault(1, KINDS["cut"], POD, 0.1))
+
+
+async def test_a_command_that_ends_with_its_target_has_hit():
+    await run_command(["sh", "-c", "kill -KILL $$"], Fault(1, KINDS["kill"], POD, 0.0))
+
+
+async def test_an_interrupted_command_and_those_that_it_started_end_at_sigint(tmp_path):
+    """As `srun`, which passes SIGINT on, but has its step killed at SIGTERM."""
+    ready, told = tmp_path / "ready", tmp_path / "told"
+    program = (
+        "import pathlib, signal, sys\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, {2, 15})\n"
+        "pathlib.Path(sys.argv[1]).touch()\n"
+        "pathlib.Path(sys.argv[2]).write_text(signal.Signals(signal.sigwait({2, 15})).name)\n"
+    )
+    words = shlex.join([sys.executable, "-c", program, str(ready), str(told)])
+    running = asyncio.create_task(run_command(["sh", "-c", f"{words}; true"], Fault(1, KINDS["freeze"], POD, 60.0)))
+    async with asyncio.timeout(20):
+        while not ready.exists():  # noqa: ASYNC110 - it tells nothing else
+            await asyncio.sleep(0.01)
+        running.cancel()
+        await asyncio.wait([running])
+    assert told.read_text() == "SIGINT"
+
+
+async def test_a_fault_is_undone_if_the_terminal_of_keepstep_inject_closes(listening):
+    process, port = listening
+
+    def stopped() -> bool:
+        return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+    async with started("inject", "freeze", "--at", f"localhost:{port}", "--seconds", "60") as inject:
+        async with asyncio.timeout(20):
+            while not stopped():  # noqa: ASYNC110 - the kernel tells only its parent
+                await asyncio.sleep(0.01)
+            inject.send_signal(signal.SIGHUP)
+            await inject.wait()
+        assert not stopped()
+
+
+def test_paths_of_a_command_line_begin_at_its_folder():
+    program = Program(("keepstep", "relay", "--data-dir", "data", "--event-log=/log"), {}, "/srv")
+    assert program.path("--data-dir") == Path("/srv/data")
+    assert program.path("--event-log") == Path("/log")
+    assert program.path("--name") is None
+
+
+# ---- the templates of docs/chaos.md
+
+
+def documented() -> dict[str, list[str]]:
+    """The templates of each block of the page, as a shell reads them."""
+    text = (ROOT / "docs" / "chaos.md").read_text().partition("## Jobs elsewhere")[2]
+    blocks = text.partition("```\n")[2].partition("```")[0].split("\n\n")
+    read = 'keepstep() { while [ $# -gt 0 ]; do [ "$1" = --exec ] && printf "%s\\0" "$2"; shift; done; }; '
+    shown = {
+        one[2:].partition(":")[0]: subprocess.check_output(["bash", "-c", read + one], text=True) for one in blocks
+    }
+    return {name: templates.split("\0")[:-1] for name, templates in shown.items()}
+
+
+def run_by_sh(words: list[str] | None, folder: Path) -> list[str]:
+    """The words of the last command of a template, which a program of its name in ``folder`` prints."""
+    assert words is not None
+    path = f"{folder}:{os.environ['PATH']}"
+    return subprocess.check_output(words, text=True, env={**os.environ, "PATH": path}).splitlines()
+
+
+def test_the_documented_templates_give_the_commands_that_the_platforms_want(tmp_path):
+    """kubectl: `kubectl exec POD [flags] -- COMMAND [args...]`; what Slurm and docker want was tried with them."""
+    for name, script in {
+        "kubectl": 'printf "%s\\n" kubectl "$@"',
+        "srun": 'printf "%s\\n" srun "$@"',
+        "squeue": '[ "$*" = "-h -j 4711_12 -o %A" ] && echo 4724',
+        "docker": 'case "$*" in\n"compose ps -q trainer") echo c1 c2 ;;\n"exec c1 hostname -i") echo 10.0.0.30 ;;\n'
+        '"exec c2 hostname -i") echo 10.1.0.3 10.0.0.3 ;;\n*) printf "%s\\n" docker "$@" ;;\nesac',
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    freeze = ["keepstep", "inject", "freeze", "--seconds", "1.500"]
+    shown = documented()
+    at = {POD: "10.0.0.3:29540", RELAY: "relay-0.relay:29520"}
+
+    def words(platform: str, target: Target, kind: str = "freeze") -> list[str]:
+        template = parse(shown[platform]).of(target, kind)
+        assert template is not None
+        return command(template, Fault(1, KINDS[kind], target, 1.5), "night", f"http://{at[target]}")
+
+    def inject(target: Target) -> list[str]:
+        return [*freeze[:3], "--at", at[target], *freeze[3:]]
+
+    pod = ["kubectl", "-n", "keepstep", "exec"]
+    assert words("Kubernetes", POD) == [*pod, "trainer-12", "--", *inject(POD)]
+    assert run_by_sh(words("Kubernetes", RELAY), tmp_path) == [*pod, "relay-0", "--", *inject(RELAY)]
+    assert words("Kubernetes", POD, "restart") == ["kubectl", "-n", "keepstep", "delete", "pod", "trainer-12"]
+    assert run_by_sh(words("Slurm", POD), tmp_path) == ["srun", "-X", "--overlap", "--jobid", "4724", *inject(POD)]
+    assert words("Slurm", POD, "restart") == ["scontrol", "requeue", "4711_12"]
+    assert run_by_sh(words("compose", POD), tmp_path) == ["docker", "exec", "c2", *inject(POD)]
+    assert words("compose", RELAY) == ["docker", "compose", "exec", "-T", "relay-0.relay", *inject(RELAY)]

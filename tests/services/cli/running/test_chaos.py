@@ -67,6 +67,9 @@ async def test_chaos_hits_a_running_job_and_reports_what_it_cost(tmp_path):
         assert report["not_injected"] == 0, report
 
         template = f"sh -c 'set -- {{command}}; shift; exec {sys.executable} -m keepstep_cli \"$@\"'"
+        refused = await keepstep(*chaos, "--exec", template, "--only", "restart", "--dry-run")
+        assert refused.code == 2, refused
+        assert "no template reaches it; pass --exec 'restart=COMMAND'" in refused.err
         reached = ("--exec", template, "--only", "freeze", "--target", "r1", "--seconds", "0", "--faults", "1")
         done = await keepstep(*chaos, *reached, "--yes", "--json", "--results", str(results))
         assert done.code == 0, done
