@@ -24,6 +24,8 @@ from keepstep.runtime.failed_future import fail_future
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.exit_codes import EXIT_WATCHDOG
 from keepstep_mesh.net.fork_safety import tell_children
+from keepstep_mesh.threads.starting import Thread
+from keepstep_mesh.threads.watchdog import watched
 
 T = TypeVar("T")
 
@@ -50,7 +52,7 @@ class _Deadlines:
         self._changed = threading.Condition()
         self._heap: list[tuple[float, int, _Deadline]] = []
         self._order = itertools.count()
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
         tell_children(self)
 
     def forked(self) -> None:
@@ -62,8 +64,9 @@ class _Deadlines:
         with self._changed:
             heapq.heappush(self._heap, (deadline.due, next(self._order), deadline))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._keep, name="keepstep-deadlines", daemon=True)
-                self._thread.start()
+                thread = Thread(target=self._run, name="keepstep-deadlines", daemon=True)
+                thread.start()
+                self._thread = thread
             self._changed.notify()
         return deadline
 
@@ -73,6 +76,12 @@ class _Deadlines:
             while self._heap and self._heap[0][2].callback is None:
                 heapq.heappop(self._heap)
             self._changed.notify()
+
+    def _run(self) -> None:
+        try:
+            self._keep()
+        except BaseException:  # noqa: BLE001  such as MemoryError
+            end_process("the thread that watches deadlines failed", EXIT_WATCHDOG, stacks=True)
 
     def _keep(self) -> None:
         while True:
@@ -89,29 +98,10 @@ class _Deadlines:
                 callback = deadline.callback
             if callback is not None:
                 try:
-                    with _watchdog():
+                    with watched("a deadline's callback", WATCHDOG_TIMEOUT.total_seconds()):
                         callback()
                 except Exception:  # the thread must watch the other deadlines
                     log.exception("a deadline's callback failed")
-
-
-@contextlib.contextmanager
-def _watchdog() -> Generator[None, None, None]:
-    """End the process when the block takes longer than the watchdog's timeout."""
-    timeout = WATCHDOG_TIMEOUT.total_seconds()
-    done = threading.Event()
-
-    def watch() -> None:
-        if not done.wait(timeout):
-            end_process(f"a deadline's callback has been stuck for {timeout:g} s", EXIT_WATCHDOG, stacks=True)
-
-    guard = threading.Thread(target=watch, name="keepstep-watchdog", daemon=True)
-    guard.start()
-    try:
-        yield
-    finally:
-        done.set()
-        guard.join()
 
 
 _DEADLINES = _Deadlines()

@@ -31,6 +31,7 @@ from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.net.addresses import outward_address
 from keepstep_mesh.net.http import REQUEST_SECONDS, Problem, client_session, raise_for_problem, read_json_answer
 from keepstep_mesh.security.tokens import ClientToken, is_loopback
+from keepstep_mesh.threads.starting import Thread
 
 log = get_logger("keepstep.parameter_server")
 
@@ -200,7 +201,7 @@ class ParameterServer(ABC):
 
     async def _begin(self, _request: web.Request) -> web.Response:
         session = _Session(self._base)
-        session.thread = threading.Thread(
+        session.thread = Thread(
             target=self._serve, args=(session,), name=f"keepstep-session-{session.id[:8]}", daemon=True
         )
         with self._lock:
@@ -251,7 +252,7 @@ class ParameterServer(ABC):
 class _Session:
     """One client at the server: its table, its process group, and its thread."""
 
-    thread: threading.Thread
+    thread: Thread
 
     def __init__(self, base: str) -> None:
         self.id = uuid.uuid4().hex

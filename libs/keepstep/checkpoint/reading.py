@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
@@ -18,6 +17,7 @@ import numpy as np
 
 from keepstep.checkpoint.errors import CheckpointDamaged
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES, Envelope, chunk_digest
+from keepstep_mesh.threads.starting import ThreadPoolExecutor
 
 STREAMS = 4
 """Chunks that one load reads at a time."""

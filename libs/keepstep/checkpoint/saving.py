@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from datetime import timedelta
@@ -30,6 +29,7 @@ from keepstep.checkpointing.state.sharding import LocalShard
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.protocol.manifest import chunk_digest
 from keepstep_mesh.protocol.state_content import Sharding
+from keepstep_mesh.threads.starting import Thread
 
 Kind = Literal["durable", "live"]
 TIMEOUT = timedelta(minutes=10)
@@ -140,7 +140,7 @@ def async_save(
         else:
             future.set_result(None)
 
-    threading.Thread(target=run, name="keepstep-async-save").start()
+    Thread(target=run, name="keepstep-async-save").start()
     if problem is not None:
         raise problem
     return future

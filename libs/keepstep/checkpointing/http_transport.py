@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
 from typing import TypeVar
@@ -21,6 +21,7 @@ from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.net.addresses import in_url, outward_address
 from keepstep_mesh.protocol.manifest import Origin
 from keepstep_mesh.security.tokens import ClientToken
+from keepstep_mesh.threads.starting import ThreadPoolExecutor
 
 T = TypeVar("T")
 

@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import Work
 
 from keepstep.process_group.works import PendingWork, writing
 from keepstep_mesh.net.fork_safety import tell_children
+from keepstep_mesh.threads.starting import Thread
 
 Begin = Callable[..., Work]
 """Begins a collective: the method of torch's backends by name, and its arguments."""
@@ -31,7 +32,7 @@ class Sequence:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._tasks: collections.deque[TaskWork] = collections.deque()
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
         tell_children(self)
 
     def forked(self) -> None:
@@ -52,7 +53,7 @@ class Sequence:
         work = TaskWork(partial(task, begin), tensors, abort)
         with self._changed:
             if self._thread is None:
-                thread = threading.Thread(target=self._run, name="keepstep-sequence", daemon=True)
+                thread = Thread(target=self._run, name="keepstep-sequence", daemon=True)
                 thread.start()  # it waits for the lock; if it cannot start, nothing waits for it
                 self._thread = thread
             self._tasks.append(work)

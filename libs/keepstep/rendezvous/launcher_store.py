@@ -10,7 +10,6 @@ import concurrent.futures
 import contextlib
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -24,6 +23,7 @@ from keepstep_mesh.errors import Banned, KeepstepError
 from keepstep_mesh.net.addresses import Lookup
 from keepstep_mesh.net.fork_safety import claim_opened, open_socket, sockets_at
 from keepstep_mesh.protocol.names import name_of
+from keepstep_mesh.threads.starting import Thread
 
 R = TypeVar("R")
 
@@ -203,7 +203,7 @@ class LauncherStore:
         connections to it are closed, which ends ``work``.
         """
         done: concurrent.futures.Future[R] = concurrent.futures.Future()
-        thread = threading.Thread(target=_complete, args=(done, work), name="keepstep-launcher-store", daemon=True)
+        thread = Thread(target=_complete, args=(done, work), name="keepstep-launcher-store", daemon=True)
         thread.start()
         try:
             return done.result(self._left() + GRACE_SECONDS)

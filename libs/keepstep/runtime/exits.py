@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import os
 import signal
 import sys
@@ -23,11 +22,10 @@ from keepstep_mesh.exit_codes import (
     EXIT_START_REFUSED,
     EXIT_STATE_MISMATCH,
 )
+from keepstep_mesh.threads.ending import end_now
 
 SIGTERM_REASON = "SIGTERM"
 """The reason of a leave after that signal."""
-EXIT_OUTPUT_SECONDS = 0.5
-"""Limit for the last output of a process that ends."""
 
 
 class PrintedExit(ExitWithReason):
@@ -115,19 +113,7 @@ def end_process(reason: str, code: int = EXIT_GROUP_FAILED, *, stacks: bool = Fa
         code: exit code.
         stacks: print the stacks of all threads too.
     """
-
-    def print_reason() -> None:
-        _print(f"{reason}; ending this rank (exit {code})")
-        if stacks:
-            faulthandler.dump_traceback(all_threads=True)
-        sys.stdout.flush()
-
-    try:
-        printing = threading.Thread(target=print_reason, name="keepstep-last-output", daemon=True)
-        printing.start()
-        printing.join(EXIT_OUTPUT_SECONDS)
-    finally:
-        os._exit(code)
+    end_now(reason, code, stacks=stacks)
 
 
 def _print(text: str) -> None:

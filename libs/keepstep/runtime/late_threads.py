@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
+from keepstep_mesh.threads.starting import Thread
 
 
-def start_or_run(thread: threading.Thread) -> bool:
+def start_or_run(thread: Thread) -> bool:
     """Start ``thread``, or do its work here: Python 3.12 starts no thread after the end of the script.
 
     Returns:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from keepstep_mesh.net.event_loop import new_event_loop
 from keepstep_mesh.net.fork_safety import fork_error
+from keepstep_mesh.threads.starting import Thread
 
 T = TypeVar("T")
 
@@ -34,7 +35,7 @@ class LoopThread:
         self._waited_for: set[asyncio.Future[Any]] = set()
         """Futures of ``wait_for`` that are not done."""
         self._pid = os.getpid()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:

@@ -25,6 +25,7 @@ from keepstep.rendezvous.store_client import RendezvousStore
 from keepstep.runtime.late_threads import start_or_run
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.security.tokens import ClientToken
+from keepstep_mesh.threads.starting import Thread
 
 REMEMBERED = 64
 """Number of quorums whose loss is kept: the loss may arrive before the answer of its quorum is handled."""
@@ -271,5 +272,5 @@ def _in_thread(name: str, work: Callable[[], None]) -> concurrent.futures.Future
         else:
             done.set_result(None)
 
-    start_or_run(threading.Thread(target=run, name=name, daemon=True))
+    start_or_run(Thread(target=run, name=name, daemon=True))
     return done

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.faults.inside_acts import ACTS, Act
+from keepstep_mesh.threads.starting import Thread
 
 log = get_logger("keepstep.chaos")
 
@@ -60,7 +61,7 @@ class FaultOrders:
         self._open: socket.socket | None = None
         self._closed = False
         self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._serve, name="keepstep chaos orders", daemon=True)
+        self._thread = Thread(target=self._serve, name="keepstep chaos orders", daemon=True)
         self._thread.start()
         log.warning("this process accepts faults of `keepstep chaos`", variable=CHAOS_ENV, socket=str(self._path))
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import threading
 from collections.abc import Iterable
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from typing import Any
 from urllib.parse import urlsplit
+
+from keepstep_mesh.threads.starting import Thread
 
 
 def in_url(host: str) -> str:
@@ -71,7 +72,7 @@ class Lookup:
         try:
             self._found.set_result(self._look(socket.AI_NUMERICHOST))
         except (OSError, ValueError):
-            threading.Thread(target=self._look_up, name="keepstep-lookup", daemon=True).start()
+            Thread(target=self._look_up, name="keepstep-lookup", daemon=True).start()
 
     def _look(self, flags: int = 0) -> list[Any]:
         return [*socket.getaddrinfo(*self._to, type=socket.SOCK_STREAM, flags=flags)]

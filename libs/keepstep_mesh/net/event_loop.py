@@ -6,8 +6,9 @@ import asyncio
 import concurrent.futures
 import contextlib
 import socket
-import threading
 from typing import Any
+
+from keepstep_mesh.threads.starting import Thread
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
@@ -41,5 +42,5 @@ async def _look_up(*to: Any, **options: Any) -> Any:
             except Exception as error:  # noqa: BLE001  raised where it is awaited
                 found.set_exception(error)
 
-    threading.Thread(target=look, name="keepstep-lookup", daemon=True).start()
+    Thread(target=look, name="keepstep-lookup", daemon=True).start()
     return await asyncio.wrap_future(found)

@@ -15,7 +15,6 @@ import socket
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -42,6 +41,7 @@ from keepstep_mesh.serving.open_port import (
     listening,
 )
 from keepstep_mesh.serving.service_kind import KINDS, only_for
+from keepstep_mesh.threads.starting import ThreadPoolExecutor
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry

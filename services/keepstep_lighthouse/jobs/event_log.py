@@ -18,13 +18,13 @@ import uuid
 from bisect import bisect_right
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from keepstep_lighthouse.store.contract import StoreError
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.protocol.membership import Data
+from keepstep_mesh.threads.starting import ThreadPoolExecutor
 
 KEPT_PER_JOB = 10_000
 KEPT_IN_ALL = 100_000

@@ -15,7 +15,6 @@ import queue
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self, TypeVar
 
 from keepstep_lighthouse.store.contract import (
@@ -31,6 +30,7 @@ from keepstep_lighthouse.store.contract import (
 from keepstep_lighthouse.store.etcd_address import EtcdAddress
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.net.backoff import Backoff
+from keepstep_mesh.threads.starting import Thread, ThreadPoolExecutor
 
 # etcd3 ships code generated for an old protobuf; the new one accepts it only in its Python implementation.
 os.environ.setdefault("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", "python")
@@ -289,7 +289,7 @@ class _Watcher(Watch):
         self._stop = threading.Event()
         self._call: Any = None
         self._lock = threading.Lock()
-        self.thread = threading.Thread(target=self._run, name="keepstep-etcd-watch", daemon=True)
+        self.thread = Thread(target=self._run, name="keepstep-etcd-watch", daemon=True)
 
     async def __aenter__(self) -> Self:
         await self._started.wait()

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
 from keepstep_lighthouse.store.contract import Compare, OutcomeUnknownError, StoreError, Write, WriteFailedError
 from keepstep_lighthouse.store.memory_store import MemoryStore
 from keepstep_mesh.config.logging import get_logger
+from keepstep_mesh.threads.starting import ThreadPoolExecutor
 
 T = TypeVar("T")
 Row = tuple[str, bytes, int, float]

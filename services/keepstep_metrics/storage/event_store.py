@@ -15,7 +15,6 @@ import contextlib
 import json
 import sqlite3
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +22,7 @@ import msgpack
 
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.threads.starting import ThreadPoolExecutor
 from keepstep_metrics.history.events import JOB_DELETED, Event
 
 T = TypeVar("T")

@@ -14,7 +14,6 @@ import socket
 import ssl
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from keepstep_mesh.config import logging
 from keepstep_mesh.net.event_loop import new_event_loop
 from keepstep_mesh.security.tls import TlsError, TlsFiles
 from keepstep_mesh.serving.open_port import LINGER_SECONDS, FirstRequestLimit, adopt
+from keepstep_mesh.threads.starting import ThreadPoolExecutor
 from keepstep_relay.processes.control import MAX_MESSAGE_BYTES, Control, Message
 from keepstep_relay.processes.forwarding import Forwarding
 from keepstep_relay.tiers.allocator import keep_freed_memory

@@ -13,13 +13,13 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.protocol.manifest import chunk_digest
 from keepstep_mesh.serving.notifier import Notifier
+from keepstep_mesh.threads.starting import ThreadPoolExecutor
 from keepstep_relay.core.events import (
     ChunkArrived,
     ChunkHeld,

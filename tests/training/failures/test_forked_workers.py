@@ -59,7 +59,7 @@ async def test_the_other_rank_of_a_group_ends_at_once_although_the_workers_of_a_
         await job.advance(a)
         with stopped_workers(a):
             a.kill(rank=rank)
-            await job.until(lambda: any("ending this rank (exit 75)" in line for line in a.output), "it ends", AT_ONCE)
+            await job.until(lambda: any("this process (exit 75)" in line for line in a.output), "it ends", AT_ONCE)
         assert not [line for line in a.output if "silent" in line], "it heard of the death, it did not wait for it"
         codes = await a.exit_codes()
         assert (codes[rank], codes[1 - rank]) == (-signal.SIGKILL, 75)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 import weakref
 from datetime import timedelta
@@ -59,7 +60,8 @@ def test_a_failed_collective_frees_its_tensors_though_its_future_was_read(cohort
             errors.append(error)
 
     tensor = torch.ones(2)
-    freed = weakref.ref(tensor)
+    freed = threading.Event()
+    noticed = weakref.ref(tensor, lambda _: freed.set())
     work = ranks.groups[0].allreduce([tensor])
     work.get_future().then(read)
     ranks.groups[0].abort("the lighthouse said so")
@@ -67,7 +69,7 @@ def test_a_failed_collective_frees_its_tensors_though_its_future_was_read(cohort
     assert "the lighthouse said so" in str(errors.pop())
     del work, tensor
     gc.collect()
-    assert freed() is None
+    assert freed.wait(30), noticed  # the thread of the abort may hold it for a moment
 
 
 class Idle(communicator.Communicator):

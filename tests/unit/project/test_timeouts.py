@@ -22,7 +22,6 @@ from keepstep.group import group_server, slow_quorum_log
 from keepstep.group.ranks import rank_link
 from keepstep.lifecycle import membership
 from keepstep.manager import SHUTDOWN_SECONDS, Manager
-from keepstep.runtime import exits
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS
 from keepstep.step import agreeing, failure_evidence, healing
 from keepstep.step.catching_up import catch_up
@@ -40,6 +39,7 @@ from keepstep_mesh.discovery import registration
 from keepstep_mesh.serving import open_port, service
 from keepstep_mesh.session import connector, lighthouse_session, session_machine
 from keepstep_mesh.session.session_settings import SessionSettings
+from keepstep_mesh.threads import ending, starting, watchdog
 from keepstep_relay import checkpoint_store
 from keepstep_relay.api import exchange
 from keepstep_relay.app import FLUSH_RECORDS_SECONDS
@@ -90,6 +90,10 @@ RULES = {
         < of_manager("timeout")
     ),
     "a rank sends four heartbeats before it counts as silent": 4 * rank_link.RANK_BEAT < rank_link.RANK_SILENCE,
+    "a process that cannot start a thread ends before a collective times out": (
+        starting.THREAD_START_SECONDS + 2 * watchdog.WATCHDOG_TURN_SECONDS + ending.EXIT_OUTPUT_SECONDS
+        < of_manager("timeout")
+    ),
     "a dead rank is known before a collective times out": (
         max(rank_link.RANK_SILENCE, POLICY.heartbeat_timeout) < of_manager("timeout")
     ),
@@ -192,7 +196,7 @@ RULES = {
     # the end
     "a group leaves before its launcher kills it": (
         max(SHUTDOWN_SECONDS, membership.LEAVE_SECONDS, group_server.LEAVE_PATIENCE + group_server.LEAVE_SECONDS)
-        + exits.EXIT_OUTPUT_SECONDS
+        + ending.EXIT_OUTPUT_SECONDS
         < RESTARTS.grace
     ),
     "a service says goodbye before it is cut off": (

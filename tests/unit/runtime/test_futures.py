@@ -120,4 +120,4 @@ def test_the_watchdog_that_says_it_ends_the_process_ends_it():
         check=False,
     )
     assert done.returncode == EXIT_WATCHDOG
-    assert "stuck for 0.2 s; ending this rank" in done.stderr
+    assert "stuck for 0.2 s; ending this process" in done.stderr

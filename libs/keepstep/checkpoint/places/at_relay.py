@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
@@ -28,6 +27,7 @@ from keepstep_mesh.protocol.manifest import (
     chunk_length,
     read_envelope,
 )
+from keepstep_mesh.threads.starting import ThreadPoolExecutor
 
 T = TypeVar("T")
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from keepstep.checkpoint.parts.pack import Pack
 from keepstep_mesh.protocol.manifest import PackHasher, cut_pieces, part_size
+from keepstep_mesh.threads.starting import ThreadPoolExecutor
 
 WRITEBACK_BYTES = 32 << 20
 """Bytes between two requests to the kernel to write back."""

@@ -42,6 +42,7 @@ from keepstep_mesh.protocol.manifest import (
     read_envelope,
 )
 from keepstep_mesh.protocol.state_content import BYTES, Content, TensorEntry, pack_content, unpack_content
+from keepstep_mesh.threads.starting import Thread
 
 LEASE_SECONDS = 10.0
 """Between two signs of life of an open file. The relay drops it after ``--upload-timeout`` without one."""
@@ -85,7 +86,7 @@ class RelayFiles:
         self._leases: set[str] = set()
         """Ids of the uploads that this process keeps alive."""
         self._wake = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
 
     def write(self, folder: str, name: str, data: memoryview) -> None:
         """Write or replace a file of an open folder. Raises ``OSError``."""
@@ -97,8 +98,9 @@ class RelayFiles:
         with self._lock:
             self._leases.add(upload)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._keep_alive, name="keepstep-relay-files", daemon=True)
-                self._thread.start()
+                thread = Thread(target=self._keep_alive, name="keepstep-relay-files", daemon=True)
+                thread.start()
+                self._thread = thread
 
     def files(self, folder: str) -> dict[str, FileAtRelay]:
         """Return the files of a folder by name; empty: it does not exist. Raises ``OSError``."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 from keepstep.checkpointing.direct.connection import BrokenConnection, Connection
 from keepstep.checkpointing.direct.receiving import ChunkReceiver
@@ -20,6 +19,7 @@ from keepstep.checkpointing.direct.transfer import Transfer
 from keepstep.checkpointing.errors import TransferError
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES, chunk_count, chunk_length
+from keepstep_mesh.threads.starting import ThreadPoolExecutor
 
 MAX_STREAMS = 32
 MAX_DAMAGES = 3

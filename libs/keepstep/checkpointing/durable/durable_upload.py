@@ -21,6 +21,7 @@ from keepstep.checkpointing.relayed.upload_share import UploadShare
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.net.backoff import Backoff
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES, Envelope
+from keepstep_mesh.threads.starting import Thread
 
 DURABLE_STALL_SECONDS = 20.0
 """Without a byte for this long, a connection is closed and opened again."""
@@ -287,7 +288,7 @@ def tell_failures(relays: Mapping[str, Endpoint], failures: Sequence[tuple[Ticke
         failures: uploads, and the reason of each.
     """
     threads = [
-        threading.Thread(target=_tell, args=(relay, failures), name="keepstep-durable-abort", daemon=True)
+        Thread(target=_tell, args=(relay, failures), name="keepstep-durable-abort", daemon=True)
         for relay in relays.values()
     ]
     for thread in threads:
@@ -330,9 +331,7 @@ def run_all(uploads: list[DurableUpload]) -> dict[str, Exception | None]:
             log.exception("unexpected error in the upload of a durable checkpoint")
             outcomes[upload.address] = error
 
-    threads = [
-        threading.Thread(target=run, args=(one,), name="keepstep-durable-relay", daemon=True) for one in uploads[1:]
-    ]
+    threads = [Thread(target=run, args=(one,), name="keepstep-durable-relay", daemon=True) for one in uploads[1:]]
     for thread in threads:
         thread.start()
     for upload in uploads[:1]:

@@ -21,6 +21,7 @@ from keepstep.checkpointing.state.staging import Snapshot, StagingArea
 from keepstep.checkpointing.state.state_manifest import build_manifest
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.protocol.manifest import Origin, read_envelope
+from keepstep_mesh.threads.starting import Thread
 
 FAILING_WAIT_SECONDS = 2.0
 """Longest wait of ``offer`` while writes fail: a relay that is away must not slow down the training."""
@@ -92,7 +93,7 @@ class DurableWriter:
         self._running: _Work | None = None
         self._next: _Work | None = None
         self._replaced: list[_Work] = []
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
         self._closed = False
         self._health = RelayHealth()
 
@@ -124,8 +125,9 @@ class DurableWriter:
 
     def _start(self) -> None:
         if self._thread is None and not self._closed:
-            self._thread = threading.Thread(target=self._run, name="keepstep-durable", daemon=True)
-            self._thread.start()
+            thread = Thread(target=self._run, name="keepstep-durable", daemon=True)
+            thread.start()
+            self._thread = thread
 
     def refuse(self, ticket: Ticket, relays: Sequence[Endpoint], reason: str) -> None:
         """Note that this rank could not stage its state, and tell the other ranks if no other group can upload it."""

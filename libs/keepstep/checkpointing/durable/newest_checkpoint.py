@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from keepstep.checkpointing.direct.connection import BrokenConnection, Connection, Deadline, Endpoint
 from keepstep.checkpointing.durable.due_checkpoints import Stored, newest
@@ -12,6 +11,7 @@ from keepstep.checkpointing.errors import TransferError
 from keepstep.checkpointing.relayed.relay_client import checkpoints_path
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.threads.starting import ThreadPoolExecutor
 
 LIST_SECONDS = 10.0
 """For one relay to list its checkpoints."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from keepstep.checkpointing.direct.connection import BrokenConnection, Connection, Deadline, Endpoint
@@ -14,6 +13,7 @@ from keepstep.checkpointing.relayed.relay_client import checkpoints_path
 from keepstep.checkpointing.state.restoring import Destination
 from keepstep.checkpointing.state.state_manifest import read_manifest
 from keepstep_mesh.protocol.manifest import MAX_MANIFEST_BYTES, chunk_length
+from keepstep_mesh.threads.starting import ThreadPoolExecutor
 
 LOAD_STREAMS = 4
 LOAD_STALL_SECONDS = 30.0

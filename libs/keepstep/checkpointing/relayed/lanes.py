@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,6 +18,7 @@ from keepstep.checkpointing.relayed.fetch_state import MAX_FAILURES, FetchState
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.net.backoff import Backoff
 from keepstep_mesh.protocol.manifest import chunk_length
+from keepstep_mesh.threads.starting import ThreadPoolExecutor
 
 LANE_POLL_SECONDS = 0.01
 """Interval at which a lane without work looks for some."""

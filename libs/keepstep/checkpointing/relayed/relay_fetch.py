@@ -15,7 +15,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
-from concurrent.futures import ThreadPoolExecutor
 
 from keepstep.checkpointing.direct.connection import BrokenConnection, Endpoint
 from keepstep.checkpointing.direct.peer_choice import RELAY, SOURCE, Swarm
@@ -30,6 +29,7 @@ from keepstep.checkpointing.transport import Exchange
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES, chunk_length
 from keepstep_mesh.security.tokens import ClientToken
+from keepstep_mesh.threads.starting import ThreadPoolExecutor
 
 RELAY_STREAMS = 2
 """Streams of a single joiner. Several joiners use one each: chunks that arrive one by one can be passed on sooner."""

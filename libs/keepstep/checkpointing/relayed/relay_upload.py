@@ -24,6 +24,7 @@ from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.net.backoff import Backoff
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES, read_envelope
+from keepstep_mesh.threads.starting import Thread
 
 STALL_SECONDS = 10.0
 UPLOAD_POLL_SECONDS = 0.1
@@ -70,7 +71,7 @@ class Upload:
         self._lock = threading.Lock()
         self._open: set[Connection] = set()
         self._sent = 0
-        self._thread = threading.Thread(target=self._run, name="keepstep-upload", daemon=True)
+        self._thread = Thread(target=self._run, name="keepstep-upload", daemon=True)
 
     def start(self) -> None:
         """Start the thread of the upload."""
@@ -174,7 +175,7 @@ class Upload:
                 errors.append(error)
 
         streams = [
-            threading.Thread(target=put, args=(address, parts.values()), name="keepstep-upload-stream", daemon=True)
+            Thread(target=put, args=(address, parts.values()), name="keepstep-upload-stream", daemon=True)
             for address, parts in by_relay.items()
         ]
         for one in streams:

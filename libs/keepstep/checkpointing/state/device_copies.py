@@ -16,6 +16,8 @@ from typing import Protocol
 
 import torch
 
+from keepstep_mesh.threads.starting import ThreadPoolExecutor
+
 BUFFERS = 8
 BUFFER_BYTES = 16 << 20
 """Size of each pinned buffer: a power of two, to which torch rounds pinned memory up."""
@@ -146,7 +148,7 @@ def device_copies(
         A function of a target and a source. The target is uint8, in one dimension, and as long as the source.
     """
     rings: dict[torch.device, _Ring] = {}
-    with concurrent.futures.ThreadPoolExecutor(THREADS, "keepstep-staging") as pool:
+    with ThreadPoolExecutor(THREADS, "keepstep-staging") as pool:
 
         def copy(target: torch.Tensor, source: torch.Tensor) -> None:
             if source.device not in rings:

@@ -8,7 +8,6 @@ caller copies them, with all that has changed, when it asks for the state.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ import torch
 
 from keepstep.checkpointing.state.pack_layout import Array, Layout, describe
 from keepstep_mesh.config.logging import get_logger
+from keepstep_mesh.threads.starting import Thread
 
 MIN_BYTES = 1 << 20
 """Smaller tensors are left out: many of them change in a forward pass, as statistics do, and they cost little."""
@@ -53,7 +53,7 @@ class EarlyCopy:
         self._copied: dict[int, _Copied] = {}
         """By position in the buffer."""
         self._stopped = False
-        self._thread = threading.Thread(target=self._run, args=(state, take), name="keepstep-early-copy", daemon=True)
+        self._thread = Thread(target=self._run, args=(state, take), name="keepstep-early-copy", daemon=True)
         self._thread.start()
 
     def stop(self) -> torch.Tensor | None:

@@ -13,6 +13,7 @@ from datetime import timedelta
 from keepstep.integrations.ray.package import ray
 from keepstep.manager import running_managers
 from keepstep_mesh.config.logging import get_logger
+from keepstep_mesh.threads.starting import Thread
 
 log = get_logger("keepstep.integrations.ray")
 
@@ -31,7 +32,7 @@ class NodeDrains:
         self._node = ray.get_runtime_context().get_node_id()
         self._seconds = float(os.environ.get("RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S", "5"))
         self._end = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="keepstep-node-drains", daemon=True)
+        self._thread = Thread(target=self._watch, name="keepstep-node-drains", daemon=True)
         self._thread.start()
 
     def _watch(self) -> None:

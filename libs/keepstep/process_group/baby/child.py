@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import queue
-import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -20,6 +19,7 @@ from keepstep.process_group.baby.shared_memory import Segment
 from keepstep.process_group.base import ProcessGroup
 from keepstep.process_group.torch_backends.gloo import ProcessGroupGloo
 from keepstep.process_group.torch_backends.nccl import ProcessGroupNCCL, ProcessGroupXCCL
+from keepstep_mesh.threads.starting import Thread
 
 BACKENDS: dict[str, Callable[[timedelta], ProcessGroup]] = {
     "gloo": ProcessGroupGloo,
@@ -45,7 +45,7 @@ class Child:
 
     def run(self) -> None:
         """Follow the orders. Does not return: the end of the connection ends the process."""
-        threading.Thread(target=self._receive, name="keepstep-orders", daemon=True).start()
+        Thread(target=self._receive, name="keepstep-orders", daemon=True).start()
         while True:
             order, descriptors = self._orders.get()
             try:
@@ -99,7 +99,7 @@ class Child:
         call = UnpackedCall(order, None if number is None else self._segments[number])
         work = group._run(call.operation, *call.args)  # noqa: SLF001  both classes are of this package
         if self._uses_device:
-            threading.Thread(target=self._wait_for_device, args=(order, call, work), daemon=True).start()
+            Thread(target=self._wait_for_device, args=(order, call, work), daemon=True).start()
         else:
             work.get_future().add_done_callback(lambda future: self._finished(order, call, future.value))
 

@@ -17,6 +17,7 @@ from keepstep.process_group.baby.channel import Channel
 from keepstep.process_group.base import ProcessGroupError
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.net.fork_safety import claim, tell_children
+from keepstep_mesh.threads.starting import Thread
 
 log = get_logger("keepstep.process_group")
 
@@ -76,7 +77,7 @@ class Spawner:
         self._forking = threading.Lock()
         self._of_parent = False
         tell_children(self)
-        self._keeper = threading.Thread(target=self._keep, name="keepstep-spawner", daemon=True)
+        self._keeper = Thread(target=self._keep, name="keepstep-spawner", daemon=True)
         self._keeper.start()
 
     def forked(self) -> None:

@@ -21,6 +21,7 @@ from keepstep.process_group.baby.remote_store import call_store
 from keepstep.process_group.baby.shared_memory import Segment, SegmentPool, new_segment
 from keepstep.process_group.base import ProcessGroupError
 from keepstep_mesh.net.fork_safety import fork_error, tell_children
+from keepstep_mesh.threads.starting import Thread
 
 CHECK_SECONDS = 1.0
 """Interval at which the reader checks the deadlines of operations without a waiting thread."""
@@ -58,8 +59,8 @@ class Connection:
         self._pool = SegmentPool()
         self._closed = False
         self._store_calls: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        self._reader = threading.Thread(target=self._read, name="keepstep-baby-reader", daemon=True)
-        self._store_server = threading.Thread(target=self._serve_store, name="keepstep-baby-store", daemon=True)
+        self._reader = Thread(target=self._read, name="keepstep-baby-reader", daemon=True)
+        self._store_server = Thread(target=self._serve_store, name="keepstep-baby-store", daemon=True)
         tell_children(self)
         self._reader.start()
         self._store_server.start()

@@ -28,6 +28,7 @@ from keepstep.process_group.torch_backends.torch_variables import environment
 from keepstep.runtime.exits import end_process
 from keepstep.runtime.late_threads import start_or_run
 from keepstep_mesh.config.logging import get_logger
+from keepstep_mesh.threads.starting import Thread
 
 log = get_logger("keepstep.process_group")
 
@@ -65,7 +66,7 @@ class AcceleratorCommunicator(Communicator):
         self._variables = variables or {}
         self._watch = StreamWatch(self.fail)
         self._connecting: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._abort: threading.Thread | None = None
+        self._abort: Thread | None = None
         self._stream_is_free = threading.Event()
         self._stream_is_free.set()
 
@@ -77,7 +78,7 @@ class AcceleratorCommunicator(Communicator):
         """
         device: Any = torch.accelerator.current_accelerator()
         place = torch.device(device.type, torch.accelerator.current_device_index())
-        threading.Thread(target=self._connect_into, args=(place,), name="keepstep-nccl-connect", daemon=True).start()
+        Thread(target=self._connect_into, args=(place,), name="keepstep-nccl-connect", daemon=True).start()
         try:
             self._connecting.result()
         except concurrent.futures.CancelledError:
@@ -128,7 +129,7 @@ class AcceleratorCommunicator(Communicator):
         self._limit_stream_wait()
 
     def _abort_backend(self, backend: Any) -> None:
-        thread = threading.Thread(target=backend.abort, name="keepstep-nccl-abort", daemon=True)
+        thread = Thread(target=backend.abort, name="keepstep-nccl-abort", daemon=True)
         self._abort = thread if start_or_run(thread) else None
 
     def close(self) -> None:
@@ -174,7 +175,7 @@ class AcceleratorCommunicator(Communicator):
                 end_process(f"an abort did not free the accelerator within {limit:g} s ({self.error})", stacks=True)
 
         if not self._stream_is_free.is_set():
-            threading.Thread(target=end_if_stuck, name="keepstep-stuck-stream", daemon=True).start()
+            Thread(target=end_if_stuck, name="keepstep-stuck-stream", daemon=True).start()
 
 
 class AcceleratorWork(BackendWork):

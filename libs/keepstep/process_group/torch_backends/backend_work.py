@@ -27,6 +27,7 @@ from torch.futures import Future
 from keepstep.process_group.base import ProcessGroupAbortedError, ProcessGroupError
 from keepstep.process_group.torch_backends.communicator import LOOK, PEER_IS_GONE, SLICE, STALL, Communicator
 from keepstep.runtime.failed_future import fail_future
+from keepstep_mesh.threads.starting import Thread
 
 NO_TIMEOUT = timedelta(0)
 """Tells torch to use the timeout of the operation."""
@@ -221,14 +222,17 @@ class ThreadedWork(BackendWork):
         waiting = self._waiting
         if waiting is None:
             waiting = self._waiting = concurrent.futures.Future()
-            threading.Thread(target=_wait_into, args=(raw, waiting), name="keepstep-wait", daemon=True).start()
+            try:
+                Thread(target=_wait_into, args=(raw, waiting), name="keepstep-wait", daemon=True).start()
+            except (RuntimeError, MemoryError) as error:
+                waiting.set_exception(error.with_traceback(None))
         return waiting
 
 
 def _wait_into(raw: Work, outcome: concurrent.futures.Future[None]) -> None:
     try:
         raw.wait()
-    except RuntimeError as error:
+    except Exception as error:  # noqa: BLE001  the waiting thread gets it
         outcome.set_exception(error.with_traceback(None))
     else:
         outcome.set_result(None)

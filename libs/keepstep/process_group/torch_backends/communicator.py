@@ -20,6 +20,7 @@ from keepstep.process_group.base import ProcessGroupError
 from keepstep.process_group.torch_backends.disposal import dispose
 from keepstep.runtime.late_threads import start_or_run
 from keepstep_mesh.net.fork_safety import fork_error, never_free, tell_children
+from keepstep_mesh.threads.starting import Thread
 
 SLICE = timedelta(milliseconds=25)
 """Interval at which a wait checks its deadline and its communicator."""
@@ -63,7 +64,7 @@ class Communicator(ABC):
         self._in_flight: weakref.WeakSet[Operation] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._failed = threading.Event()
-        self._peer_watch: threading.Thread | None = None
+        self._peer_watch: Thread | None = None
         tell_children(self)
 
     def forked(self) -> None:
@@ -113,10 +114,9 @@ class Communicator(ABC):
         if self.can_lose_a_peer and self._peer_watch is None:
             with self._lock:
                 if self._peer_watch is None and self.error is None:
-                    self._peer_watch = threading.Thread(
-                        target=self._watch_peers, name="keepstep-peer-watch", daemon=True
-                    )
-                    self._peer_watch.start()
+                    watch = Thread(target=self._watch_peers, name="keepstep-peer-watch", daemon=True)
+                    watch.start()
+                    self._peer_watch = watch
 
     def _watch_peers(self) -> None:
         """Fail the communicator if a peer disconnected and an operation has not noticed it for ``STALL`` checks.
@@ -145,7 +145,7 @@ class Communicator(ABC):
             with_future = [work for work in self._in_flight if work.has_future]
         self.interrupt()
         if with_future:
-            start_or_run(threading.Thread(target=_finish, args=(with_future,), name="keepstep-failed", daemon=True))
+            start_or_run(Thread(target=_finish, args=(with_future,), name="keepstep-failed", daemon=True))
         return error
 
     def close(self) -> None:

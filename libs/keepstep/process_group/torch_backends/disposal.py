@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import atexit
-import threading
 import time
 
 from torch.distributed.distributed_c10d import Backend
 
 from keepstep.runtime.late_threads import start_or_run
+from keepstep_mesh.threads.starting import Thread
 
 DISPOSAL_SECONDS = 2.0
 """Limit of the wait, at the end of the process, for backends that are being freed."""
 
-_disposals: set[threading.Thread] = set()
+_disposals: set[Thread] = set()
 
 
 def dispose(backend: list[Backend | None]) -> None:
@@ -23,7 +23,7 @@ def dispose(backend: list[Backend | None]) -> None:
         backend.clear()
         _disposals.discard(thread)
 
-    thread = threading.Thread(target=free, name="keepstep-disposal", daemon=True)
+    thread = Thread(target=free, name="keepstep-disposal", daemon=True)
     _disposals.add(thread)
     start_or_run(thread)
 

@@ -25,6 +25,7 @@ from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.net.addresses import address_towards
 from keepstep_mesh.net.fork_safety import claim_opened
 from keepstep_mesh.net.process_sockets import Endpoint
+from keepstep_mesh.threads.starting import Thread
 
 log = get_logger("keepstep.process_group")
 
@@ -98,7 +99,7 @@ class GlooCommunicator(Communicator):
         self._host = host
         self._rescue_lock = threading.Lock()
         self._connected = threading.Event()
-        self._rescue: threading.Thread | None = None
+        self._rescue: Thread | None = None
 
     def connect(self) -> None:
         with claim_opened(self._sockets):
@@ -129,8 +130,9 @@ class GlooCommunicator(Communicator):
         self._store.abort()
         with self._rescue_lock:
             if not self._connected.is_set() and self._rescue is None:
-                self._rescue = threading.Thread(target=self._free_constructor, name="keepstep-gloo-abort", daemon=True)
-                self._rescue.start()
+                rescue = Thread(target=self._free_constructor, name="keepstep-gloo-abort", daemon=True)
+                rescue.start()
+                self._rescue = rescue
         self._shut_down()
 
     def has_lost_a_peer(self) -> bool:

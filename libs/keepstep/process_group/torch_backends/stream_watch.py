@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
+from keepstep_mesh.threads.starting import Thread
+
 BACKLOG_POLL_SECONDS = 0.1
 """Interval at which an operation that cannot begin yet is checked: no event of a device wakes a thread."""
 WATCH_END_SECONDS = 10.0
@@ -46,7 +48,7 @@ class StreamWatch:
         self._changed = threading.Condition()
         self._expected: collections.deque[_Expected] = collections.deque()
         self._stopped = False
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
 
     def add(self, timeout: timedelta, begun: Mark, ended: Mark) -> None:
         """Expect ``ended`` within ``timeout`` of ``begun``."""
@@ -54,8 +56,9 @@ class StreamWatch:
             self._drop_passed()
             self._expected.append(_Expected(timeout, begun, ended))
             if self._thread is None and not self._stopped:
-                self._thread = threading.Thread(target=self._run, name="keepstep-stream-watch", daemon=True)
-                self._thread.start()
+                thread = Thread(target=self._run, name="keepstep-stream-watch", daemon=True)
+                thread.start()
+                self._thread = thread
 
     def stop(self) -> None:
         with self._changed:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple, Self
 
 from keepstep.sharded.exchange import TIMEOUT, Ranks
+from keepstep_mesh.threads.starting import Thread
 
 
 class AsyncRequest(NamedTuple):
@@ -76,7 +76,7 @@ class _Call:
         self.number = number
         self._request = request.freeze()
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=f"keepstep-sharded-save-{number}")
+        self._thread = Thread(target=self._run, name=f"keepstep-sharded-save-{number}")
         self._thread.start()
 
     def _run(self) -> None:

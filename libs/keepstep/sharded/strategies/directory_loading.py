@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from keepstep.checkpoint.places.location import InDirectory, parse
 from keepstep.sharded.core import CheckpointingException
 from keepstep.sharded.strategies.interfaces import CheckpointDir
 from keepstep.sharded.strategies.stored_state import StoredLoadStrategy, StoredState
+from keepstep_mesh.threads.starting import ThreadPoolExecutor
 
 STREAMS = 4
 """Parts that one load reads at a time."""

@@ -7,7 +7,6 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -24,6 +23,7 @@ from keepstep.sharded.mapping import ShardedObject, ShardedStateDict, ShardedTen
 from keepstep.sharded.pieces import pieces_of
 from keepstep.sharded.strategies.common_file import COMMON_STATE_FNAME
 from keepstep_mesh.protocol.boxes import Box, Sizes
+from keepstep_mesh.threads.starting import ThreadPoolExecutor
 
 _FILE = re.compile(r"__\d+_\d+\.distcp")
 

@@ -12,6 +12,7 @@ from keepstep.group.group_peers import checkpoint_metadata
 from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS
 from keepstep.step.context import StepContext
+from keepstep_mesh.threads.starting import Thread
 
 LIMIT = timedelta(hours=6)
 """Of a transfer that makes progress. The memory for gradients is used up much earlier."""
@@ -44,7 +45,7 @@ class BackgroundReceive:
         self._report = progress
         self._cancelled = ""
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="keepstep-catch-up", daemon=True)
+        self._thread = Thread(target=self._run, name="keepstep-catch-up", daemon=True)
         self._thread.start()
 
     @property

@@ -30,6 +30,7 @@ from keepstep_mesh.config.logging import get_logger, without_secrets
 from keepstep_mesh.telemetry.tracing import spans
 from keepstep_mesh.telemetry.tracing.log_entry import LogEntry, entry_of
 from keepstep_mesh.telemetry.tracing.spans import AttributeValue, Span
+from keepstep_mesh.threads.starting import Thread
 
 MAX_QUEUED = 8192
 """Spans and logs that wait. 8192 spans take about 8 MiB."""
@@ -83,7 +84,7 @@ class OtlpExport:
         self._stopping = threading.Event()
         self._late = False
         """Whether the time of ``close`` is over."""
-        self._thread = threading.Thread(target=self._run, name=f"keepstep-otel-{id(self):x}", daemon=True)
+        self._thread = Thread(target=self._run, name=f"keepstep-otel-{id(self):x}", daemon=True)
         self._quiet = _QuietThread(self._thread.name)
         for module in (trace_exporter, _log_exporter):  # they log each retry; this thread logs what is lost
             logging.getLogger(module.__name__).addFilter(self._quiet)

@@ -12,7 +12,6 @@ import contextlib
 import errno
 import ipaddress
 import socket
-import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
@@ -39,6 +38,7 @@ from keepstep.checkpointing.state.staging import Snapshot
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.net.fork_safety import open_socket
 from keepstep_mesh.security.tokens import ClientToken
+from keepstep_mesh.threads.starting import Thread
 
 MAX_CONNECTIONS = 256
 ACCEPT_PAUSE_SECONDS = 0.1
@@ -82,7 +82,7 @@ class CheckpointServer:
         self._leases = Leases(self._loop, timeout)
         self._writer = ResponseWriter(self._loop, timeout, limiter or RateLimiter(None))
         self._stopping = asyncio.Event()
-        self._thread = threading.Thread(target=self._run, name="keepstep-checkpoint-server", daemon=True)
+        self._thread = Thread(target=self._run, name="keepstep-checkpoint-server", daemon=True)
         self._thread.start()
 
     def serve(self, snapshot: Snapshot | None) -> None:

@@ -1,0 +1,1 @@
+"""Start threads, and end a process that is stuck."""
