@@ -263,6 +263,7 @@ class Job:
             if t <= self.formed_at:
                 return  # a late report
             self.step = 0  # the job starts over
+            self.commits.begin_again()
         self.quorum_id, self.formed_at = quorum_id, t
         self.participants = [name_of(str(one)) for one in members[:MAX_GROUPS]] if isinstance(members, list) else []
         self.joining.difference_update(self.participants)

@@ -302,6 +302,19 @@ def test_a_step_counts_once_although_groups_report_it_in_different_seconds_and_a
     assert [round(10 * one) for one in per_second] == [0, 3, 4, 4, 4, 4, 4, 1, 3, 1]
 
 
+def test_the_steps_of_a_job_count_again_after_a_lighthouse_without_a_store_was_started_again() -> None:
+    world, quorums = World(), 20
+    for run in (0, 50):
+        teller = Teller(f"a:{run}")
+        for number in range(quorums):
+            world.happens(run + number, "quorum", quorum_id=number + 1, members=[f"a:{run}"])
+            body = teller.batch(step(T + run + number + 0.5, number + 1, quorum_id=number + 1))
+            world.core.apply(read_batch(body), T + run + number + 1)
+        assert world.job.step == quorums
+    per_second = span_views.steps(world.job, T, T + 100, 2, T + 100).committed_per_second
+    assert round(50 * sum(per_second)) == 2 * quorums
+
+
 @given(st.lists(st.floats(0.001, 900), min_size=1, max_size=200), st.sampled_from([0.5, 0.9, 0.99]))
 def test_a_quantile_is_right_to_a_tenth(seconds, share) -> None:
     histogram = [0] * BINS

@@ -29,6 +29,10 @@ class Commits:
             self._reached[quorum_id] = step
             self.series.count(t, 0)
 
+    def begin_again(self) -> None:
+        """Count from 0: the lighthouse has forgotten the job, and numbers its quorums from 1 again."""
+        self._reached.clear()
+
     def dump(self) -> tuple[Any, dict[int, int]]:
         return self.series.dump(), {**self._reached}
 
