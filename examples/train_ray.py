@@ -65,7 +65,7 @@ if __name__ == "__main__":
         train,
         train_loop_config={"steps": int(os.environ.get("STEPS", "2000"))},
         scaling_config=ScalingConfig(num_workers=3),
-        torch_config=KeepstepConfig(backend="gloo"),
+        torch_config=KeepstepConfig(backend="gloo", spares=int(os.environ.get("SPARES", "0"))),
         run_config=RunConfig(failure_config=FailureConfig(max_failures=100)),
     )
     print(trainer.fit().return_value, flush=True)

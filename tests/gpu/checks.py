@@ -9,6 +9,7 @@ from tests.gpu import (
     native_checks,
     sharded_checks,
     torchft_checks,
+    torchtitan_checks,
     training_checks,
 )
 
@@ -33,7 +34,7 @@ _FIRST = (
     "baby",
     "fork",
 )
-_LAST = ("train_compile", "watchdog")
+_LAST = ("train_compile", "torchtitan", "watchdog")
 """They take a minute or more."""
 
 _ALL = {
@@ -46,6 +47,7 @@ _ALL = {
         *sharded_checks.CHECKS,
         *native_checks.CHECKS,
         *torchft_checks.CHECKS,
+        *torchtitan_checks.CHECKS,
     )
 }
 CHECKS = {name: _ALL[name] for name in (*_FIRST, *(one for one in _ALL if one not in (*_FIRST, *_LAST)), *_LAST)}

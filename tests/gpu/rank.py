@@ -53,6 +53,7 @@ class Rank:
     def __init__(self, order: Order) -> None:
         self.index, self.ranks, self.life = order.index, order.ranks, order.life
         self.lighthouse = order.lighthouse
+        self.folder = Path(order.result).parent  # of all ranks and all checks of the run
         self.device = torch.device(order.device)
         if self.on_gpu:
             torch.cuda.set_device(self.device)

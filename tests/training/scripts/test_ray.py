@@ -1,4 +1,4 @@
-"""examples/train_ray.py with Ray from PyPI, on several nodes: a group is killed, a node is drained, all end alike."""
+"""examples/train_ray.py with Ray from PyPI, on several nodes: groups are killed, a node is drained, all end alike."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from typing import Any, Self
 import psutil
 import pytest
 
+from keepstep_mesh.net.addresses import outward_address
 from keepstep_mesh.net.http import client_session, raise_for_problem
+from tests.support.network.certificates import Authority
 from tests.support.services.command import environment
 
 pytestmark = [
@@ -33,10 +35,11 @@ DEADLINE = 1500.0
 
 
 class Run:
-    """The example in a process with a Ray cluster of four nodes."""
+    """The example in a process with a Ray cluster of several nodes. ``variables``: further ones of its environment."""
 
-    def __init__(self) -> None:
+    def __init__(self, nodes: int, **variables: str) -> None:
         self.lines: list[str] = []
+        self._nodes, self._variables = nodes, variables
         self._changed = asyncio.Condition()
         self._folder = tempfile.TemporaryDirectory(prefix="ray-")  # a path of sockets must be short
 
@@ -51,9 +54,10 @@ class Run:
             RAY_USAGE_STATS_ENABLED="0",
             PYTHONUNBUFFERED="1",
             STEPS="600",
+            **self._variables,
         )
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-u", str(NODES), "4", str(ROOT / "examples" / "train_ray.py")),
+            *(sys.executable, "-u", str(NODES), str(self._nodes), str(ROOT / "examples" / "train_ray.py")),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
@@ -133,7 +137,7 @@ async def ask(lighthouse: str, method: str, path: str = "", **body: Any) -> Any:
 @pytest.mark.timeout(3600)
 async def test_a_killed_worker_heals_and_the_group_of_a_drained_node_comes_back_on_another_one() -> None:
     """Slow: a Ray cluster of four nodes, one without a worker, and five workers that import Ray and torch."""
-    async with Run() as run:
+    async with Run(4) as run:
         await run.until(lambda: all(run.step(group) for group in range(3)), "all train")
         lighthouse = run.starts(0)[0][2]
         assert not lighthouse.startswith(("http://0.0.0.0", "http://[::]")), "it listens at one address"
@@ -167,3 +171,29 @@ async def test_a_killed_worker_heals_and_the_group_of_a_drained_node_comes_back_
         assert len(ends) == 3
         assert len(set(ends.values())) == 1, "equal weights"
         assert float(run.found(r"'accuracy': ([\d.]+)")[0][1]) > 0.8
+
+
+@pytest.mark.timeout(3600)
+async def test_a_spare_takes_the_place_of_a_killed_worker_with_a_lighthouse_that_speaks_tls(tmp_path: Path) -> None:
+    """Slow: a Ray cluster of three nodes, and four workers that import Ray and torch."""
+    authority = Authority(tmp_path)
+    certificates = {
+        "KEEPSTEP_LIGHTHOUSE_TLS_CERT": str(authority.certificate(outward_address())),
+        "KEEPSTEP_TLS_CA": str(authority.pem),
+    }
+    async with Run(3, SPARES="1", **certificates) as run:
+
+        def training() -> list[int]:
+            return [group for group in range(3) if run.step(group, groups=2)]
+
+        await run.until(lambda: len(training()) == 2, "two train")
+        (killed, other), (spare,) = training(), set(range(3)) - set(training())
+        assert run.starts(other)[0][2].startswith("https://")
+        os.kill(run.starts(killed)[0][0], signal.SIGKILL)
+        await run.until(lambda: spare in training(), "the spare trains")
+        assert len(run.starts(killed)) == 1, "before Ray Train has started the killed worker again"
+
+        assert await run.exit_code() == 0, "\n".join(run.lines[-60:])
+        ends = {match[1]: match[2] for match in run.found(r"group (\d) (ends at step 600 weights \w+)")}
+        assert ends.keys() >= {str(other), str(spare)}
+        assert len(set(ends.values())) == 1, "equal weights"

@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib.util
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,3 +57,35 @@ async def test_a_trainer_of_torchtitans_shape_heals_and_logs_values_of_all_group
             assert logged(a)[step][3] != logged(b)[step][3], "one group writes checkpoints"
         assert float(logged(a)[healed()[9]][1]) < float(logged(a)[1][1])
         assert not [line for line in a.output if "Traceback" in line], job.report()
+
+
+PARSE = """
+import sys
+from pathlib import Path
+import keepstep.compat
+from tests.gpu.torchtitan_checks import arguments, write_assets
+from torchtitan.config import ConfigManager
+from torchtitan.experiments.torchft.trainer import FaultTolerantTrainer
+assets = Path(sys.argv[1], "assets")
+write_assets(assets)
+config = ConfigManager().parse_args(arguments(1, assets, assets))
+assert isinstance(config, FaultTolerantTrainer.Config)
+assert FaultTolerantTrainer.train_step and FaultTolerantTrainer.should_continue_training, "the check extends them"
+training, tokenizer = config.training, config.tokenizer.build(tokenizer_path=config.hf_assets_path)
+length, size = training.seq_len, training.local_batch_size
+loader = config.dataloader.build(
+    dp_world_size=4, dp_rank=1, tokenizer=tokenizer, seq_len=length, local_batch_size=size
+)
+labels = next(iter(loader))[1]
+print(config.fault_tolerance.semi_sync_method, training.disable_cuda_graphs, tuple(labels.shape), int(labels.max()) > 2)
+"""
+
+
+@NEEDS_TORCHTITAN
+@pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="triton is not installed: docs/torchtitan.md")
+@pytest.mark.timeout(IMPORTS)
+def test_the_check_for_gpus_gives_torchtitan_arguments_and_data_that_it_accepts(tmp_path: Path) -> None:
+    """Slow: the imports of torchtitan's trainer, which runs in `make gpu` only."""
+    command = [sys.executable, "-c", PARSE, str(tmp_path)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=IMPORTS, cwd=JOBS.parents[2], check=False)
+    assert found.stdout.splitlines()[-1:] == ["None True (2, 128) True"], found.stderr

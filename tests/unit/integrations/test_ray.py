@@ -6,7 +6,10 @@ import pytest
 
 pytest.importorskip("ray.train.v2.torch.torchft_config", reason="ray is not installed: pip install -e '.[ray]'")
 
+import ray.train
+
 from keepstep.integrations.ray import KeepstepConfig
+from keepstep_mesh.errors import AuthError
 
 
 @pytest.fixture(autouse=True)
@@ -45,3 +48,25 @@ def test_a_lighthouse_that_runs_already_takes_no_arguments() -> None:
         KeepstepConfig("http://l1:29510", lighthouse_kwargs={"min_replicas": 2})
     with pytest.raises(ValueError, match="is no address"):
         KeepstepConfig("l1")
+
+
+def test_mistakes_end_the_script_because_ray_would_retry_them_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(AuthError, match="at least 16"):
+        KeepstepConfig(token="short")
+    with pytest.raises(TypeError, match="min_replica"):
+        KeepstepConfig(lighthouse_kwargs={"min_replica": 2})
+    with pytest.raises(ValueError, match="spares=-1"):
+        KeepstepConfig(spares=-1)
+    monkeypatch.setenv("KEEPSTEP_ADMIN_TOKEN", "t" * 16)
+    with pytest.raises(AuthError, match="two roles have the same token"):
+        KeepstepConfig(token="t" * 16)
+
+
+def test_a_lighthouse_that_does_not_start_counts_in_the_max_failures_of_the_run() -> None:
+    config = KeepstepConfig(lighthouse_kwargs={"min_replicas": 0})
+    with pytest.raises(ray.train.WorkerGroupError, match=r"does not start: .*min_replicas"):
+        config.backend_cls()._maybe_create_lighthouse_actor(config)
+
+
+def test_each_worker_knows_the_number_of_spares() -> None:
+    assert KeepstepConfig("l1:29510", spares=2).worker_environment == {"KEEPSTEP_SPARES": "2"}

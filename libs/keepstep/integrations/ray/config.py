@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import secrets
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from keepstep.integrations.ray.function_context import GroupContext
 from keepstep.integrations.ray.group_environment import set_group_environment
 from keepstep.integrations.ray.package import Backend, Config, ray
 from keepstep_mesh.config.settings import split_addresses
+from keepstep_mesh.security.tokens import Tokens
 
 
 class KeepstepConfig(Config):  # type: ignore[misc]
@@ -29,10 +31,13 @@ class KeepstepConfig(Config):  # type: ignore[misc]
         job: name of the job. Default: ``KEEPSTEP_JOB`` of this process, else the name of the run (``RunConfig.name``).
         lighthouse_kwargs: of ``LighthouseServer``, such as ``min_replicas`` (default: 1), or ``bind`` for another
             address. Not with ``lighthouse``.
+        spares: number of workers that stand by as spares; the other workers train.
         **kwargs: of Ray's ``TorchConfig``, such as ``backend``.
 
     Raises:
-        ValueError: ``lighthouse`` is no address, or comes with ``lighthouse_kwargs``.
+        ValueError: ``lighthouse`` is no address, or comes with ``lighthouse_kwargs``; ``spares`` is negative.
+        TypeError: ``lighthouse_kwargs`` has a name that ``LighthouseServer`` has not.
+        AuthError: a token is too short, or two roles have the same one.
     """
 
     def __init__(
@@ -42,6 +47,7 @@ class KeepstepConfig(Config):  # type: ignore[misc]
         token: str | None = None,
         job: str | None = None,
         lighthouse_kwargs: Mapping[str, Any] | None = None,
+        spares: int = 0,
         **kwargs: Any,
     ) -> None:
         if lighthouse and lighthouse_kwargs:
@@ -49,15 +55,21 @@ class KeepstepConfig(Config):  # type: ignore[misc]
                 f"lighthouse={lighthouse!r} runs already, and lighthouse_kwargs are those of a lighthouse that the "
                 f"run starts: give one of them; `keepstep policy` changes limits of a job"
             )
+        if spares < 0:
+            raise ValueError(f"spares={spares}: pass the number of workers that stand by, 0 or more")
         super().__init__(lighthouse_kwargs={"min_replicas": 1, **(lighthouse_kwargs or {})}, **kwargs)
+        inspect.signature(LighthouseServer).bind(**{"bind": "", **self.lighthouse_kwargs})
         self.lighthouse = ",".join(split_addresses(lighthouse)) if lighthouse else None
         self.job = job or os.environ.get("KEEPSTEP_JOB")
         token = token or os.environ.get("KEEPSTEP_TOKEN") or (None if lighthouse else secrets.token_hex(32))
+        others = {} if lighthouse else os.environ
+        admin, service = (others.get(f"KEEPSTEP_{role}_TOKEN") or None for role in ("ADMIN", "SERVICE"))
+        Tokens(worker=token, service=service, admin=admin)  # an error in Ray's controller would be retried for ever
         self.worker_environment = {"KEEPSTEP_TOKEN": token} if token else {}
-        self.lighthouse_environment = {"KEEPSTEP_WORKER_TOKEN": token} if token else {}
-        for name in ("KEEPSTEP_ADMIN_TOKEN", "KEEPSTEP_SERVICE_TOKEN"):
-            if name in os.environ:
-                self.lighthouse_environment[name] = os.environ[name]
+        if spares:
+            self.worker_environment["KEEPSTEP_SPARES"] = str(spares)
+        own = {"WORKER": None if lighthouse else token, "ADMIN": admin, "SERVICE": service}
+        self.lighthouse_environment = {f"KEEPSTEP_{role}_TOKEN": one for role, one in own.items() if one}
 
     @property
     def backend_cls(self) -> type:
@@ -85,7 +97,11 @@ class KeepstepBackend(Backend):  # type: ignore[misc]
             os.environ.update(backend_config.lighthouse_environment)
             host = ray.util.get_node_ip_address()
             bind = f"[{host}]:0" if ":" in host else f"{host}:0"
-            self._lighthouse = LighthouseServer(**{"bind": bind, **backend_config.lighthouse_kwargs})
+            try:
+                self._lighthouse = LighthouseServer(**{"bind": bind, **backend_config.lighthouse_kwargs})
+            except (OSError, RuntimeError, ValueError) as error:
+                # max_failures limits the retries of this error; Ray retries any other one for ever
+                raise ray.train.WorkerGroupError(f"the lighthouse of the run does not start: {error}", {}) from error
         return self._lighthouse.address()
 
     def on_training_start(self, worker_group: Any, backend_config: KeepstepConfig) -> None:

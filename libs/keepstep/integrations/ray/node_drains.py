@@ -21,6 +21,8 @@ WITHOUT_DEADLINE_SECONDS = 120.0
 """How long a group that has left waits for the end of its node, if the notice has no deadline."""
 AFTER_DEADLINE_SECONDS = 30.0
 """How long it waits beyond the deadline."""
+WATCH_STOP_SECONDS = 5.0
+"""Limit for the watch to end; it may wait for an answer of Ray's head node."""
 
 
 class NodeDrains:
@@ -42,7 +44,7 @@ class NodeDrains:
             except Exception as error:  # noqa: BLE001  any failure of Ray's client; the next poll may succeed
                 log.warning("cannot ask Ray which nodes it drains; asking again", reason=str(error))
                 continue
-            if self._node in draining:
+            if self._node in draining and not self._end.is_set():
                 self._leave(draining[self._node] / 1000)
 
     def _leave(self, deadline: float) -> None:
@@ -55,9 +57,9 @@ class NodeDrains:
             manager.leave_soon("Ray drains its node", notice)
 
     def stop(self) -> None:
-        """End the thread."""
+        """End the thread. If it waits for an answer of Ray, it ends after that, without effect."""
         self._end.set()
-        self._thread.join()
+        self._thread.join(WATCH_STOP_SECONDS)
 
     def await_node_end(self) -> None:
         """Wait until the node ends and this process with it, so that Ray Train counts a preemption, not a failure."""

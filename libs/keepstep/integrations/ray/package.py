@@ -11,7 +11,7 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError(
         f"keepstep.integrations.ray needs Ray Train with its TorchftConfig (missing: {error.name}): "
-        f"pip install -e '.[ray]' in keepstep's folder"
+        f"pip install 'keepstep[ray]'"
     ) from error
 
 Config: Any = torchft_config.TorchftConfig
