@@ -212,6 +212,7 @@ def _outcome(plan: Plan, engine: Engine, recovery: Recovery, seconds: float) -> 
 
     outcome = Outcome(plan.request.seed, seconds, recovery.costs, recovery.commits, engine.resources.growth())
     outcome.wedged, outcome.unrecovered = engine.wedged, sorted(recovery.down)
+    outcome.unseen = sorted(recovery.unseen & {cost.fault.target for cost in outcome.injected})
     outcome.comparisons, outcome.differences = engine.observer.comparisons, engine.observer.differences
     outcome.left_out, outcome.samples_per_step = plan.left_out, plan.request.samples_per_step
     outcome.groups = sum(target.role == Role.GROUP for target in plan.places.targets)

@@ -21,7 +21,7 @@ from keepstep_cli.chaos.recovery import Recovery
 from keepstep_cli.chaos.resources import Resources
 from keepstep_cli.chaos.schedule import Schedule
 from keepstep_cli.chaos.targets import Places, addresses_of, group_of
-from keepstep_cli.chaos.vocabulary import Fault, Role
+from keepstep_cli.chaos.vocabulary import Fault, Role, Target
 
 CHAOS_LOOK_SECONDS = 0.1
 SLOW_LOOK_SECONDS = 1.0
@@ -77,6 +77,7 @@ class Engine:
         """Inject faults until the end, then wait until all targets have recovered. Leaves no fault behind."""
         with contextlib.suppress(ClickException):
             await self._ask_events()  # events from before do not count
+        self._recovery.unseen = await self._unreachable()
         asking = [asyncio.create_task(one) for one in (self._ask_services(), self._look_slowly())]
         end = time.time() + duration.seconds if duration.seconds else float("inf")
         try:
@@ -122,6 +123,13 @@ class Engine:
             self._say(f"{fault.number:5} {fault}" + (f": not injected: {why}" if why else ""))
 
     # ---- services and resources
+
+    async def _unreachable(self) -> frozenset[Target]:
+        """Return the services elsewhere that do not answer this machine before the first fault."""
+        places = [one for target, one in self._places.by_target.items() if one.elsewhere and target.role in SERVICES]
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(CHAOS_ANSWER_SECONDS)) as http:
+            answered = await asyncio.gather(*(_answers(http, one.url) for one in places))
+        return frozenset(one.target for one, answer in zip(places, answered, strict=True) if not answer)
 
     async def _ask_services(self) -> None:
         """Ask services that were hit until they answer."""

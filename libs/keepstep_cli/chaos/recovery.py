@@ -1,7 +1,8 @@
 """Follow which targets are down, what each fault cost, and whether the job stands still. Pure: time is an argument.
 
 Times are Unix times in seconds, as in the logs. A group that was hit is down until it commits a step after the fault,
-or stands by as a spare; a service, until it answers. ``wedged_seconds`` counts while enough targets are untouched and
+or stands by as a spare; a service, until it answers. A service that this machine cannot reach (``unseen``) is down only
+during its faults. ``wedged_seconds`` counts while enough targets are untouched and
 alive, and no step commits.
 
 ``commit_gap_seconds`` of a fault is the longest time between two commits of the job, of those that it may have delayed:
@@ -82,6 +83,8 @@ class Recovery:
         self._measured: list[Cost] = []
         """Faults that may delay the next commit."""
         self._last_commit = began
+        self.unseen: frozenset[Target] = frozenset()
+        """Targets whose recovery cannot be seen."""
         self.pace = Pace()
         self.costs: list[Cost] = []
         self.commits = 0
@@ -96,7 +99,7 @@ class Recovery:
         self._acting[fault.number] = cost
         self._awaiting.append(cost)
         self._measured.append(cost)
-        if fault.kind.takes_away:
+        if fault.kind.takes_away and fault.target not in self.unseen:
             self._open[fault.target] = cost
         return cost
 
@@ -142,7 +145,8 @@ class Recovery:
         gap, self._last_commit = max(0.0, at - self._last_commit), max(at, self._last_commit)
         for cost in [one for one in self._measured if at > one.began]:
             cost.commit_gap_seconds = max(gap, cost.commit_gap_seconds or 0.0)
-            if cost.recovered_seconds is not None and at > cost.began + cost.recovered_seconds:
+            works = cost.recovered_seconds is not None and at > cost.began + cost.recovered_seconds
+            if works or (cost.fault.target in self.unseen and cost.ended is not None and at > cost.ended):
                 self._measured.remove(cost)
 
     def works(self, target: Target, at: float) -> None:

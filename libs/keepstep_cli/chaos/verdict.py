@@ -30,6 +30,8 @@ class Outcome:
     wedged: bool = False
     unrecovered: Sequence[Target] = ()
     """Targets that had not recovered at the end."""
+    unseen: Sequence[Target] = ()
+    """Targets that were hit, and which this machine cannot ask whether they work again."""
     violations: Sequence[str] = ()
     """Of ``check-history``."""
     checked_steps: int | None = None
@@ -103,6 +105,7 @@ class Outcome:
             "compared_weights": self.compared_weights,
             "comparisons": self.comparisons,
             "broken": self.broken(),
+            "unseen": [str(target) for target in self.unseen],
             "left_out": dict(self.left_out),
             "growth": {str(target): one.json() for target, one in self.growth.items()},
             "each": [cost.json() for cost in self.costs],
@@ -167,6 +170,7 @@ def summary(outcome: Outcome) -> list[str]:
     lines.append(
         f"weights: {outcome.compared_weights} digests compared, {outcome.comparisons} comparisons by the lighthouse"
     )
+    lines += [f"recovery of {target} not seen: this machine cannot reach it" for target in outcome.unseen]
     broken = outcome.broken()
     return [*lines, *(f"BROKEN: {one}" for one in broken)] if broken else [*lines, "no promise was broken"]
 

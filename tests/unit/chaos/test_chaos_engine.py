@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
 from keepstep_cli.asking.rest import Lighthouse
-from keepstep_cli.chaos.engine import Engine
+from keepstep_cli.chaos.elsewhere import parse
+from keepstep_cli.chaos.engine import Duration, Engine
 from keepstep_cli.chaos.recovery import Recovery
 from keepstep_cli.chaos.schedule import Limits, Schedule
 from keepstep_cli.chaos.targets import Place, Places
@@ -25,4 +29,20 @@ def test_a_group_that_comes_back_as_a_spare_has_recovered(tmp_path):
     engine.learn({"replicas": [{"replica_id": "r0:a", "state": "suspect"}]}, 12.0)
     assert recovery.down == {GROUP}
     engine.learn({"replicas": [{"replica_id": "r0:b", "state": "spare"}]}, 13.0)
+    assert not recovery.down
+
+
+async def test_a_service_that_this_machine_could_not_reach_before_its_fault_is_not_judged_by_answers(tmp_path):
+    hidden, open_one = Target(Role.RELAY, "relay:29520"), Target(Role.METRICS, "metrics:29530")
+    async with TestServer(web.Application()) as server:
+        places = Places("job")
+        places.add(Place(hidden, [], url="http://127.0.0.1:1", elsewhere=True))
+        places.add(Place(open_one, [], url=str(server.make_url("")).rstrip("/"), elsewhere=True))
+        recovery = Recovery(places.targets, 1, began=0.0)
+        schedule = Schedule(0, places.targets, {hidden: ["kill"], open_one: []}, Limits(min_groups=0))
+        lighthouse = Lighthouse("http://127.0.0.1:1", None)
+        templates = parse(["kill=true"])
+        engine = Engine(places, schedule, recovery, lighthouse, [], tmp_path, print, templates)
+        await engine.run(Duration(seconds=0.0, faults=1, wedge_seconds=0.05))
+    assert recovery.unseen == {hidden}
     assert not recovery.down

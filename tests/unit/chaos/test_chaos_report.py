@@ -65,6 +65,11 @@ def test_each_broken_promise_is_named():
     assert len(bad.broken()) == 4
     assert [line for line in summary(bad) if line.startswith("BROKEN: ")] == [f"BROKEN: {one}" for one in bad.broken()]
     assert json.loads(json.dumps(bad.json()))["wedged"] is True
+    unseen = Outcome(1, 60.0, [], 0, {}, unseen=[Target(Role.RELAY, "relay:29520")])
+    assert summary(unseen)[-2:] == [
+        "recovery of relay relay:29520 not seen: this machine cannot reach it",
+        "no promise was broken",
+    ]
 
 
 def test_digests_of_one_step_and_lineage_must_be_equal(tmp_path):
