@@ -61,7 +61,7 @@ def _watch() -> None:
         return
     _is_watching = True
     while True:
-        time.sleep(WATCHDOG_TURN_SECONDS)
+        time.sleep(WATCHDOG_TURN_SECONDS)  # a turn; the stuck threads that it looks for wake nothing
         try:
             for one in tuple(_watched.values()):
                 one.turn()

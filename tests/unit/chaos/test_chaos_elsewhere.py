@@ -104,8 +104,11 @@ async def test_the_error_of_keepstep_inject_or_else_the_last_line_is_the_reason(
         await run_command(["sh", "-c", f"echo {shlex.quote(said)} >&2; exit 3"], Fault(1, KINDS["cut"], POD, 0.1))
 
 
-async def test_a_command_that_ends_with_its_target_has_hit():
-    await run_command(["sh", "-c", "kill -KILL $$"], Fault(1, KINDS["kill"], POD, 0.0))
+async def test_only_a_fault_that_kills_its_target_may_end_the_command_by_sigkill():
+    words = ["sh", "-c", "kill -KILL $$"]
+    await run_command(words, Fault(1, KINDS["kill"], POD, 0.0))
+    with pytest.raises(CommandError, match=r"^sh exited with -9"):
+        await run_command(words, Fault(2, KINDS["cut"], POD, 0.1))
 
 
 async def test_an_interrupted_command_and_those_that_it_started_end_at_sigint(tmp_path):

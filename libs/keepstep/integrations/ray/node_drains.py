@@ -64,4 +64,4 @@ class NodeDrains:
     def await_node_end(self) -> None:
         """Wait until the node ends and this process with it, so that Ray Train counts a preemption, not a failure."""
         seconds = self.deadline - time.time() + AFTER_DEADLINE_SECONDS if self.deadline else WITHOUT_DEADLINE_SECONDS
-        time.sleep(max(0.0, seconds))
+        time.sleep(max(0.0, seconds))  # the end of the node kills this process in the meantime
