@@ -57,6 +57,8 @@ class Seen:
     losses: list[float] = field(default_factory=list)
     joins: list[float] = field(default_factory=list)
     takeovers: list[float] = field(default_factory=list)
+    takeover_cpu: list[float] = field(default_factory=list)
+    """Processor time of the next leader from the kill to its last answer, and of the steps after it."""
     round_ends: list[float] = field(default_factory=list)
     """From the first to the last answer of a quorum without an event."""
     answers: dict[str, list[float]] = field(default_factory=dict)
@@ -96,6 +98,10 @@ class Process:
 
     def memory_mib(self) -> float:
         return psutil.Process(self.popen.pid).memory_info().rss / 2**20
+
+    def cpu_seconds(self) -> float:
+        times = psutil.Process(self.popen.pid).cpu_times()
+        return times.user + times.system
 
 
 class Mesh:
@@ -224,9 +230,12 @@ def play(groups: int, changes: int, log: Path) -> Seen:
             leader = mesh.leader()
             for role, one in zip(("leader", "standby"), (leader, 1 - leader), strict=True):
                 seen.memory_mib[role] = max(seen.memory_mib.get(role, 0.0), mesh.lighthouses[one].memory_mib())
+            standby = mesh.lighthouses[1 - leader]
+            before = standby.cpu_seconds()
             marks.append(("takeover", time.monotonic()))
             mesh.kill_lighthouse(leader)
             steps_without_an_event()
+            seen.takeover_cpu.append(standby.cpu_seconds() - before)
             mesh.restart(leader)
             steps_without_an_event()
         seen.memory_mib["metrics"] = mesh.metrics.memory_mib()
@@ -326,6 +335,7 @@ def _job(groups: int, seen: Seen) -> list[Figure]:
         Figure(f"{title}: SIGKILL of a group to the last answer without it", "s", "max", seen.losses),
         Figure(f"{title}: a group joins, answers first to last", "ms", "max", milli(seen.joins)),
         Figure(f"{title}: SIGKILL of the leader to the last answer", "s", "max", seen.takeovers, limit=Limit(value=2)),
+        Figure(f"{title}: the same, processor time of the next leader", "s", "max", seen.takeover_cpu),
         Figure(
             f"{title}: longest answer of the metrics service's loop", "ms", "max", milli(seen.beats), limit=Limit(100)
         ),
