@@ -70,8 +70,8 @@ class _Metrics(Collector):
             spent = goodput.group_seconds(job, now - WINDOW_SECONDS, now)
             if (share := goodput.ratio(spent)) is not None:
                 training.add_metric([name], share)
-                for state, part in goodput.shares(spent).items():
-                    times.add_metric([name, state], part)
+                for spent_in, part in goodput.shares(spent).items():
+                    times.add_metric([name, spent_in], part)
             states = Counter(one.timeline.state for one in job.groups.values())
             for state in (*LIVING, State.STANDBY):
                 if state is State.WAITING_SLOW_GROUP:
