@@ -46,7 +46,7 @@ class StepEnd:
             facts["new_lineage"] = progress.lineage
         context.steps.write("committed", progress.step, plan.quorum_id, **facts)
         context.telemetry.step(
-            *(self.times, progress.step, plan.quorum_id, self.participants),
+            *(self.times, progress.step, plan, self.participants),
             committed=True,
             nonfinite=self.nonfinite,
             retries=self.retries,
@@ -59,7 +59,7 @@ class StepEnd:
         epoch, quorum_id = (self.plan.epoch, self.plan.quorum_id) if self.plan else (0, 0)
         context.steps.write("discarded", progress.step, quorum_id, epoch=epoch, reason=reason)
         context.telemetry.step(
-            *(self.times, progress.step, quorum_id, 0),
+            *(self.times, progress.step, self.plan, 0),
             committed=False,
             reason=reason[:500],
             nonfinite=self.nonfinite,

@@ -147,6 +147,8 @@ class StepRecord:
     step: int
     """Committed steps after it."""
     quorum_id: int = 0
+    epoch: int = 0
+    """Of the lighthouse that formed the quorum."""
     committed: bool = False
     reason: str = ""
     """Why it was not committed."""

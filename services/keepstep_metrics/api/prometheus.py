@@ -58,16 +58,24 @@ class _Metrics(Collector):
         training = GaugeMetricFamily(
             "keepstep_job_goodput_ratio", "share of group-seconds in committed steps, over 5 minutes", labels=["job"]
         )
+        times = GaugeMetricFamily(
+            "keepstep_job_time_ratio", "share of group-seconds in each state, over 5 minutes", labels=["job", "state"]
+        )
         groups = GaugeMetricFamily("keepstep_job_groups", "groups by state", labels=["job", "state"])
         seconds = GaugeMetricFamily("keepstep_group_step_seconds", "median of the last steps", labels=["job", "group"])
         slow = GaugeMetricFamily("keepstep_group_straggler", "1 for a straggler", labels=["job", "group"])
         for job in shown(self._metrics.core.jobs.values()):
             name = job.name
             step.add_metric([name], job.step)
-            if (share := goodput.ratio(goodput.group_seconds(job, now - WINDOW_SECONDS, now))) is not None:
+            spent = goodput.group_seconds(job, now - WINDOW_SECONDS, now)
+            if (share := goodput.ratio(spent)) is not None:
                 training.add_metric([name], share)
+                for spent_in, part in goodput.shares(spent).items():
+                    times.add_metric([name, spent_in], part)
             states = Counter(one.timeline.state for one in job.groups.values())
             for state in (*LIVING, State.STANDBY):
+                if state is State.WAITING_SLOW_GROUP:
+                    continue  # no group is known to be in it now
                 groups.add_metric([name, state.value], states[state])
             for group in job.groups.values():
                 if group.is_there and (p50 := group.seconds_p50) is not None:
@@ -75,7 +83,7 @@ class _Metrics(Collector):
             for group_name, standing in job.standings.items():
                 if group_name in job.groups and job.groups[group_name].is_there:
                     slow.add_metric([name, group_name], float(standing.straggler))
-        yield from (step, training, groups, seconds, slow)
+        yield from (step, training, times, groups, seconds, slow)
         yield from _durable(shown(self._metrics.core.jobs.values()), now)
 
 

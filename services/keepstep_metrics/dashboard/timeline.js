@@ -13,6 +13,7 @@ const WANTED = 0.55; // share of the window for all rows, if they fit
 const LEGEND = { ...Object.fromEntries(STATES.map((state) => [state, state])), slow: "slow: the others wait for it" };
 const HATCHES = {
   waiting_quorum: "dots",
+  waiting_slow_group: "bars",
   healing: "up",
   retrying: "cross",
   lost: "down",
@@ -214,7 +215,7 @@ export class Timeline {
         if (long + 12 > wide) continue;
         context.fillStyle = fills[state];
         context.fillRect(left + 3, top + 2, long + 6, thick - 4); // no pattern behind text
-        context.fillStyle = state === "waiting_quorum" ? ink.onWaiting : ink.on;
+        context.fillStyle = state.startsWith("waiting_") ? ink.onWaiting : ink.on;
         context.fillText(state, left + 6, top + thick / 2 + 0.5);
       }
     }

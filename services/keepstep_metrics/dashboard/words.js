@@ -1,7 +1,16 @@
 // Names of states, and readable quantities.
 
 /** As in the API, in the label `state` of Prometheus, and in docs/metrics.md. */
-export const STATES = ["training", "waiting_quorum", "healing", "retrying", "lost", "draining", "standby"];
+export const STATES = [
+  "training",
+  "waiting_quorum",
+  "waiting_slow_group",
+  "healing",
+  "retrying",
+  "lost",
+  "draining",
+  "standby",
+];
 
 export const byName = new Intl.Collator(undefined, { numeric: true }).compare;
 

@@ -19,7 +19,10 @@ SHORT_WAIT_SECONDS = 0.05
 """A shorter wait for the quorum counts as training."""
 REPORTED_STATES = {state.value for state in State} - {State.LOST.value, State.GONE.value}
 
-PLAIN = ("step", "committed_at", "values", "ends", "restarts", "failed_heals", "error", "error_at", "parted")
+PLAIN = (
+    *("step", "committed_at", "values", "ends", "restarts", "failed_heals", "error", "error_at", "parted"),
+    *("quorum_id", "epoch", "participants"),
+)
 """Fields that a dump has as they are."""
 
 
@@ -33,6 +36,10 @@ class Group:
     steps: Series = field(default_factory=lambda: Series(3))
     """Committed steps, discarded steps, seconds of the committed ones."""
     step: int = 0
+    quorum_id: int = 0
+    """Of the last step of its incarnation, as the next two; 0: unknown."""
+    epoch: int = 0
+    participants: int = 0
     committed_at: float = 0.0
     """When its last commit was reported, by this service's clock."""
     values: dict[str, float] = field(default_factory=dict)
@@ -91,6 +98,7 @@ class Group:
 
     def add_step(self, replica_id: str, step: StepRecord, now: float) -> None:
         self._fill_timeline(replica_id, step)
+        self.quorum_id, self.epoch, self.participants = step.quorum_id, step.epoch, step.participants
         if not step.committed:
             self.steps.count(step.t, 1)
             return
@@ -108,13 +116,23 @@ class Group:
         if self.timeline and replica_id not in self.ends and not self.is_there:
             self.timeline.mark(begin, State.WAITING_QUORUM)  # the lighthouse's report of its return is missing
         waited = step.quorum_seconds if step.quorum_seconds >= SHORT_WAIT_SECONDS else 0.0
+        waiting = State.WAITING_SLOW_GROUP if self._is_in_quorum_of(step) else State.WAITING_QUORUM
         healed = begin + waited + step.heal_seconds
         fill = self.timeline.fill
-        fill(begin, min(begin + waited, end), State.WAITING_QUORUM)
+        fill(begin, min(begin + waited, end), waiting)
         fill(begin + waited, min(healed, end), State.HEALING)
         again = healed + step.retry_seconds if step.committed else end
         fill(healed, min(again, end), State.RETRYING)
         fill(again, end, State.TRAINING)
+
+    def _is_in_quorum_of(self, step: StepRecord) -> bool:
+        """Return whether ``step`` committed in the quorum of the group's last step, with as many participants.
+
+        Then nothing happened between the two: no loss, no heal and no discarded step (other participants), no takeover
+        of a lighthouse (another epoch).
+        """
+        before = self.quorum_id, self.epoch, self.participants
+        return step.committed and bool(step.quorum_id) and before == (step.quorum_id, step.epoch, step.participants)
 
     def set_state(self, replica_id: str, record: StateRecord) -> None:
         if replica_id not in self.ends and record.state in REPORTED_STATES:
@@ -157,7 +175,7 @@ class Group:
         group = cls(dumped["name"], dumped["replica_id"], Timeline.load(dumped["timeline"]))
         group.steps.load(dumped["steps"])
         for key in PLAIN:
-            setattr(group, key, dumped.get(key, getattr(group, key)))  # an older release had no "parted"
+            setattr(group, key, dumped.get(key, getattr(group, key)))  # an older release had fewer
         group.recent.extend(dumped["recent"])
         group.busy.extend(dumped["busy"])
         group.whole.extend(dumped["whole"])

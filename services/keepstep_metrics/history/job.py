@@ -144,6 +144,7 @@ class Job:
         if replica_id != group.replica_id:
             group.replica_id = replica_id
             group.restarts += 1
+            group.quorum_id = 0
             group.busy.clear()
             group.whole.clear()
             self.standings.pop(group.name, None)

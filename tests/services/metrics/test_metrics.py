@@ -349,3 +349,15 @@ def test_settings_come_from_flags_and_environment(tmp_path: Path) -> None:
     assert found.shown_token() == "t" * 16
     with pytest.raises(ValueError, match="invalid snapshot_every 0: expected more than 0"):
         read_settings({"snapshot_every": 0.0}, {})
+
+
+async def test_prometheus_has_the_share_of_the_time_in_each_state() -> None:
+    now = time.time()
+    async with metrics() as one, client(one.address) as asking:
+        await asking.tell(Teller("a:1"), *(step(now - 4 + at, at + 1, quorum_seconds=0.5) for at in range(4)))
+        text = (await asking.call("GET", "/metrics")).decode()
+    found = re.findall(r'^keepstep_job_time_ratio\{job="job",state="(\w+)"\} (\S+)', text, re.MULTILINE)
+    shares = {state: float(share) for state, share in found}
+    assert sum(shares.values()) == pytest.approx(1)
+    assert shares["waiting_slow_group"] == pytest.approx(3 * shares["waiting_quorum"]), "all waits but the first"
+    assert 'keepstep_job_groups{job="job",state="waiting_slow_group"}' not in text, "only the end of a wait tells"

@@ -43,5 +43,7 @@ async def test_a_slow_group_leaves_after_so_many_steps_and_again_when_it_comes_b
         await job.advance(a, b, steps=20)
         told = [one["event"] for one in (await asking.get("events", "default"))["events"]]
         assert told.index("straggler") < told.index("drain")
+        spent = (await asking.get("goodput", "default"))["seconds"]
+        assert spent["waiting_slow_group"] > STEPS * float(SLOW), spent  # a and b wait for c, twice and longer
         assert not discarded(a, b, c), job.report()
         assert job.assert_identical() > STEPS

@@ -29,6 +29,7 @@ STEP = StepRecord(
     t=1.5,
     step=7,
     quorum_id=2,
+    epoch=4,
     committed=False,
     reason="a peer died",
     participants=3,

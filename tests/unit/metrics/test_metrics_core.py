@@ -52,10 +52,43 @@ def test_a_step_that_is_discarded_is_a_retry_and_a_short_wait_is_part_of_a_step(
     world.steps("a:1", 13, 15)
     assert world.states("a", 15)[1:] == [(10, 12, "training"), (12, 13, "retrying"), (13, 15, "training")]
     told = whole(span_views.goodput(world.job, T, T + 15))
-    assert told.seconds == {"training": 4, "retrying": 1, "waiting_quorum": 10, "healing": 0, "lost": 0, "draining": 0}
+    spent = {state: seconds for state, seconds in told.seconds.items() if seconds}
+    assert spent == {"training": 4, "retrying": 1, "waiting_quorum": 10}
     assert told.goodput == pytest.approx(4 / 15)
     told = whole(span_views.goodput(world.job, T, T + 16))
     assert (told.steps_committed, told.steps_discarded) == (4, 1)
+
+
+def test_a_wait_for_a_quorum_that_forms_as_before_is_a_wait_for_a_slow_group() -> None:
+    world = joined("a:1", "b:1")
+    same = {"quorum_id": 1, "epoch": 1, "participants": 2, "quorum_seconds": 0.5}
+    world.steps("a:1", 10, 11, **same)  # its first step
+    world.steps("a:1", 11, 12, **same)
+    dumped = msgpack.unpackb(msgpack.packb(world.core.dump()), strict_map_key=False)
+    world.core = MetricsCore()
+    world.core.load(dumped)
+    world.steps("a:1", 12, 13, **same)
+    changes = (
+        {"quorum_id": 2},  # a group was lost, and another one joined and heals
+        {"quorum_id": 2, "participants": 3},  # the others waited for the heal
+        {"quorum_id": 2, "participants": 3, "epoch": 2},  # a lighthouse took over
+        {"quorum_id": 2, "participants": 0, "epoch": 2, "committed": False},
+    )
+    for t, change in enumerate(changes, 13):
+        world.steps("a:1", t, t + 1, **{**same, **change})
+    waits = {begin: state for begin, _, state in world.states("a", 17) if state.startswith("waiting_")}
+    assert [t for t, state in waits.items() if state == "waiting_slow_group"] == [11, 12]
+    assert [t for t, state in waits.items() if state == "waiting_quorum"] == [0, 13, 14, 15, 16]
+    told = whole(span_views.goodput(world.job, T + 10, T + 17))
+    assert told.seconds["waiting_slow_group"] == told.badput["CUSTOM_BADPUT_EVENTS"] == 1.0
+
+
+def test_a_trainer_of_the_release_before_reports_no_epoch_and_its_waits_are_told_apart_all_the_same() -> None:
+    world = joined("a:1", "b:1")
+    world.steps("a:1", 10, 12, participants=2, quorum_seconds=0.5)
+    assert [state for _, _, state in world.states("a", 12)].count("waiting_slow_group") == 1
+    world.steps("a:2", 12, 13, participants=2, quorum_seconds=0.5)  # another incarnation, in its first step
+    assert [state for _, _, state in world.states("a", 13)].count("waiting_slow_group") == 1
 
 
 def test_steps_that_are_told_after_the_loss_end_where_the_loss_was() -> None:

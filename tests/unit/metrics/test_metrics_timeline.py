@@ -47,6 +47,16 @@ def test_every_moment_since_the_first_mark_is_in_the_state_that_was_said_last_of
     assert all(one != other for one, other in pairwise(numbers))
 
 
+def test_the_release_before_reads_a_wait_for_a_slow_group_as_a_wait_for_the_quorum() -> None:
+    line = Timeline()
+    line.mark(0, State.TRAINING)
+    line.mark(1, State.WAITING_SLOW_GROUP)
+    dumped = line.dump()
+    assert Timeline.load(dumped).spans(0, 2) == line.spans(0, 2)
+    before = [*line.spans(0, 1), (1, 2, State.WAITING_QUORUM)]
+    assert Timeline.load(dumped[:2]).spans(0, 2) == before, "the two that the release before reads, and writes"
+
+
 @given(CHANGES, st.integers(1, TICKS))
 def test_the_seconds_of_the_states_are_the_life_and_a_picture_covers_the_same_time(changes, pixels) -> None:
     line = Timeline()

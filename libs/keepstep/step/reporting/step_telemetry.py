@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from keepstep.group.group_link import LinkSettings
+from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.group.ranks.rank_link import RankLink
 from keepstep.runtime.loop_thread import LoopThread
 from keepstep.step.reporting.scalars import scalars_of
@@ -140,7 +141,7 @@ class StepTelemetry:
         self,
         times: StepTimes,
         step: int,
-        quorum_id: int,
+        plan: QuorumPlan | None,
         participants: int,
         *,
         committed: bool,
@@ -148,7 +149,7 @@ class StepTelemetry:
         nonfinite: bool = False,
         retries: int = 0,
     ) -> None:
-        """Record the end of a step. ``step``: number of committed steps after it."""
+        """Record the end of a step. ``step``: number of committed steps after it. ``plan``: None: no quorum formed."""
         now, before = time.monotonic(), times.began if self._ended is None else self._ended
         self._ended = now
         if self._sender is None and self._export is None and self._on_step is None:
@@ -159,7 +160,8 @@ class StepTelemetry:
         record = StepRecord(
             t=time.time(),
             step=step,
-            quorum_id=quorum_id,
+            quorum_id=plan.quorum_id if plan else 0,
+            epoch=plan.epoch if plan else 0,
             committed=committed,
             reason=reason,
             participants=participants,

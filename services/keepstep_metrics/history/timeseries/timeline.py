@@ -17,6 +17,7 @@ class State(Enum):
     TRAINING = "training"
     """In a committed step, or in the current one."""
     WAITING_QUORUM = "waiting_quorum"
+    """Waits for the quorum, or has not begun."""
     HEALING = "healing"
     RETRYING = "retrying"
     """In a discarded step, or between the failure of a step and the end of its retry."""
@@ -28,12 +29,17 @@ class State(Enum):
     """Left gracefully. This time does not count."""
     STANDBY = "standby"
     """Stands by as a spare. This time does not count."""
+    WAITING_SLOW_GROUP = "waiting_slow_group"
+    """Waited for the quorum, which then formed as before: another group came late. Only the end of a wait tells."""
 
 
 STATES = tuple(State)
 LIVING: tuple[State, ...] = tuple(state for state in STATES if state not in (State.GONE, State.STANDBY))
 """States whose time counts."""
 NUMBER = {state: number for number, state in enumerate(STATES)}
+"""Stored in dumps: a new state comes last."""
+NUMBERS_BEFORE = bytes.maketrans(bytes([NUMBER[State.WAITING_SLOW_GROUP]]), bytes([NUMBER[State.WAITING_QUORUM]]))
+"""From the numbers of states to those that the release before knows."""
 MAX_MARKS = 4000
 """Per group; the oldest are forgotten first."""
 
@@ -130,14 +136,16 @@ class Timeline:
                 found[state] += end - begin
         return found
 
-    def dump(self) -> tuple[bytes, bytes]:
-        return self.starts.tobytes(), self.states.tobytes()
+    def dump(self) -> tuple[bytes, bytes, bytes]:
+        """Return the starts, the states for the release before, which reads these two, and the states."""
+        states = self.states.tobytes()
+        return self.starts.tobytes(), states.translate(NUMBERS_BEFORE), states
 
     @classmethod
     def load(cls, dumped: Any) -> Timeline:
         one = cls()
         one.starts.frombytes(dumped[0])
-        one.states.frombytes(dumped[1])
+        one.states.frombytes(dumped[-1])
         return one
 
 
