@@ -12,6 +12,6 @@ def refuse_capture(tensors: Iterable[torch.Tensor]) -> None:
     for tensor in tensors:
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "a collective of the Manager was called in the capture of a CUDA graph, whose replays would reduce over "
-                "the groups of the capture, and in no step: call it outside of the graph, or turn CUDA graphs off"
+                "a collective of the Manager was called in the capture of a CUDA graph, whose replays would reduce "
+                "over the groups of the capture, and in no step: call it outside of the graph, or turn CUDA graphs off"
             )
