@@ -36,7 +36,8 @@ async def test_restarts_host_and_versions_are_shown_and_a_difference_is_an_event
 async def test_the_old_session_of_a_group_does_not_hide_that_its_new_one_differs() -> None:
     usual, other = About("node-1", "python 3.11", 0), About("node-2", "python 3.12", 0)
     async with (
-        lighthouse(policy=Policy(min_replicas=1)) as one, Group(one.address, name="r1", about=usual),
+        lighthouse(policy=Policy(min_replicas=1)) as one,
+        Group(one.address, name="r1", about=usual),
         Group(one.address, name="r0", about=usual) as r0,
         Group(one.address, name="r1", about=other, incarnation=2),
         aiohttp.ClientSession() as http,
