@@ -164,13 +164,11 @@ def remove_closed_sockets(folder: Path) -> None:
     """
     for path in folder.iterdir():
         if SOCKET_NAME.fullmatch(path.name):
-            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
                 try:
                     probe.connect(str(path))
                 except ConnectionRefusedError:
-                    path.unlink(missing_ok=True)
-                except OSError:
-                    continue
+                    path.unlink()
 
 
 def accepted(acts: Mapping[str, Act] | None = None) -> FaultOrders | None:
