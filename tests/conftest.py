@@ -203,10 +203,11 @@ def nothing_is_left_behind() -> Iterator[None]:
     """Fail the test that leaks. It is the first fixture with the scope of a test, so its teardown is the last."""
     threads, children, descriptors, handlers = _threads(), _children(), _descriptors(), _log_handlers()
     yield
-    # Threads and children first: they hold descriptors.
+    # Threads and children first: they hold descriptors, which get a time of their own.
     deadline = time.monotonic() + GRACE_SECONDS
     leaks = _new_threads(threads, deadline) + _new_children(children, deadline)
-    leaks += _new_descriptors(descriptors, deadline if not leaks else 0.0) + _new_log_handlers(handlers)
+    deadline = 0.0 if leaks else time.monotonic() + GRACE_SECONDS
+    leaks += _new_descriptors(descriptors, deadline) + _new_log_handlers(handlers)
     if leaks:
         pytest.fail("the test left behind:\n  " + "\n  ".join(leaks), pytrace=False)
 

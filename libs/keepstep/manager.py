@@ -35,6 +35,7 @@ from keepstep.lifecycle.membership import GroupMembership
 from keepstep.lifecycle.rehearsal.rehearsing import Rehearsing
 from keepstep.lifecycle.state_and_progress import StateAndProgress
 from keepstep.quantization.fused import check_quantizable
+from keepstep.script_checks.graph_capture import refuse_capture
 from keepstep.script_checks.script_checker import ScriptChecker
 from keepstep.step.attempt import Attempt
 from keepstep.step.quorums.quorum_round import HealRules
@@ -428,8 +429,9 @@ class Manager(Finishing, BackgroundQuorum, Rehearsing, StateAndProgress):
 
         Raises:
             ValueError: an average of integers, or a quantized reduction other than SUM and AVG of floats.
-            RuntimeError: no step has begun.
+            RuntimeError: no step has begun, or a CUDA graph is being captured.
         """
+        refuse_capture((tensor,))
         if (op := getattr(reduce_op, "op", None)) not in (None, ReduceOp.PREMUL_SUM):
             reduce_op = op  # the object in torch's options equals its name, and is in no tuple of names
         if should_quantize:
@@ -455,8 +457,9 @@ class Manager(Finishing, BackgroundQuorum, Rehearsing, StateAndProgress):
             A Work, as of ``allreduce``. Its future completes with ``tensors``.
 
         Raises:
-            RuntimeError: no step has begun.
+            RuntimeError: no step has begun, or a CUDA graph is being captured.
         """
+        refuse_capture(tensors)
         return self._current().run_collective(tensors, start)
 
     def mark_synchronized(self) -> None:

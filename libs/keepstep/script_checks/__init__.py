@@ -1,1 +1,1 @@
-"""Warnings about mistakes of a training script that train different models without an error."""
+"""Warn about, or refuse, mistakes of a training script that train different models without an error."""

@@ -27,7 +27,7 @@ class StepFaults:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._ordered: dict[str, threading.Event] = {}
+        self._ordered: set[str] = set()
         self._orders: FaultOrders | None = None
 
     @staticmethod
@@ -45,23 +45,26 @@ class StepFaults:
 
     @contextmanager
     def order(self, kind: str) -> Iterator[float]:
-        """Wait until a fault has hit. RuntimeError: no step took it."""
+        """Let the next step have a fault, which ends the order when it hits. RuntimeError: no step took it."""
         with self._lock:
-            hit = self._ordered[kind] = threading.Event()
+            self._ordered.add(kind)
         try:
-            if not hit.wait(FAULTY_STEP_SECONDS):
-                raise RuntimeError(f"no step took the fault within {FAULTY_STEP_SECONDS:g} s")
-            yield 0.0
+            yield FAULTY_STEP_SECONDS
         finally:
             with self._lock:
-                self._ordered.pop(kind, None)
+                waits = kind in self._ordered
+                self._ordered.discard(kind)
+        if waits:
+            raise RuntimeError(f"no step took the fault within {FAULTY_STEP_SECONDS:g} s")
 
     def _take(self, kind: str) -> bool:
         with self._lock:
-            hit = self._ordered.pop(kind, None)
-        if hit is not None:
-            hit.set()
-        return hit is not None
+            if kind not in self._ordered:
+                return False
+            self._ordered.remove(kind)
+            if self._orders is not None:
+                self._orders.end_fault()
+        return True
 
     def raise_ordered(self) -> None:
         """Raise InjectedError in the thread that begins a step, if it is ordered."""
@@ -71,4 +74,4 @@ class StepFaults:
     def spoil(self, tensor: torch.Tensor) -> None:
         """Write a NaN into a contribution to a sum or an average, if it is ordered."""
         if tensor.numel() and self._take("nan"):
-            tensor.detach().view(-1)[0] = float("nan")
+            tensor.detach()[(0,) * tensor.dim()] = float("nan")

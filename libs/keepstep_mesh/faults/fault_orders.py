@@ -8,6 +8,7 @@ if the fault hit. A fault ends early if its connection closes. Only this user an
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -46,13 +47,11 @@ class FaultOrders:
 
     def __init__(self, folder: Path, acts: Mapping[str, Act]) -> None:
         self._acts = {**ACTS, **acts}
-        self._path = folder.absolute() / f"keepstep-chaos-{os.getpid()}-{next(_numbers)}.sock"
         folder.mkdir(parents=True, exist_ok=True)
-        remove_sockets_of_ended_processes(folder)
+        remove_closed_sockets(folder)
         self._listener = socket.socket(socket.AF_UNIX)
         try:
-            self._path.unlink(missing_ok=True)
-            self._listener.bind(str(self._path))
+            self._path = _bind(self._listener, folder.absolute())
             self._path.chmod(0o600)
             self._listener.listen()
         except OSError:
@@ -78,6 +77,13 @@ class FaultOrders:
         self._thread.join(ORDERS_STOP_SECONDS)
         self._listener.close()
         self._path.unlink(missing_ok=True)
+
+    def end_fault(self) -> None:
+        """End the open fault, as the end of its connection does. From any thread."""
+        with self._lock:
+            if self._open is not None:
+                with contextlib.suppress(OSError):
+                    self._open.shutdown(socket.SHUT_RD)
 
     def _serve(self) -> None:
         while True:
@@ -138,16 +144,31 @@ def _same_user(connection: socket.socket) -> bool:
     return uid in (0, os.getuid())
 
 
-def remove_sockets_of_ended_processes(folder: Path) -> None:
-    """Remove what killed processes left in ``folder``."""
+def _bind(listener: socket.socket, folder: Path) -> Path:
+    """Bind to a new name. A process in another container with the same process id may share the folder."""
+    while True:
+        path = folder / f"keepstep-chaos-{os.getpid()}-{next(_numbers)}.sock"
+        try:
+            listener.bind(str(path))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+        else:
+            return path
+
+
+def remove_closed_sockets(folder: Path) -> None:
+    """Remove what killed processes left in ``folder``, also those of other containers, with process ids of their own.
+
+    A connection for datagrams reaches no listener: an open socket answers EPROTOTYPE, a closed one ECONNREFUSED.
+    """
     for path in folder.iterdir():
-        if (found := SOCKET_NAME.fullmatch(path.name)) is not None:
-            try:
-                os.kill(int(found[1]), 0)
-            except ProcessLookupError:
-                path.unlink(missing_ok=True)
-            except (PermissionError, OverflowError):
-                continue
+        if SOCKET_NAME.fullmatch(path.name):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+                try:
+                    probe.connect(str(path))
+                except ConnectionRefusedError:
+                    path.unlink()
 
 
 def accepted(acts: Mapping[str, Act] | None = None) -> FaultOrders | None:

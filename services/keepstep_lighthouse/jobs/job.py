@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
 
@@ -83,6 +83,8 @@ class Job:
         self.name = name
         self.term = term
         self.sessions: dict[int, Session] = {}
+        self._connected: Counter[str] = Counter()
+        """Number of sessions of each group, by name. A group that was restarted may have two for a while."""
         self.used_at = time.monotonic()
         """See ``expiry.JobUse``."""
         self.closed = False
@@ -146,11 +148,21 @@ class Job:
             session.refuse("not_ready", why)
             return
         self.sessions[session.number] = session
+        self._connected[name_of(session.replica_id)] += 1
         facts = hello.quorum_id_seen, hello.held, hello.groups, session.host, hello.standby
         event = Opened(session.number, session.replica_id, *facts)
         self._process(event, welcomed)
         if session.number in self.sessions:
             self._compare_runtime(session.replica_id, hello)
+
+    def remove(self, number: int) -> Session | None:
+        """Remove a session and return it; None: it is removed already."""
+        if (session := self.sessions.pop(number, None)) is not None:
+            name = name_of(session.replica_id)
+            self._connected[name] -= 1
+            if not self._connected[name]:
+                del self._connected[name]
+        return session
 
     async def order(self, event: Event) -> list[Happened]:
         """Handle an administrator's order; return its entries of the event log once everything is written."""
@@ -237,7 +249,7 @@ class Job:
                     if (session := self.sessions.get(number)) is not None:
                         session.send(frame)
             case EndSession(number):
-                if (session := self.sessions.pop(number, None)) is not None:
+                if (session := self.remove(number)) is not None:
                     session.end("ended by the lighthouse")
             case FindPort():
                 self._ports.find(decision, self.handle)
@@ -284,8 +296,7 @@ class Job:
     def _compare_runtime(self, replica_id: str, hello: Hello) -> None:
         """Warn about a group with other versions: its arithmetic may differ from that of the others."""
         self.history.arrived(replica_id, hello.host, hello.runtime)
-        connected = (one.replica_id for one in self.sessions.values())
-        usual = self.history.unlike_others(replica_id, connected, len(self.sessions))
+        usual = self.history.unlike_others(replica_id, self._connected)
         if usual:
             self._log(LogEntry("runtime_differs", replica_id, {"runtime": hello.runtime, "others": usual}), [])
 

@@ -378,7 +378,7 @@ class LighthouseNode:
         self.sessions.pop(session.number, None)
         job = self.jobs.get(session.job)
         if job is not None:
-            if job.sessions.pop(session.number, None) is not None:
+            if job.remove(session.number) is not None:
                 job.used_at = time.monotonic()
             if job.unused:
                 job.end()

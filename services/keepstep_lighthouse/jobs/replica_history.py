@@ -6,7 +6,7 @@ They come from hellos and from the event log of the job, since this lighthouse l
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from keepstep_lighthouse.quorum.events import LogEntry
@@ -71,16 +71,17 @@ class ReplicaHistory:
             facts.times = facts.times + 1 if facts.error == kind else 1
             facts.error, facts.reason, facts.error_at = str(kind), str(entry.detail.get("reason", "")), now
 
-    def unlike_others(self, replica_id: str, connected: Iterable[str], count: int) -> str:
+    def unlike_others(self, replica_id: str, connected: Collection[str]) -> str:
         """Return the versions that most of the ``connected`` groups have, if this one has others; else empty.
 
-        ``count``: number of ``connected`` groups.
+        ``connected``: their names, each once.
         """
         own = self._of(replica_id).runtime
-        gone = max(0, len(self._facts) - count)
-        if 2 * (self._runtimes[own] - gone) > count:  # no need to look at all
+        gone = max(0, len(self._facts) - len(connected))
+        if 2 * (self._runtimes[own] - gone) > len(connected):  # no need to look at all
             return ""
-        others = (self._facts[name_of(one)] for one in connected if one != replica_id and name_of(one) in self._facts)
+        name = name_of(replica_id)
+        others = (self._facts[one] for one in connected if one != name and one in self._facts)
         counts = Counter(one.runtime for one in others if one.runtime)
         usual = counts.most_common(1)[0][0] if counts else own
         return usual if own and own != usual else ""

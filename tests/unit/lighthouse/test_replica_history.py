@@ -44,9 +44,9 @@ def test_a_group_unlike_most_of_the_others_is_named_with_their_versions() -> Non
     history = ReplicaHistory()
     for name, runtime in {"a": PYTHON_11, "b": PYTHON_11, "c": PYTHON_12, "d": ""}.items():
         history.arrived(f"{name}:1", "node", runtime)
-    connected = ["a:1", "b:1", "c:1", "d:1"]
-    assert [history.unlike_others(one, connected, 4) for one in connected] == ["", "", PYTHON_11, ""]
-    assert history.unlike_others("c:1", ["c:1"], 1) == "", "the only group is like itself"
+    connected = ["a", "b", "c", "d"]
+    assert [history.unlike_others(f"{one}:1", connected) for one in connected] == ["", "", PYTHON_11, ""]
+    assert history.unlike_others("c:1", ["c"]) == "", "the only group is like itself"
 
 
 def test_groups_that_are_gone_do_not_count_among_the_others() -> None:
@@ -55,7 +55,7 @@ def test_groups_that_are_gone_do_not_count_among_the_others() -> None:
         history.arrived(f"{name}:1", "node", PYTHON_11)
     for name in ("b", "c"):
         history.arrived(f"{name}:1", "node", PYTHON_12)
-    assert history.unlike_others("a:1", ["a:1", "b:1", "c:1"], 3) == PYTHON_12
+    assert history.unlike_others("a:1", ["a", "b", "c"]) == PYTHON_12
 
 
 def test_names_are_forgotten_beyond_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:

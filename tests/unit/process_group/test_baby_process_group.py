@@ -14,6 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch.distributed import HashStore
@@ -25,6 +26,7 @@ from keepstep.process_group import (
     ProcessGroupError,
     ProcessGroupGloo,
 )
+from keepstep.process_group.baby import children
 from keepstep.process_group.baby.children import Spawner
 from keepstep.process_group.baby.operations import PackedCall
 from tests.support.jobs.cohort import Cohort
@@ -132,6 +134,25 @@ def test_an_abort_ends_operations_and_a_rendezvous_that_waits_for_a_peer(ranks) 
     aborting.join()
     for thread in set(threading.enumerate()) - before:
         thread.join(30)  # the server of the store still waits for a key, until that timeout
+
+
+def test_a_spawner_that_did_not_answer_in_time_is_not_asked_again(monkeypatch) -> None:
+    """Its late answer would name the child of another fork. Slow: the start of a spawner imports torch."""
+    spawner = Spawner()
+    spawner._users += 1
+    try:
+        child = spawner.fork()
+        process = psutil.Process(child.pid).parent()
+        child.discard()
+        process.suspend()
+        monkeypatch.setattr(children, "FORK_SECONDS", 0.1)
+        with pytest.raises(ProcessGroupError, match="did not answer"):
+            spawner.fork()
+        process.resume()
+        spawner._keeper.join(20)
+        assert not spawner.alive
+    finally:
+        spawner.release()
 
 
 def test_an_unconfigured_group_says_so() -> None:

@@ -130,6 +130,7 @@ class Spawner:
                 received = control.receive(time.monotonic() + FORK_SECONDS)
             except (TimeoutError, OSError) as error:
                 ours.close()
+                control.interrupt()  # it ends: the next fork would read its late answer
                 raise ProcessGroupError(f"the spawner of child processes did not answer: {error}") from error
             finally:
                 theirs.close()

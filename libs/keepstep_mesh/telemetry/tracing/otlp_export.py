@@ -166,8 +166,8 @@ class OtlpExport:
             context=_otel_context(one.context),
             parent=None if one.parent is None else _otel_context(one.parent),
             resource=self._resource,
-            attributes={f"keepstep.{name}": value for name, value in one.attributes.items()},
-            status=Status(StatusCode.ERROR, without_secrets(one.error)) if one.error else Status(),
+            attributes={f"keepstep.{name}": _encodable(value) for name, value in one.attributes.items()},
+            status=Status(StatusCode.ERROR, _escaped(without_secrets(one.error))) if one.error else Status(),
             start_time=int(one.began * 1e9),
             end_time=int(one.ended * 1e9),
             instrumentation_scope=self._scope,
@@ -181,8 +181,8 @@ class OtlpExport:
             context=set_span_in_context(inside) if inside is not None else None,
             severity_text=one.level,
             severity_number=SEVERITIES.get(one.level, SeverityNumber.UNSPECIFIED),
-            body=one.body,
-            attributes=one.attributes,
+            body=_escaped(one.body),
+            attributes={name: _encodable(value) for name, value in one.attributes.items()},
             event_name=one.event_name or None,
         )
         return ReadableLogRecord(record, self._resource, InstrumentationScope(one.logger))
@@ -190,6 +190,15 @@ class OtlpExport:
 
 def _otel_context(one: spans.SpanContext) -> SpanContext:
     return SpanContext(one.trace_id, one.span_id, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+
+
+def _escaped(text: str) -> str:
+    """Return the text with lone surrogates escaped, such as those of a file name: one would lose its whole batch."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _encodable(value: AttributeValue) -> AttributeValue:
+    return _escaped(value) if isinstance(value, str) else value
 
 
 class _Handler(logging.Handler):

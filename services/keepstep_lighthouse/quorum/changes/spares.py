@@ -140,8 +140,8 @@ def _no_room(group: Group) -> str:
 
 def _to_replace(state: JobState) -> list[tuple[Group, Replacement]]:
     """Return the groups that wait for their replacement, with the orders."""
-    known = ((state.groups.by_id[one.replica_id], one) for one in state.record.replacing)
-    return [(group, one) for group, one in known if group.draining is None and group.excluded is None]
+    known = ((state.groups.by_id.get(one.replica_id), one) for one in state.record.replacing)
+    return [(group, one) for group, one in known if group and group.draining is None and group.excluded is None]
 
 
 def _let_in(state: JobState, now: float) -> None:

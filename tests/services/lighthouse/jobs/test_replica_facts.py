@@ -9,7 +9,7 @@ import aiohttp
 from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_mesh.session.session_machine import About
 from tests.support.services.asking_group import Group
-from tests.support.services.lighthouse_driver import lighthouse
+from tests.support.services.lighthouse_driver import eventually, lighthouse
 
 
 async def test_restarts_host_and_versions_are_shown_and_a_difference_is_an_event() -> None:
@@ -31,6 +31,22 @@ async def test_restarts_host_and_versions_are_shown_and_a_difference_is_an_event
     differs = [event for event in events if event["kind"] == "runtime_differs"]
     assert [event["replica_id"] for event in differs] == ["r1:2"]
     assert differs[0]["detail"] == {"runtime": "python 3.12", "others": "python 3.11"}
+
+
+async def test_the_old_session_of_a_group_does_not_hide_that_its_new_one_differs() -> None:
+    usual, other = About("node-1", "python 3.11", 0), About("node-2", "python 3.12", 0)
+    async with (
+        lighthouse(policy=Policy(min_replicas=1)) as one,
+        Group(one.address, name="r1", about=usual),
+        Group(one.address, name="r0", about=usual) as r0,
+        Group(one.address, name="r1", about=other, incarnation=2),
+        aiohttp.ClientSession() as http,
+    ):
+        async with http.get(f"{one.address}/v1/jobs/job/events") as answer:
+            events = (await answer.json())["events"]
+        await r0.session.close()
+        await eventually(lambda: set(one.jobs["job"]._connected) == {"r1"})
+    assert [event["replica_id"] for event in events if event["kind"] == "runtime_differs"] == ["r1:2"]
 
 
 async def test_the_first_quorum_waits_for_the_number_of_groups_that_a_group_tells() -> None:

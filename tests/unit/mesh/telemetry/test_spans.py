@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections import deque
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
@@ -159,3 +160,37 @@ def test_a_log_within_the_queueing_of_another_neither_waits_nor_fails(
     assert [type(one).__name__ for one in queued] == ["Span", "LogEntry"]
     assert "not enough arguments" in capsys.readouterr().err, "as every handler of logging"
     export.close(1.0)
+
+
+@needs_otel
+def test_a_text_with_lone_surrogates_is_escaped_and_loses_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file name that is not UTF-8 has them. Protobuf refuses the text, and with it the whole batch."""
+    from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
+
+    from keepstep_mesh.telemetry.tracing import otlp_export
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None: ...
+
+    bodies: list[bytes] = []
+    source = logging.getLogger("somebody")
+    with HTTPServer(("127.0.0.1", 0), Collector) as collector:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{collector.server_port}")
+        export = otlp_export.OtlpExport(frozenset({LOGS}), {"service.name": "x"}, source.name, interval=60.0)
+        source.warning("a")
+        source.warning("b", extra={"keepstep": ("b\udcff", {"file": "c\udcff"})})
+        collector.timeout = 20.0
+        serving = threading.Thread(target=collector.handle_request)
+        serving.start()
+        export.close(20.0)
+        serving.join()
+    (told,) = [ExportLogsServiceRequest.FromString(one) for one in bodies]
+    records = [record for scope in told.resource_logs[0].scope_logs for record in scope.log_records]
+    assert [one.body.string_value for one in records] == ["a", "b\\udcff"]
+    assert records[1].attributes[0].value.string_value == "c\\udcff"
+    assert export.dropped == 0

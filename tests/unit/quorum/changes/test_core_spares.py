@@ -225,3 +225,15 @@ def test_a_spare_that_is_drained_is_not_let_in() -> None:
     driver.drains("r2")
     driver.fails("r0:1")
     assert states(driver)["r2:1"] is ReplicaState.SPARE
+
+
+def test_an_order_for_a_group_that_left_before_a_takeover_is_dropped_with_a_policy_without_room() -> None:
+    driver = job_of(2, 1)
+    driver.replaces("r0")
+    driver.restart()
+    driver.sets_policy(Policy(max_replicas=1))  # during the grace of the takeover
+    driver.opens("r1:1", standby=True, groups=2)
+    driver.passes(60.0)
+    decisions = driver.asks("r1:1", 1, 1)
+    assert not driver.record.replacing
+    assert "not_replaced" not in [kind for kind, _ in logged(decisions)], "it has left already"
