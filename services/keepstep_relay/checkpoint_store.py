@@ -20,6 +20,7 @@ from keepstep_relay.core.events import (
     Cause,
     CommitAsked,
     Copied,
+    DiskFull,
     Event,
     Facts,
     Forget,
@@ -75,7 +76,12 @@ class CheckpointStore:
         durable_in_memory: bool = False,
     ) -> None:
         self.core = core
-        self.chunks = ChunkStore(core, memory_bytes, disk, durable, make_room=self._make_room, forget=self._forget)
+        self.chunks = ChunkStore(
+            *(core, memory_bytes, disk, durable),
+            make_room=self._make_room,
+            make_disk_room=self._make_disk_room,
+            forget=self._forget,
+        )
         self.copies = DurableCopies(self.chunks, on_copied=lambda key: self.step(Copied(key)))
         self.records: dict[Key, Record] = {}
         self.manifests: dict[tuple[Key, int], bytes] = {}
@@ -196,7 +202,7 @@ class CheckpointStore:
                 raise DamagedError(f"damaged chunks in {key}; upload them again")
             record = replace(self.records[key], committed=time.time())
             if self.chunks.disk is not None:
-                await self.chunks.in_thread(self.chunks.disk.commit, key, record)
+                await self.chunks.to_disk(self.chunks.disk.commit, key, record)
         if self.chunks.disk is None and one.facts.kind is Kind.DURABLE:
             await self.copies.copy(one, record, self._manifests_of(key))
         self.records[key] = record
@@ -206,9 +212,9 @@ class CheckpointStore:
         if disk is None or (key, rank) in self._written or one is None:
             return
         if rank == RECORD:
-            await self.chunks.in_thread(disk.begin, key, self.records[key])
+            await self.chunks.to_disk(disk.begin, key, self.records[key])
         else:
-            await self.chunks.in_thread(disk.put_manifest, key, rank, self.manifests[key, rank])
+            await self.chunks.to_disk(disk.put_manifest, key, rank, self.manifests[key, rank])
         if self.core.checkpoints.get(key) is one:  # otherwise the files are about to be deleted
             self._written.add((key, rank))
 
@@ -258,6 +264,11 @@ class CheckpointStore:
 
     def _make_room(self, size: int) -> None:
         self.step(MemoryWanted(size))
+
+    def _make_disk_room(self) -> bool:
+        before = len(self.core.checkpoints)
+        self.step(DiskFull())
+        return len(self.core.checkpoints) < before
 
     def _on_forget(self, decision: Forget) -> None:
         key = decision.key
