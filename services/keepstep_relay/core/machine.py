@@ -161,10 +161,9 @@ class RelayCore(RelayState):
             return []
         if facts.ranks > self.limits.ranks:
             raise RefusedError(Cause.FULL, f"{key} has {facts.ranks} ranks (limit {self.limits.ranks})")
-        room = []
-        if len(self.checkpoints) >= self.limits.checkpoints and not (
-            room := self._drop_unused("--max-checkpoints", now)
-        ):
+        is_full = len(self.checkpoints) >= self.limits.checkpoints
+        room = self._drop_unused("--max-checkpoints", now) if is_full else []
+        if is_full and not room:
             raise RefusedError(
                 Cause.FULL,
                 f"this relay is full: {self.limits.checkpoints} checkpoints (--max-checkpoints); remove some (keepstep "
