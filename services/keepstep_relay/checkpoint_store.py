@@ -42,7 +42,7 @@ from keepstep_relay.core.events import (
 )
 from keepstep_relay.core.machine import RelayCore
 from keepstep_relay.tiers.chunks import ROOM_SECONDS, ChunkStore
-from keepstep_relay.tiers.disk_tier import DamagedError, DiskTier, Record
+from keepstep_relay.tiers.disk_tier import DamagedError, DiskError, DiskTier, Record
 from keepstep_relay.tiers.durable_copies import DurableCopies
 from keepstep_relay.tiers.durable_tier import DurableTier
 
@@ -122,7 +122,7 @@ class CheckpointStore:
             if new:
                 self.records[key] = Record(facts, time.time())
                 log.info("upload began", job=key.job, checkpoint=key.id, step=facts.step, kind=facts.kind.value)
-            await self._write(key, RECORD)
+            await self._write_early(key, RECORD)
             return new
 
     async def put_layout(self, key: Key, rank: int, layout: bytes) -> None:
@@ -152,8 +152,8 @@ class CheckpointStore:
                 if (key, rank) not in self.manifests:
                     self.manifests[key, rank] = manifest
                     manifest = b""
-                await self._write(key, RECORD)
-                await self._write(key, rank)
+                await self._write_early(key, RECORD)
+                await self._write_early(key, rank)
         finally:
             if manifest:
                 self.chunks.memory.release(len(manifest))
@@ -206,6 +206,15 @@ class CheckpointStore:
         if self.chunks.disk is None and one.facts.kind is Kind.DURABLE:
             await self.copies.copy(one, record, self._manifests_of(key))
         self.records[key] = record
+
+    async def _write_early(self, key: Key, rank: int) -> None:
+        """Write before the commit. A live state goes on from memory if the disk is full; the commit writes the rest."""
+        try:
+            await self._write(key, rank)
+        except DiskError as error:
+            one = self.core.checkpoints.get(key)
+            if not error.full or (one is not None and one.facts.kind is Kind.DURABLE):
+                raise
 
     async def _write(self, key: Key, rank: int) -> None:
         disk, one = self.chunks.disk, self.core.checkpoints.get(key)

@@ -182,6 +182,7 @@ class FiledEventLog(EventLog):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="keepstep-events")
         self._unwritten: deque[Happened] = deque()
         self._dropped = self._dropped_said = 0
+        self._why_dropped = ""
         self._failures = LogLimiter(FAILURE_LOG_SECONDS)
         self._owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
         self._writing: asyncio.Task[None] | None = None
@@ -208,6 +209,7 @@ class FiledEventLog(EventLog):
         happened = super().add(job, kind, replica_id, detail, now_unix)
         if len(self._unwritten) >= MAX_UNWRITTEN:
             self._dropped += 1
+            self._why_dropped = "the disk is too slow"
         else:
             self._unwritten.append(happened)
         if self._writing is None:
@@ -217,16 +219,17 @@ class FiledEventLog(EventLog):
     async def _write(self) -> None:
         loop = asyncio.get_running_loop()
         while self._unwritten:
-            batch, reason = list(self._unwritten), "the disk is too slow"
+            batch = list(self._unwritten)
             self._unwritten.clear()
             try:
                 await loop.run_in_executor(self._thread, _append, self._path, batch)
             except OSError as error:
                 self._dropped += len(batch)
-                reason = write_failure(error, self._path)
+                self._why_dropped = write_failure(error, self._path)
             if self._dropped > self._dropped_said and self._failures.allows(time.monotonic()):
                 self._dropped_said = self._dropped
-                log.error("events were not written", path=str(self._path), dropped=self._dropped, error=reason)
+                facts = {"path": str(self._path), "dropped": self._dropped, "error": self._why_dropped}
+                log.error("events were not written", **facts)
         self._writing = None
 
     async def close(self) -> None:

@@ -206,7 +206,7 @@ class Store:
             if snapshot is not None or before is not None:
                 await self._in_thread(self._tidied, snapshot, before)
         except (sqlite3.Error, OSError) as error:
-            self._log_failure("snapshot failed; the journal continues", error)
+            self._log_failure("cleanup failed; the journal continues", error)
 
     def _log_failure(self, what: str, error: Exception) -> None:
         if self._failures.take(time.monotonic(), what) is not None:

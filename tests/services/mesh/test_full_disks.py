@@ -28,6 +28,7 @@ from tests.support.services.metrics_driver import client as metrics_client
 from tests.support.services.relay_driver import Client, State, client, relay, state
 
 ROUNDS = 8
+LIVE = state(1, 100_000)
 small = pytest.mark.parametrize("small_disk", ["3m"], indirect=True)
 
 
@@ -165,6 +166,21 @@ async def test_a_relay_on_a_disk_that_fills_again_and_again_keeps_every_commit(
         for number in range(ROUNDS):
             assert await worker.pack(f"c{number}") == state(number, 100_000).pack
     assert not [*(small_disk / "partial").iterdir()]
+
+
+@pytest.mark.parametrize("small_disk", ["24m"], indirect=True)
+async def test_a_live_state_goes_through_a_relay_whose_disk_is_full_from_the_begin(small_disk: Path) -> None:
+    async with relay(data_dir=small_disk) as one, client(one.address) as worker:
+        with FullDisk(small_disk):
+            await worker.begin()
+            await worker.manifest(LIVE)
+            await worker.put(LIVE.pack)
+            await one.chunks._to_write.join()
+            await worker.commit(status=507)
+            assert await worker.pack() == LIVE.pack
+        await worker.commit()
+    async with relay(data_dir=small_disk) as one, client(one.address) as worker:
+        assert await worker.pack() == LIVE.pack
 
 
 @pytest.mark.parametrize("small_disk", ["24m"], indirect=True)

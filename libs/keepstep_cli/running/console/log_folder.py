@@ -43,7 +43,10 @@ class LogFolder:
 
     def line(self, group: str, rank: int, text: str) -> str | None:
         """Append a line of a rank. Return a sentence if that fails, at most every ten minutes."""
-        return self._write(f"{group}-{rank}", text)
+        error = self._write(f"{group}-{rank}", text)
+        if error is None or not self._failures.allows(time.monotonic()):
+            return None
+        return f"output is missing in the files of --log-dir: {write_failure(error, self._folder)}"
 
     def note(self, group: str, sentence: str) -> None:
         """Append a message of the supervisor, with the time."""
@@ -56,7 +59,7 @@ class LogFolder:
             with contextlib.suppress(OSError):
                 file.close()
 
-    def _write(self, name: str, text: str) -> str | None:
+    def _write(self, name: str, text: str) -> OSError | None:
         line = text.encode(errors="replace") + b"\n"
         try:
             file = self._file(name)
@@ -67,8 +70,7 @@ class LogFolder:
                 self._cut.add(name)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            if self._failures.allows(time.monotonic()):
-                return f"output is missing in the files of --log-dir: {write_failure(error, self._folder)}"
+            return error
         return None
 
     def _file(self, name: str) -> BinaryIO:
