@@ -347,9 +347,13 @@ class RelayCore(RelayState):
         return [Drop(dropped)] if dropped else []
 
     def _retire(self, now: float, fresh: Checkpoint | None = None) -> list[Decision]:
-        """Drop what is beyond count and age. ``fresh``: committed just now; if it is dropped, it was never kept."""
+        """Drop what is beyond count and age. ``fresh``: committed just now; if it is dropped, it was never kept.
+
+        With ``fresh`` only its job is looked at: a ``Tick`` follows for the others.
+        """
         decisions: list[Decision] = []
-        for due in list(retirements(self.checkpoints.values(), self.limits)):
+        known = [one for one in self.checkpoints.values() if fresh is None or one.key.job == fresh.key.job]
+        for due in list(retirements(known, self.limits)):
             if due.at <= now:
                 state = None if due.checkpoint is fresh else State.COMMITTED
                 decisions += self._end(due.checkpoint, due.reason, state, now)
