@@ -346,7 +346,7 @@ class LighthouseNode:
                 session.refuse("not_ready", self.trouble or "the lighthouse is not ready")
                 return
             if len(self.jobs) >= self.settings.max_jobs:
-                if may_make_room and self.endings.can_make_room:
+                if may_make_room:
                     self.owned(asyncio.create_task(self._open_in_room_made(session, hello)))
                 else:
                     session.refuse("not_ready", _no_room(session.job, self.settings.max_jobs))

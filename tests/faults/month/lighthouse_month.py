@@ -42,7 +42,7 @@ NAMES = 20
 
 
 DEFAULTS = LighthouseSettings()
-JOBS_PER_PLACE = 50
+JOBS_PER_PLACE = 80
 """Jobs in a month for each one of --max-jobs: the 4 % that die or fail keep their places for 7 days (job_ttl)."""
 
 
