@@ -50,7 +50,7 @@ COMMIT_SECONDS = 600.0
 """A request for a commit that is already under way waits for it this long."""
 TICK_FAULT_PAUSE_SECONDS = 1.0
 """Between two ticks after a fault."""
-BURST_SECONDS = 0.05
+DEADLINE_PAUSE_SECONDS = 0.05
 """Events of this time share a look at all checkpoints for the next deadline."""
 RECORD = -1
 """Stands for the record where other entries have a rank."""
@@ -316,7 +316,7 @@ class CheckpointStore:
                     log.exception("fault in a tick")
                     await asyncio.sleep(TICK_FAULT_PAUSE_SECONDS)
             else:
-                await asyncio.sleep(BURST_SECONDS)
+                await asyncio.sleep(DEADLINE_PAUSE_SECONDS)
 
 
 def newest_durable(store: CheckpointStore) -> dict[str, Record]:

@@ -114,8 +114,10 @@ class DurableTier:
         try:
             return work()
         except Exception as error:  # every file system of fsspec has errors of its own
-            full = isinstance(error, OSError) and error.errno in FULL
-            raise DurableError(f"{what}: {write_failure(error, Path(what)) if full else repr(error)}") from error
+            reason = repr(error)
+            if isinstance(error, OSError) and error.errno in FULL:
+                reason = write_failure(error, Path(what))
+            raise DurableError(f"{what}: {reason}") from error
 
     def _chunk(self, key: Key, digest: bytes) -> str:
         return f"{self._of(key)}/chunks/{digest.hex()}"

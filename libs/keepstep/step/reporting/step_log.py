@@ -37,7 +37,7 @@ from keepstep_mesh.config.rotation import is_moved
 log = get_logger("keepstep.step_log")
 
 STEP_LOG_ENV = "KEEPSTEP_STEP_LOG"
-FAILURE_LOG_SECONDS = 600.0
+LOST_LINES_LOG_SECONDS = 600.0
 """Shortest time between two log lines about failed writes."""
 
 
@@ -53,7 +53,7 @@ class StepLog:
         self._who = {"job": job, "replica_id": replica_id, "group_rank": group_rank}
         self._lock = threading.Lock()
         self._lines = 0
-        self._failures = LogLimiter(FAILURE_LOG_SECONDS)
+        self._failures = LogLimiter(LOST_LINES_LOG_SECONDS)
         self._cut = False
         """Whether the file ends in the middle of a line."""
         self._plan: QuorumPlan | None = None

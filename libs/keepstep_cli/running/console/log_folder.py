@@ -18,7 +18,7 @@ from keepstep_mesh.config.rotation import is_moved
 
 NOTES = "run"
 """``run.log`` has the messages of the supervisor."""
-FAILURE_LOG_SECONDS = 600.0
+LOST_LINES_LOG_SECONDS = 600.0
 """Shortest time between two sentences about failed writes."""
 
 
@@ -34,7 +34,7 @@ class LogFolder:
         self._files: dict[str, BinaryIO] = {}
         self._cut: set[str] = set()
         """Files that end in the middle of a line."""
-        self._failures = LogLimiter(FAILURE_LOG_SECONDS)
+        self._failures = LogLimiter(LOST_LINES_LOG_SECONDS)
         try:
             folder.mkdir(exist_ok=True)
             self._file(NOTES)
