@@ -22,6 +22,7 @@ from keepstep_lighthouse.leadership.forwarding import Forwarding
 from keepstep_lighthouse.leadership.leader_link import PATH as LINK_PATH
 from keepstep_lighthouse.leadership.leader_link import LeaderLink
 from keepstep_lighthouse.settings import LighthouseSettings
+from keepstep_lighthouse.store.contract import OutcomeUnknownError, WriteFailedError
 from keepstep_lighthouse.store.opening import store_at
 from keepstep_mesh.net.addresses import reachable
 from keepstep_mesh.net.http import Identity, Problem
@@ -88,7 +89,10 @@ class Lighthouse(LighthouseNode, Embedded):
             expiring = asyncio.create_task(self.endings.run(), name="keepstep lighthouse expiry")
             stack.push_async_callback(cancelled, expiring)
             if self.store.exclusive:
-                await self.begin_term()
+                try:
+                    await self.begin_term()
+                except (WriteFailedError, OutcomeUnknownError) as error:  # a full disk; ``keep_term`` tries again
+                    self._term_is_over(str(error))
             keep = self.keep_term() if self.store.exclusive else self._listen_and_stand_by(LeaderLink(self._identity))
             keeper = asyncio.create_task(keep, name="keepstep lighthouse term")
             self.serving = True

@@ -20,6 +20,7 @@ from keepstep_relay.core.events import (
     Cause,
     CommitAsked,
     Copied,
+    DiskFull,
     Event,
     Facts,
     Forget,
@@ -41,7 +42,7 @@ from keepstep_relay.core.events import (
 )
 from keepstep_relay.core.machine import RelayCore
 from keepstep_relay.tiers.chunks import ROOM_SECONDS, ChunkStore
-from keepstep_relay.tiers.disk_tier import DamagedError, DiskTier, Record
+from keepstep_relay.tiers.disk_tier import DamagedError, DiskError, DiskTier, Record
 from keepstep_relay.tiers.durable_copies import DurableCopies
 from keepstep_relay.tiers.durable_tier import DurableTier
 
@@ -49,6 +50,8 @@ COMMIT_SECONDS = 600.0
 """A request for a commit that is already under way waits for it this long."""
 TICK_FAULT_PAUSE_SECONDS = 1.0
 """Between two ticks after a fault."""
+DEADLINE_PAUSE_SECONDS = 0.05
+"""Events of this time share a look at all checkpoints for the next deadline."""
 RECORD = -1
 """Stands for the record where other entries have a rank."""
 
@@ -75,7 +78,12 @@ class CheckpointStore:
         durable_in_memory: bool = False,
     ) -> None:
         self.core = core
-        self.chunks = ChunkStore(core, memory_bytes, disk, durable, make_room=self._make_room, forget=self._forget)
+        self.chunks = ChunkStore(
+            *(core, memory_bytes, disk, durable),
+            make_room=self._make_room,
+            make_disk_room=self._make_disk_room,
+            forget=self._forget,
+        )
         self.copies = DurableCopies(self.chunks, on_copied=lambda key: self.step(Copied(key)))
         self.records: dict[Key, Record] = {}
         self.manifests: dict[tuple[Key, int], bytes] = {}
@@ -116,7 +124,7 @@ class CheckpointStore:
             if new:
                 self.records[key] = Record(facts, time.time())
                 log.info("upload began", job=key.job, checkpoint=key.id, step=facts.step, kind=facts.kind.value)
-            await self._write(key, RECORD)
+            await self._write_early(key, RECORD)
             return new
 
     async def put_layout(self, key: Key, rank: int, layout: bytes) -> None:
@@ -146,8 +154,8 @@ class CheckpointStore:
                 if (key, rank) not in self.manifests:
                     self.manifests[key, rank] = manifest
                     manifest = b""
-                await self._write(key, RECORD)
-                await self._write(key, rank)
+                await self._write_early(key, RECORD)
+                await self._write_early(key, rank)
         finally:
             if manifest:
                 self.chunks.memory.release(len(manifest))
@@ -196,19 +204,28 @@ class CheckpointStore:
                 raise DamagedError(f"damaged chunks in {key}; upload them again")
             record = replace(self.records[key], committed=time.time())
             if self.chunks.disk is not None:
-                await self.chunks.in_thread(self.chunks.disk.commit, key, record)
+                await self.chunks.to_disk(self.chunks.disk.commit, key, record)
         if self.chunks.disk is None and one.facts.kind is Kind.DURABLE:
             await self.copies.copy(one, record, self._manifests_of(key))
         self.records[key] = record
+
+    async def _write_early(self, key: Key, rank: int) -> None:
+        """Write before the commit. A live state goes on from memory if the disk is full; the commit writes the rest."""
+        try:
+            await self._write(key, rank)
+        except DiskError as error:
+            one = self.core.checkpoints.get(key)
+            if not error.full or (one is not None and one.facts.kind is Kind.DURABLE):
+                raise
 
     async def _write(self, key: Key, rank: int) -> None:
         disk, one = self.chunks.disk, self.core.checkpoints.get(key)
         if disk is None or (key, rank) in self._written or one is None:
             return
         if rank == RECORD:
-            await self.chunks.in_thread(disk.begin, key, self.records[key])
+            await self.chunks.to_disk(disk.begin, key, self.records[key])
         else:
-            await self.chunks.in_thread(disk.put_manifest, key, rank, self.manifests[key, rank])
+            await self.chunks.to_disk(disk.put_manifest, key, rank, self.manifests[key, rank])
         if self.core.checkpoints.get(key) is one:  # otherwise the files are about to be deleted
             self._written.add((key, rank))
 
@@ -259,6 +276,11 @@ class CheckpointStore:
     def _make_room(self, size: int) -> None:
         self.step(MemoryWanted(size))
 
+    def _make_disk_room(self) -> bool:
+        before = len(self.core.checkpoints)
+        self.step(DiskFull())
+        return len(self.core.checkpoints) < before
+
     def _on_forget(self, decision: Forget) -> None:
         key = decision.key
         self.copies.on_forget(key)
@@ -293,6 +315,8 @@ class CheckpointStore:
                 except Exception:
                     log.exception("fault in a tick")
                     await asyncio.sleep(TICK_FAULT_PAUSE_SECONDS)
+            else:
+                await asyncio.sleep(DEADLINE_PAUSE_SECONDS)
 
 
 def newest_durable(store: CheckpointStore) -> dict[str, Record]:

@@ -22,9 +22,12 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
+
+import aiohttp
 
 from tests.support.jobs.job import Group, lost_steps
 from tests.support.jobs.mesh import Mesh
@@ -33,6 +36,10 @@ from tests.support.services.etcd_server import EtcdCluster
 
 ROOT = Path(__file__).resolve().parents[2]
 STOP_SECONDS = 60.0
+WAIT_SECONDS = 300.0
+"""For a start, and for the steps after it: three trainers import torch on a machine that may be busy."""
+LEASE_SECONDS = 10.0
+"""A lighthouse that a busy machine stalls for less than this keeps its lease."""
 STEPS_AFTER = 30
 """That all groups commit together after each restart."""
 REFUSAL = "this lighthouse needs at least"
@@ -73,6 +80,21 @@ class Rolling:
                 stdout=log,
                 stderr=log,
             )
+        await self._ready(kind)
+
+    async def _ready(self, kind: str) -> None:
+        """Wait until a service is back, as an operator does before the next restart."""
+        process, url = self._services[kind], f"http://127.0.0.1:{self._ports[kind]}/readyz"
+        with suppress(TimeoutError):
+            async with asyncio.timeout(WAIT_SECONDS), aiohttp.ClientSession() as http:
+                while process.returncode is None:
+                    with suppress(aiohttp.ClientError):
+                        async with http.get(url) as answer:
+                            if answer.status == HTTPStatus.OK:
+                                return
+                    await asyncio.sleep(0.05)  # no event says so
+        told = (self.mesh.directory / f"{kind}.log").read_text()
+        raise AssertionError(f"{kind} is not ready; exit code {process.returncode}\n{told[-2000:]}")
 
     async def start_group(self, name: str, tree: Tree) -> None:
         self.groups[name] = await self.mesh.start(name, launcher=tree.trainer, **tree.environment)
@@ -94,7 +116,7 @@ class Rolling:
             await self.start_group(what, tree)
         if code:
             raise AssertionError(f"{what} ended with {code} on SIGTERM\n{self.mesh.report()}")
-        await self.mesh.advance(steps=STEPS_AFTER)
+        await self.mesh.advance(steps=STEPS_AFTER, seconds=WAIT_SECONDS)
         lost = lost_steps(began, *self.groups.values())
         if lost:
             raise AssertionError(f"steps {lost} were lost when {what} moved to {tree.name}\n{self.mesh.report()}")
@@ -120,14 +142,14 @@ async def stopped(process: asyncio.subprocess.Process) -> int:
 @asynccontextmanager
 async def rolling(etcd: EtcdCluster, tree: Tree) -> AsyncIterator[Rolling]:
     """Start a mesh from ``tree``."""
-    async with Mesh(etcd, environment=tree.environment) as mesh:
+    async with Mesh(etcd, lease=LEASE_SECONDS, environment=tree.environment) as mesh:
         one = Rolling(mesh)
         try:
             for kind in KINDS:
                 await one.start_service(kind, tree)
             for name in ("a", "b", "c"):
                 await one.start_group(name, tree)
-            await mesh.advance(steps=STEPS_AFTER)
+            await mesh.advance(steps=STEPS_AFTER, seconds=WAIT_SECONDS)
             yield one
         finally:
             await one.end()

@@ -22,6 +22,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from keepstep_lighthouse.store.contract import StoreError
+from keepstep_mesh.config.disk_space import write_failure
+from keepstep_mesh.config.log_limiter import LogLimiter
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.protocol.membership import Data
 from keepstep_mesh.threads.starting import ThreadPoolExecutor
@@ -35,6 +37,8 @@ MAX_FILE_BYTES = 64 * 1024 * 1024
 """Size at which the file is renamed to ``name.1``, replacing the previous one."""
 MAX_UNWRITTEN = 10_000
 """Limit of events that wait for the disk; further ones are not written to the file, and counted."""
+FAILURE_LOG_SECONDS = 60.0
+"""Shortest time between two log lines about events that were not written."""
 
 log = get_logger("keepstep.lighthouse.events")
 
@@ -178,6 +182,8 @@ class FiledEventLog(EventLog):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="keepstep-events")
         self._unwritten: deque[Happened] = deque()
         self._dropped = self._dropped_said = 0
+        self._why_dropped = ""
+        self._failures = LogLimiter(FAILURE_LOG_SECONDS)
         self._owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
         self._writing: asyncio.Task[None] | None = None
 
@@ -192,7 +198,8 @@ class FiledEventLog(EventLog):
                     self.forget(happened.job)
         except OSError as error:
             self._thread.shutdown()
-            raise StoreError(f"the event log {path} cannot be used: {error}; give another --event-log") from error
+            reason = write_failure(error, path)
+            raise StoreError(f"the event log {path} cannot be used: {reason}; give another --event-log") from error
 
     def begin_epoch(self, epoch: int) -> None:
         super().begin_epoch(epoch)
@@ -202,6 +209,7 @@ class FiledEventLog(EventLog):
         happened = super().add(job, kind, replica_id, detail, now_unix)
         if len(self._unwritten) >= MAX_UNWRITTEN:
             self._dropped += 1
+            self._why_dropped = "the disk is too slow"
         else:
             self._unwritten.append(happened)
         if self._writing is None:
@@ -211,16 +219,17 @@ class FiledEventLog(EventLog):
     async def _write(self) -> None:
         loop = asyncio.get_running_loop()
         while self._unwritten:
-            batch, reason = list(self._unwritten), "the disk is too slow"
+            batch = list(self._unwritten)
             self._unwritten.clear()
             try:
                 await loop.run_in_executor(self._thread, _append, self._path, batch)
             except OSError as error:
                 self._dropped += len(batch)
-                reason = str(error)
-            if self._dropped > self._dropped_said:
+                self._why_dropped = write_failure(error, self._path)
+            if self._dropped > self._dropped_said and self._failures.allows(time.monotonic()):
                 self._dropped_said = self._dropped
-                log.error("events were not written", path=str(self._path), dropped=self._dropped, error=reason)
+                facts = {"path": str(self._path), "dropped": self._dropped, "error": self._why_dropped}
+                log.error("events were not written", **facts)
         self._writing = None
 
     async def close(self) -> None:

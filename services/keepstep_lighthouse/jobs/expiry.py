@@ -42,21 +42,22 @@ def due_at(use: JobUse) -> float:
 def expired(uses: Iterable[JobUse], now: float) -> list[str]:
     """Return the names of expired jobs, the longest unused first."""
     found = [use for use in uses if due_at(use) <= now and not use.awaited]
-    return _longest_unused(found)
+    return [use.job for use in sorted(found, key=_used_at)]
 
 
-def replaceable(uses: Iterable[JobUse], now: float) -> list[str]:
-    """Return the names of jobs that make room for a new one, in the order in which they do."""
-    known = list(uses)
-    gone = expired(known, now)
-    over = (use for use in known if use.over and use.ttl and not use.sessions and not use.awaited)
-    return gone + [
-        job for job in _longest_unused(use for use in over if now - use.used_at >= OVER_SECONDS) if job not in gone
-    ]
+def replaceable(uses: Iterable[JobUse], now: float) -> str | None:
+    """Return the job that makes room for a new one: the longest unused of the expired ones, or of those that are over.
+
+    None: no job may.
+    """
+    unused = [use for use in uses if use.ttl and not use.sessions and not use.awaited]
+    chosen = [use for use in unused if due_at(use) <= now]
+    chosen = chosen or [use for use in unused if use.over and now - use.used_at >= OVER_SECONDS]
+    return min(chosen, key=_used_at).job if chosen else None
 
 
-def _longest_unused(uses: Iterable[JobUse]) -> list[str]:
-    return [use.job for use in sorted(uses, key=lambda use: use.used_at)]
+def _used_at(use: JobUse) -> float:
+    return use.used_at
 
 
 def next_due(uses: Iterable[JobUse]) -> float:

@@ -150,13 +150,11 @@ class JobEndings:
 
     async def expire(self) -> None:
         """Delete the jobs that have expired, the longest unused first. Raises ``TermOverError``."""
-        while names := expired(self._uses(), time.monotonic()):
-            await self._delete_unused(names[0], BY_TTL)
-
-    @property
-    def can_make_room(self) -> bool:
-        """Whether a job may be deleted for a new one."""
-        return bool(replaceable(self._uses(), time.monotonic()))
+        now = time.monotonic()
+        for name in expired(self._uses(), now):
+            job = self._owner.jobs.get(name)
+            if job is not None and expired((job.use,), now):  # not used since, during the deletions before
+                await self._delete_unused(name, BY_TTL)
 
     async def make_room(self, new: str, most: int) -> None:
         """Delete a job, so that ``new`` has a place among at most ``most`` jobs; not if it has one already.
@@ -165,8 +163,8 @@ class JobEndings:
         """
         async with self._one_room:  # the groups of a job come at the same time, and need one place
             jobs = self._owner.jobs
-            if new not in jobs and len(jobs) >= most and (names := replaceable(self._uses(), time.monotonic())):
-                await self._delete_unused(names[0], BY_LIMIT)
+            if new not in jobs and len(jobs) >= most and (name := replaceable(self._uses(), time.monotonic())):
+                await self._delete_unused(name, BY_LIMIT)
 
     async def _delete_unused(self, name: str, by: str) -> None:
         job, now = self._owner.jobs[name], time.monotonic()

@@ -34,6 +34,7 @@ from keepstep_lighthouse.quorum.policies import policy_changes
 from keepstep_lighthouse.registry.service_registry import Registry
 from keepstep_lighthouse.settings import LighthouseSettings
 from keepstep_lighthouse.store.contract import Store, StoreError
+from keepstep_mesh.config.log_limiter import LogLimiter
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.net import websocket
 from keepstep_mesh.net.backoff import Backoff
@@ -50,6 +51,8 @@ ELECTION_SECONDS = 2.0
 ALONE_SECONDS = 1.0
 """Time that workers have to connect to a new leader."""
 TERM_BACKOFF = Backoff(first=0.1, most=5.0)
+FAILURE_LOG_SECONDS = 60.0
+"""Shortest time between two log lines about terms that cannot begin."""
 
 log = get_logger("keepstep.lighthouse")
 
@@ -163,7 +166,7 @@ class LighthouseNode:
         while True:
             await self._over.wait()
             await self._end_term(self.trouble or "the last term is over")
-            failures = 0
+            failures, limiter = 0, LogLimiter(FAILURE_LOG_SECONDS)
             while self.term is None:
                 try:
                     await self.begin_term()
@@ -171,7 +174,8 @@ class LighthouseNode:
                     self.trouble = f"cannot begin a term: {str(error) or 'the store does not answer'}"
                     failures += 1
                     pause = TERM_BACKOFF.seconds(failures)
-                    log.error("cannot begin a term", reason=self.trouble, retry_in_seconds=round(pause, 3))
+                    if limiter.allows(time.monotonic()):
+                        log.error("cannot begin a term; retrying", reason=self.trouble)
                     await asyncio.sleep(pause)
 
     async def begin_term(self) -> None:
@@ -342,7 +346,7 @@ class LighthouseNode:
                 session.refuse("not_ready", self.trouble or "the lighthouse is not ready")
                 return
             if len(self.jobs) >= self.settings.max_jobs:
-                if may_make_room and self.endings.can_make_room:
+                if may_make_room:
                     self.owned(asyncio.create_task(self._open_in_room_made(session, hello)))
                 else:
                     session.refuse("not_ready", _no_room(session.job, self.settings.max_jobs))

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from keepstep_lighthouse.store.contract import Compare, OutcomeUnknownError, StoreError, Write, WriteFailedError
 from keepstep_lighthouse.store.memory_store import MemoryStore
+from keepstep_mesh.config.disk_space import free_space, write_failure
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.threads.starting import ThreadPoolExecutor
 
@@ -23,6 +24,8 @@ Row = tuple[str, bytes, int, float]
 
 STORE_LOCK_SECONDS = 1.0
 """How long to wait for a lighthouse that is closing the same file."""
+JOURNAL_PAGES = 100
+"""Pages of 4 KiB in the journal (WAL) after which SQLite empties it: it must not fill a small disk."""
 SCHEMA = "CREATE TABLE IF NOT EXISTS entries (key TEXT PRIMARY KEY, value BLOB, lease INTEGER, ttl REAL) WITHOUT ROWID"
 
 log = get_logger("keepstep.lighthouse.store")
@@ -137,6 +140,7 @@ class SqliteStore(MemoryStore):
             connection.execute("PRAGMA locking_mode = EXCLUSIVE")
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = FULL")
+            connection.execute(f"PRAGMA wal_autocheckpoint = {JOURNAL_PAGES}")
             connection.execute("BEGIN EXCLUSIVE")
             connection.execute(SCHEMA)
             connection.execute("COMMIT")
@@ -185,10 +189,10 @@ class SqliteStore(MemoryStore):
         if code == sqlite3.SQLITE_BUSY:
             return "another lighthouse is using it; stop that one or give this one a store of its own"
         if code == sqlite3.SQLITE_FULL:
-            return "the disk is full; free some space"
+            return f"the disk is full: {free_space(self._path)}"
         if code == sqlite3.SQLITE_NOTADB:
             return "it is not a keepstep store; give another path"
-        return str(error)
+        return write_failure(error, self._path) if isinstance(error, OSError) else str(error)
 
 
 def _make_folder(folder: Path) -> None:

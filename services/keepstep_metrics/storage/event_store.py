@@ -14,12 +14,15 @@ import asyncio
 import contextlib
 import json
 import sqlite3
+import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgpack
 
+from keepstep_mesh.config.disk_space import free_space, write_failure
+from keepstep_mesh.config.log_limiter import LogLimiter
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.threads.starting import ThreadPoolExecutor
@@ -46,6 +49,8 @@ MAX_PENDING_BYTES = 64 << 20
 """Batches in memory that wait for the disk."""
 WRITE_RETRY_SECONDS = 1.0
 """Pause after a failed write."""
+FAILURE_LOG_SECONDS = 60.0
+"""Shortest time between two log lines about failures of one kind."""
 JOURNAL_LOCK_SECONDS = 2.0
 
 log = get_logger("keepstep.metrics.store")
@@ -73,6 +78,7 @@ class Store:
         self._wake = asyncio.Event()
         self.trouble: str | None = None
         """Why the last write failed; None: it did not."""
+        self._failures = LogLimiter(FAILURE_LOG_SECONDS, max_keys=2)
         self.last_event = 0
         """Number of the last stored event at the start."""
 
@@ -88,7 +94,14 @@ class Store:
         return store
 
     def _unusable(self, error: Exception) -> StoreError:
-        return StoreError(f"cannot use the metrics data {self._path}: {error}; use another --data-dir")
+        return StoreError(f"cannot use the metrics data {self._path}: {self._advice(error)}; use another --data-dir")
+
+    def _advice(self, error: Exception) -> str:
+        if self._path is None:
+            return str(error)
+        if getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_FULL:
+            return f"the disk is full: {free_space(self._path)}"
+        return write_failure(error, self._path) if isinstance(error, OSError) else str(error)
 
     async def close(self) -> None:
         await self._in_thread(self._connection.close)
@@ -168,11 +181,11 @@ class Store:
             self._events = events + self._events
             if not isinstance(error, sqlite3.Error | OSError):
                 raise
-            if self.trouble is None:
-                log.error("write failed; retrying", path=str(self._path), reason=str(error))
-            self.trouble = f"cannot write to {self._path}: {error}"
+            self.trouble = f"cannot write to {self._path}: {self._advice(error)}"
+            self._log_failure("write failed; retrying", error)
             async with self._written:
                 self._written.notify_all()
+            await self._tidy(with_snapshot=False)  # a snapshot would include batches whose events are not written
             return False
         self.trouble = None
         self._pending_bytes -= sum(len(body) for _, _, body in rows)
@@ -183,15 +196,21 @@ class Store:
         await self._tidy()
         return True
 
-    async def _tidy(self) -> None:
-        """Write the queued snapshot. If it fails, the journal continues: batches need less space on disk."""
-        snapshot, self._snapshot = self._snapshot, None
+    async def _tidy(self, *, with_snapshot: bool = True) -> None:
+        """Forget events, and write the queued snapshot. If that fails, the journal continues: it needs less space."""
+        snapshot = None
+        if with_snapshot:
+            snapshot, self._snapshot = self._snapshot, None
         before, self._forget_before = self._forget_before, None
         try:
             if snapshot is not None or before is not None:
                 await self._in_thread(self._tidied, snapshot, before)
         except (sqlite3.Error, OSError) as error:
-            log.error("snapshot failed; the journal continues", path=str(self._path), reason=str(error))
+            self._log_failure("cleanup failed; the journal continues", error)
+
+    def _log_failure(self, what: str, error: Exception) -> None:
+        if self._failures.take(time.monotonic(), what) is not None:
+            log.error(what, path=str(self._path), reason=self._advice(error))
 
     # ---- events
 

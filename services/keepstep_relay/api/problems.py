@@ -51,7 +51,8 @@ def problem_of(error: Exception, path: str) -> Problem | None:
         case DamagedError():
             return Problem(HTTPStatus.CONFLICT, str(error))
         case DiskError():
-            log.error("request failed: disk tier", path=path, reason=str(error))
+            if not error.full:  # the tier reports a full disk
+                log.error("request failed: disk tier", path=path, reason=str(error))
             status = HTTPStatus.INSUFFICIENT_STORAGE if error.full else HTTPStatus.SERVICE_UNAVAILABLE
             return Problem(status, str(error), retry_after=None if error.full else RETRY_AFTER_SECONDS)
         case MemoryFullError() | DurableError():

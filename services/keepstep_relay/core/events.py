@@ -279,6 +279,11 @@ class MemoryWanted:
 
 
 @dataclass(frozen=True, slots=True)
+class DiskFull:
+    """A write found the disk full: drop a live state, if one is unused."""
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     pass
 
@@ -303,6 +308,7 @@ Event = (
     | ChunkReleased
     | HolderReported
     | MemoryWanted
+    | DiskFull
     | Tick
 )
 

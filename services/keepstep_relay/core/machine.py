@@ -16,7 +16,8 @@ Rules:
   upload is over; the part is dropped once no process has read it for ``reading_seconds``.
 * Only these committed checkpoints are dropped unasked: those beyond the count or age of their kind. Never the newest of
   a job and kind, and never one that was read within ``reading_seconds``. If memory runs short, live checkpoints beyond
-  the count go as soon as no process reads them. The newest live checkpoint goes when it was unused for
+  the count go as soon as no process reads them. If the disk or the number of checkpoints runs short, the longest unused
+  live checkpoint goes, also the newest of its job. The newest live checkpoint goes when it was unused for
   ``live_ttl_seconds``, because the job is over. The newest durable one goes only with ``durable_ttl_seconds``, if no
   process used any checkpoint of the job for that time, and then the one before it; never one that a script saved by
   itself, and none in the first day after a start.
@@ -44,6 +45,7 @@ from keepstep_relay.core.events import (
     CommitAsked,
     Copied,
     Decision,
+    DiskFull,
     Drop,
     Event,
     Evict,
@@ -74,7 +76,7 @@ from keepstep_relay.core.events import (
 from keepstep_relay.core.eviction import evictions
 from keepstep_relay.core.expiry import expired
 from keepstep_relay.core.relay_state import RelayState
-from keepstep_relay.core.retention import retirements
+from keepstep_relay.core.retention import longest_unused, retirements, used_until
 
 
 class RelayCore(RelayState):
@@ -131,6 +133,8 @@ class RelayCore(RelayState):
                 return self._holder(event, now)
             case MemoryWanted(size):
                 return self._room(size, now)
+            case DiskFull():
+                return self._drop_unused("the disk is full", now)
             case Tick():
                 return self._tick(now)
 
@@ -157,7 +161,9 @@ class RelayCore(RelayState):
             return []
         if facts.ranks > self.limits.ranks:
             raise RefusedError(Cause.FULL, f"{key} has {facts.ranks} ranks (limit {self.limits.ranks})")
-        if len(self.checkpoints) >= self.limits.checkpoints:
+        is_full = len(self.checkpoints) >= self.limits.checkpoints
+        room = self._drop_unused("--max-checkpoints", now) if is_full else []
+        if is_full and not room:
             raise RefusedError(
                 Cause.FULL,
                 f"this relay is full: {self.limits.checkpoints} checkpoints (--max-checkpoints); remove some (keepstep "
@@ -166,7 +172,7 @@ class RelayCore(RelayState):
             )
         self.ended.pop(key, None)
         self.checkpoints[key] = Checkpoint(key, facts, now)
-        return [Keep(key), Wake((key,))]
+        return [*room, Keep(key), Wake((key,))]
 
     def _root(self, report: RootReported, now: float) -> list[Decision]:
         one = self.checkpoint(report.key)
@@ -341,13 +347,24 @@ class RelayCore(RelayState):
         return [Drop(dropped)] if dropped else []
 
     def _retire(self, now: float, fresh: Checkpoint | None = None) -> list[Decision]:
-        """Drop what is beyond count and age. ``fresh``: committed just now; if it is dropped, it was never kept."""
+        """Drop what is beyond count and age. ``fresh``: committed just now; if it is dropped, it was never kept.
+
+        With ``fresh`` only its job is looked at: a ``Tick`` follows for the others.
+        """
         decisions: list[Decision] = []
-        for due in list(retirements(self.checkpoints.values(), self.limits)):
+        known = [one for one in self.checkpoints.values() if fresh is None or one.key.job == fresh.key.job]
+        for due in list(retirements(known, self.limits)):
             if due.at <= now:
                 state = None if due.checkpoint is fresh else State.COMMITTED
                 decisions += self._end(due.checkpoint, due.reason, state, now)
         return decisions
+
+    def _drop_unused(self, why: str, now: float) -> list[Decision]:
+        one = longest_unused(self.checkpoints.values(), self.limits, now)
+        if one is None:
+            return []
+        reason = f"room for newer checkpoints ({why}): a live state unused for {now - used_until(one):.0f} s"
+        return self._end(one, reason, State.COMMITTED, now)
 
     def _tick(self, now: float) -> list[Decision]:
         for one in self.checkpoints.values():

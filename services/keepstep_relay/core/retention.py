@@ -28,6 +28,22 @@ def used_until(one: Checkpoint) -> float:
     return max(written, one.read_until)
 
 
+def longest_unused(checkpoints: Iterable[Checkpoint], limits: Limits, now: float) -> Checkpoint | None:
+    """Return the committed live state to drop for a new one, not one that a script saved by itself.
+
+    None: all were used within ``reading_seconds``.
+    """
+    unused = (
+        one
+        for one in checkpoints
+        if one.facts.kind is Kind.LIVE
+        and one.facts.of_manager
+        and one.committed_at is not None
+        and max(one.committed_at + limits.reading_seconds, one.read_until) <= now
+    )
+    return min(unused, key=used_until, default=None)
+
+
 def ends_of_jobs(checkpoints: Iterable[Checkpoint], ttl: float) -> dict[str, float]:
     """Return for each job when its durable checkpoints go, if no process uses any of its checkpoints until then."""
     ends: dict[str, float] = {}

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
+from keepstep_mesh.config.log_limiter import LogLimiter
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.protocol.manifest import chunk_digest
 from keepstep_mesh.serving.notifier import Notifier
@@ -50,7 +51,9 @@ WRITERS = 2
 FLUSH_SECONDS = 5.0
 """At the end, for accepted chunks that are not on disk yet."""
 ROOM_SECONDS = 5.0
-"""A request waits this long for memory."""
+"""A request waits this long for memory, or for deletions on a full disk."""
+FULL_LOG_SECONDS = 60.0
+"""Shortest time between two log lines about a full disk."""
 
 log = get_logger("keepstep.relay.chunks")
 
@@ -68,6 +71,7 @@ class ChunkStore:
         disk: The disk tier; None: without one.
         durable: The durable tier; None: without one.
         make_room: Frees so many bytes of memory, as far as possible.
+        make_disk_room: Drops a checkpoint that may go. Returns False if none may.
         forget: Deletes the files of a dropped checkpoint.
     """
 
@@ -78,6 +82,7 @@ class ChunkStore:
         disk: DiskTier | None,
         durable: DurableTier | None,
         make_room: Callable[[int], None],
+        make_disk_room: Callable[[], bool],
         forget: Callable[[Key], Awaitable[None]],
     ) -> None:
         self.core = core
@@ -95,6 +100,8 @@ class ChunkStore:
         self.disk_trouble: str | None = None
         """Why the last write to disk failed; None: it did not."""
         self._forget = forget
+        self._make_disk_room = make_disk_room
+        self._full_log = LogLimiter(FULL_LOG_SECONDS)
         self._to_write: asyncio.Queue[bytes] = asyncio.Queue()
         self._verified: set[bytes] = set()
         """Chunks on disk whose digest this process has checked."""
@@ -118,6 +125,22 @@ class ChunkStore:
 
     async def in_thread(self, function: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+
+    async def to_disk(self, write: Callable[..., None], *arguments: object) -> None:
+        """Write to a full disk again after each checkpoint that may go. Raises ``DiskError``."""
+        while True:
+            try:
+                return await self.in_thread(write, *arguments)
+            except DiskError as error:
+                if not error.full:
+                    raise
+                if not self._make_disk_room():
+                    if self._full_log.allows(time.monotonic()):
+                        log.error("the disk is full", reason=str(error))
+                    raise
+            with contextlib.suppress(TimeoutError):  # a deletion may wait for a lock that the caller holds
+                async with asyncio.timeout(ROOM_SECONDS):
+                    await self.settled()
 
     def step(self, event: Event) -> list[Decision]:
         """Apply an event, and carry out the decisions about chunks. Return the others for the caller to carry out."""
@@ -184,7 +207,8 @@ class ChunkStore:
             try:
                 await self.save(digest)
             except DiskError as error:
-                log.error("could not write a chunk; it is in memory only", digest=digest.hex(), reason=str(error))
+                if not error.full:
+                    log.error("could not write a chunk; it is in memory only", digest=digest.hex(), reason=str(error))
             except Exception:
                 log.exception("fault in the writer", digest=digest.hex())
             finally:
@@ -199,7 +223,7 @@ class ChunkStore:
             if chunk is None or data is None or Tier.DISK in chunk.tiers:
                 return
             try:
-                await self.in_thread(self.disk.write, digest, data)
+                await self.to_disk(self.disk.write, digest, data)
             except DiskError as error:
                 self.disk_trouble = str(error)
                 raise

@@ -11,7 +11,6 @@ A file gets its name when it is complete. Only a commit syncs, and it syncs ever
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import itertools
 import json
@@ -22,12 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from keepstep_mesh.config.disk_space import FULL, write_failure
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.protocol.manifest import DIGEST_BYTES, chunk_digest
 from keepstep_relay.core.events import Facts, Key, Kind
-
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 log = get_logger("keepstep.relay.disk")
 
@@ -35,10 +33,10 @@ log = get_logger("keepstep.relay.disk")
 class DiskError(KeepstepError):
     """The disk failed. ``full``: no space left."""
 
-    def __init__(self, what: str, error: OSError) -> None:
+    def __init__(self, what: str, error: OSError, folder: Path) -> None:
         self.full = error.errno in FULL
-        advice = "free space on it, or remove checkpoints" if self.full else "check the disk"
-        super().__init__(f"{what}: {error.strerror or error}; {advice}")
+        advice = ", or remove checkpoints" if self.full else "; check the disk"
+        super().__init__(f"{what}: {write_failure(error, folder)}{advice}")
 
 
 class DamagedError(KeepstepError):
@@ -97,7 +95,7 @@ class DiskTier:
         Raises ``DiskError`` if the folder cannot be used, ``KeepstepError`` if another relay uses it.
         """
         folder = self.folder
-        with _explained(f"cannot use the data directory {folder}"):
+        with _explained(f"cannot use the data directory {folder}", folder):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             for path in (self._chunks, self._checkpoints, self._partial):
                 path.mkdir(parents=True, exist_ok=True)
@@ -122,7 +120,7 @@ class DiskTier:
 
     def write(self, digest: bytes, data: memoryview) -> None:
         """Write a chunk. Raises ``DiskError``; then no file is left."""
-        with _explained(f"cannot write chunk {digest.hex()} to {self.folder}"):
+        with _explained(f"cannot write chunk {digest.hex()} to {self.folder}", self.folder):
             self._place(data, self._file(digest), sync=False)
 
     def read(self, digest: bytes, data: memoryview) -> None:
@@ -137,7 +135,7 @@ class DiskTier:
         except FileNotFoundError as error:
             raise DamagedError(f"missing file of chunk {digest.hex()}") from error
         except OSError as error:
-            raise DiskError(f"cannot read chunk {digest.hex()}", error) from error
+            raise DiskError(f"cannot read chunk {digest.hex()}", error, self.folder) from error
         if done < length or longer or chunk_digest(data) != digest:
             raise DamagedError(f"damaged file of chunk {digest.hex()}")
 
@@ -157,7 +155,7 @@ class DiskTier:
 
     def sync(self, digests: Iterable[bytes]) -> None:
         """Write these chunks and their names through to the device, so that they survive a power cut."""
-        with _explained(f"cannot sync chunks to {self.folder}"):
+        with _explained(f"cannot sync chunks to {self.folder}", self.folder):
             folders = set()
             for digest in digests:
                 _sync(self._file(digest))
@@ -174,20 +172,20 @@ class DiskTier:
     def begin(self, key: Key, record: Record) -> None:
         """Write the record of a new checkpoint, and delete the files of an earlier one with its name."""
         self.forget(key)
-        with _explained(f"cannot write {key}"):
+        with _explained(f"cannot write {key}", self.folder):
             with contextlib.suppress(FileNotFoundError):  # a deletion may remove the folder of the job in between
                 self._of(key).mkdir(parents=True, exist_ok=True)
             self._of(key).mkdir(parents=True, exist_ok=True)
             self._place(encode_record(key, record), self._of(key) / "record", sync=False)
 
     def put_manifest(self, key: Key, rank: int, manifest: bytes) -> None:
-        with _explained(f"cannot write the manifest of rank {rank} of {key}"):
+        with _explained(f"cannot write the manifest of rank {rank} of {key}", self.folder):
             self._place(manifest, self._of(key) / f"manifest-{rank}", sync=False)
 
     def commit(self, key: Key, record: Record) -> None:
         """Write the record of the commit, and sync everything but the chunks. Raises ``DiskError``."""
         folder = self._of(key)
-        with _explained(f"cannot commit {key}"):
+        with _explained(f"cannot commit {key}", self.folder):
             for rank in range(record.facts.ranks):
                 _sync(folder / f"manifest-{rank}")
             _sync(folder)
@@ -197,7 +195,7 @@ class DiskTier:
 
     def forget(self, key: Key) -> None:
         """Delete a checkpoint. The record is deleted first: a folder without a record is no checkpoint."""
-        with _explained(f"cannot delete {key}"):
+        with _explained(f"cannot delete {key}", self.folder):
             with contextlib.suppress(FileNotFoundError):
                 (self._of(key) / "record").unlink()
             shutil.rmtree(self._of(key), ignore_errors=True)
@@ -239,11 +237,11 @@ class DiskTier:
 
 
 @contextlib.contextmanager
-def _explained(what: str) -> Iterator[None]:
+def _explained(what: str, folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DiskError(what, error) from error
+        raise DiskError(what, error, folder) from error
 
 
 def _sync(path: Path) -> None:

@@ -9,8 +9,10 @@ written last: a folder without a record is no checkpoint.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
+from keepstep_mesh.config.disk_space import FULL, write_failure
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.protocol.manifest import chunk_digest
@@ -112,7 +114,10 @@ class DurableTier:
         try:
             return work()
         except Exception as error:  # every file system of fsspec has errors of its own
-            raise DurableError(f"{what}: {error!r}") from error
+            reason = repr(error)
+            if isinstance(error, OSError) and error.errno in FULL:
+                reason = write_failure(error, Path(what))
+            raise DurableError(f"{what}: {reason}") from error
 
     def _chunk(self, key: Key, digest: bytes) -> str:
         return f"{self._of(key)}/chunks/{digest.hex()}"

@@ -41,6 +41,11 @@ NAMES = 20
 """Stable names of half of the groups that visit the long job; the others have names of their own."""
 
 
+DEFAULTS = LighthouseSettings()
+JOBS_PER_PLACE = 80
+"""Jobs in a month for each one of --max-jobs: the 4 % that die or fail keep their places for 7 days (job_ttl)."""
+
+
 class Wire:
     """A ``websocket.Link`` without a network: keeps what the lighthouse sends."""
 
@@ -163,7 +168,10 @@ async def running(settings: LighthouseSettings) -> AsyncIterator[LighthouseNode]
 async def month(clock: Clock, jobs: int, folder: Path) -> Figures:
     """Return what the lighthouse held. Its clock jumps a day ahead on day 10, and back on day 12."""
     settings = LighthouseSettings(
-        store=f"sqlite:///{folder}/lighthouse.db", event_log=folder / "events.jsonl", policy=Policy(min_replicas=1)
+        store=f"sqlite:///{folder}/lighthouse.db",
+        event_log=folder / "events.jsonl",
+        policy=Policy(min_replicas=1),
+        max_jobs=max(DEFAULTS.max_jobs, jobs // JOBS_PER_PLACE),
     )
     figures = Figures(
         {

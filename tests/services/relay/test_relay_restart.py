@@ -237,7 +237,8 @@ async def test_a_full_disk_is_507_what_was_committed_is_safe_and_what_came_is_st
         await worker.put(TWO.chunks[0])
         await one.chunks._to_write.join()
         problem = await worker.put(TWO.chunks[1], 507)
-        assert "No space left on device; free space on it" in problem["detail"]
+        assert "No space left on device: " in problem["detail"]
+        assert "free space there, or remove checkpoints" in problem["detail"]
         assert await worker.chunk(TWO.digests[1]) == TWO.chunks[1], "from memory: a heal goes on"
         await worker.put(TWO.chunks[2])
         assert await worker.pack("c2") == TWO.pack

@@ -58,7 +58,10 @@ class Driver:
 
     def stored(self, key: Key, *digests: bytes, step: int = 1, tier: Tier = MEMORY, kind: Kind = Kind.LIVE):
         """A committed checkpoint; what committing it decided."""
-        self(Begun(key, Facts(step, kind, 1)), TableArrived(key, 0, table(*digests)))
+        return self.committed(key, *digests, tier=tier, facts=Facts(step, kind, 1))
+
+    def committed(self, key: Key, *digests: bytes, facts: Facts, tier: Tier = MEMORY):
+        self(Begun(key, facts), TableArrived(key, 0, table(*digests)))
         self(*(ChunkArrived(digest, tier) for digest in digests if not self.core.inventory.is_here(digest)))
         self(CommitAsked(key))
         return self(Sealed(key))

@@ -6,9 +6,11 @@ from keepstep_mesh.protocol.manifest import CHUNK_BYTES
 from keepstep_relay.core.checkpoint import NEVER
 from keepstep_relay.core.events import (
     Begun,
+    Cause,
     ChunkArrived,
     ChunkHeld,
     ChunkReleased,
+    DiskFull,
     Drop,
     Evict,
     Facts,
@@ -68,6 +70,37 @@ def test_room_is_made_by_live_states_beyond_the_count_that_nobody_reads_at_the_m
     relay(ChunkReleased(A))
     assert relay(MemoryWanted(1))[:2] == [Forget(Key("job", "c1"), reason), Drop((A,))]
     assert relay(MemoryWanted(1)) == []
+
+
+def test_a_full_disk_drops_the_longest_unused_live_state_of_a_manager():
+    relay = Driver(reading_seconds=60)
+    for at, (job, digest, facts) in enumerate(
+        [
+            ("script", A, Facts(1, Kind.LIVE, 1)),
+            ("durable", B, Facts(1, Kind.DURABLE, 1, 1)),
+            ("one", C, Facts(1, Kind.LIVE, 1, 1)),
+            ("two", LAST, Facts(1, Kind.LIVE, 1, 1)),
+        ]
+    ):
+        relay(at=float(at))
+        relay.committed(Key(job, "c"), digest, facts=facts)
+    assert relay(DiskFull(), at=60) == [], "all were used a minute ago"
+    assert relay(DiskFull(), at=70)[0] == Forget(
+        Key("one", "c"), "room for newer checkpoints (the disk is full): a live state unused for 68 s"
+    )
+    assert relay(DiskFull())[0].key == Key("two", "c")
+    assert relay(DiskFull()) == []
+
+
+def test_a_new_checkpoint_beyond_the_limit_takes_the_place_of_an_unused_live_state():
+    relay = Driver(reading_seconds=60, checkpoints=2)
+    relay.committed(C1, A, facts=Facts(1, Kind.LIVE, 1, 1))
+    relay.committed(C2, B, facts=Facts(1, Kind.DURABLE, 1, 1))
+    relay.refused(Begun(C3, ONE), Cause.FULL, "--max-checkpoints")
+    assert relay(Begun(C3, ONE), at=61)[0] == Forget(
+        C1, "room for newer checkpoints (--max-checkpoints): a live state unused for 61 s"
+    )
+    assert [*relay.core.checkpoints] == [C2, C3]
 
 
 def test_age_drops_all_but_the_newest():

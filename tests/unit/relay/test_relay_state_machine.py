@@ -17,6 +17,7 @@ from keepstep_relay.core.events import (
     CommitAsked,
     Copied,
     Decision,
+    DiskFull,
     Drop,
     Event,
     Evict,
@@ -77,7 +78,7 @@ class Onlooker(RuleBasedStateMachine):
             decisions = self.core.step(event, self.now)
         except RefusedError:
             return []
-        asked = isinstance(event, (Removed, Aborted, RankReported, MemoryWanted))
+        asked = isinstance(event, (Removed, Aborted, RankReported, MemoryWanted, DiskFull, Begun))
         for decision in decisions:
             match decision:
                 case Drop(digests):
@@ -109,9 +110,9 @@ class Onlooker(RuleBasedStateMachine):
                     self.tiers[Tier.DURABLE] -= self.copies.pop(key, set()) - set().union(*self.copies.values())
         return decisions
 
-    @rule(key=KEYS, step=st.integers(0, 3), ranks=st.integers(1, 2))
-    def begins(self, key: Key, step: int, ranks: int) -> None:
-        self.step(Begun(key, Facts(step, Kind.LIVE, ranks)))
+    @rule(key=KEYS, step=st.integers(0, 3), ranks=st.integers(1, 2), quorum_id=st.integers(0, 1))
+    def begins(self, key: Key, step: int, ranks: int, quorum_id: int) -> None:
+        self.step(Begun(key, Facts(step, Kind.LIVE, ranks, quorum_id)))
 
     @rule(key=KEYS, rank=RANKS, whole=st.lists(WHOLE, max_size=3), last=DIGESTS, root=st.sampled_from([b"r", b"s"]))
     def table(self, key: Key, rank: int, whole: list[bytes], last: bytes, root: bytes) -> None:
@@ -135,7 +136,7 @@ class Onlooker(RuleBasedStateMachine):
         done=st.booleans(),
     )
     def upload(self, key: Key, step: int, whole: list[bytes], last: bytes, tier: Tier, done: bool) -> None:
-        self.begins(key, step, 1)
+        self.begins(key, step, 1, 1)
         self.table(key, 0, whole, last, b"r")
         one = self.core.checkpoints.get(key)
         for digest in sorted(one.digests() if one else ()):
@@ -205,6 +206,10 @@ class Onlooker(RuleBasedStateMachine):
     @rule(size=st.integers(1, 3 * CHUNK_BYTES))
     def room(self, size: int) -> None:
         self.step(MemoryWanted(size))
+
+    @rule()
+    def full_disk(self) -> None:
+        self.step(DiskFull())
 
     @rule(seconds=st.sampled_from([0.0, 1.0, 15.0, 70.0]))
     def time_passes(self, seconds: float) -> None:

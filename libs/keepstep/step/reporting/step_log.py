@@ -29,12 +29,16 @@ import time
 from pathlib import Path
 
 from keepstep.group.quorum_plan import QuorumPlan
+from keepstep_mesh.config.disk_space import write_failure
+from keepstep_mesh.config.log_limiter import LogLimiter
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.config.rotation import is_moved
 
 log = get_logger("keepstep.step_log")
 
 STEP_LOG_ENV = "KEEPSTEP_STEP_LOG"
+LOST_LINES_LOG_SECONDS = 600.0
+"""Shortest time between two log lines about failed writes."""
 
 
 class StepLog:
@@ -49,8 +53,7 @@ class StepLog:
         self._who = {"job": job, "replica_id": replica_id, "group_rank": group_rank}
         self._lock = threading.Lock()
         self._lines = 0
-        self._full = False
-        """Whether the last line could not be written; this was logged."""
+        self._failures = LogLimiter(LOST_LINES_LOG_SECONDS)
         self._cut = False
         """Whether the file ends in the middle of a line."""
         self._plan: QuorumPlan | None = None
@@ -82,11 +85,8 @@ class StepLog:
             if self._cut:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:  # the missing line shows in ``n``; the step goes on
-            if not self._full:
-                log.error("step log not written", reason=str(error))
-            self._full = True
-        else:
-            self._full = False
+            if self._failures.allows(time.monotonic()):
+                log.error("step log not written", path=str(self._path), reason=write_failure(error, self._path))
 
     def quorum(self, step: int, plan: QuorumPlan, *, built: bool) -> None:
         """Append a line if the process group was ``built``, or the quorum differs from the last one."""

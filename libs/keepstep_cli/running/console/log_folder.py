@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
+import time
 from datetime import datetime
 from pathlib import Path
 from typing import BinaryIO
 
 import click
 
+from keepstep_mesh.config.disk_space import write_failure
+from keepstep_mesh.config.log_limiter import LogLimiter
 from keepstep_mesh.config.rotation import is_moved
 
 NOTES = "run"
 """``run.log`` has the messages of the supervisor."""
+LOST_LINES_LOG_SECONDS = 600.0
+"""Shortest time between two sentences about failed writes."""
 
 
 class LogFolder:
@@ -25,7 +32,9 @@ class LogFolder:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files: dict[str, BinaryIO] = {}
-        self._fails = False
+        self._cut: set[str] = set()
+        """Files that end in the middle of a line."""
+        self._failures = LogLimiter(LOST_LINES_LOG_SECONDS)
         try:
             folder.mkdir(exist_ok=True)
             self._file(NOTES)
@@ -33,8 +42,11 @@ class LogFolder:
             raise click.UsageError(f"--log-dir {folder} cannot be used: {error.strerror}") from error
 
     def line(self, group: str, rank: int, text: str) -> str | None:
-        """Append a line of a rank. Return a sentence if that fails, once until it works again."""
-        return self._write(f"{group}-{rank}", text)
+        """Append a line of a rank. Return a sentence if that fails, at most every ten minutes."""
+        error = self._write(f"{group}-{rank}", text)
+        if error is None or not self._failures.allows(time.monotonic()):
+            return None
+        return f"output is missing in the files of --log-dir: {write_failure(error, self._folder)}"
 
     def note(self, group: str, sentence: str) -> None:
         """Append a message of the supervisor, with the time."""
@@ -47,23 +59,25 @@ class LogFolder:
             with contextlib.suppress(OSError):
                 file.close()
 
-    def _write(self, name: str, text: str) -> str | None:
+    def _write(self, name: str, text: str) -> OSError | None:
+        line = text.encode(errors="replace") + b"\n"
         try:
-            self._file(name).write(text.encode(errors="replace") + b"\n")
+            file = self._file(name)
+            line = b"\n" + line if name in self._cut else line
+            if written := file.write(line):
+                self._cut.discard(name)
+            if written < len(line):  # the next line must not continue what a full disk cut off
+                self._cut.add(name)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            failed_before, self._fails = self._fails, True
-            return (
-                None
-                if failed_before
-                else f"cannot write to {self._folder} ({error.strerror}): output is missing in its files"
-            )
-        self._fails = False
+            return error
         return None
 
     def _file(self, name: str) -> BinaryIO:
         path, file = self._folder / f"{name}.log", self._files.get(name)
         if file is None or is_moved(path, file.fileno()):
             self._files[name] = path.open("ab", buffering=0)
+            self._cut.discard(name)
             if file is not None:
                 file.close()
         return self._files[name]
