@@ -38,26 +38,28 @@ def test_a_process_ends_whose_watchdog_gets_no_memory_to_start() -> None:
 
 
 STUCK = """
-import os, threading
+import threading
 from keepstep_mesh.threads import starting
 starting.THREAD_END_SECONDS = 0.2
 thread = starting.Thread(target=threading.Event().wait, name="stuck", daemon=True)
 thread.start()
-{then}
+thread.join_or_end_process()
+"""
+IN_A_CHILD = """
+import os, threading
+from keepstep_mesh.threads.watchdog import watched
+with watched("the parent", 60):
+    child = os.fork()
+if child:
+    os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+with watched("the end of thread 'stuck'", 0.2):
+    threading.Event().wait()
 """
 
 
-@pytest.mark.parametrize(
-    "then",
-    [
-        "thread.join_or_end_process()",
-        "import sys\nif child := os.fork():\n    os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
-        "with starting.watched('the end of thread \\'stuck\\'', 0.2):\n    threading.Event().wait()",
-    ],
-    ids=["here", "in a forked child"],
-)
-def test_a_process_ends_whose_thread_does_not_end(then: str) -> None:
-    ended = run(STUCK.format(then=then))
+@pytest.mark.parametrize("program", [STUCK, IN_A_CHILD], ids=["here", "in a forked child"])
+def test_a_process_ends_whose_thread_does_not_end(program: str) -> None:
+    ended = run(program)
     assert ended.returncode == EXIT_WATCHDOG, ended.stderr
     assert "the end of thread 'stuck' has been stuck for 0.2 s; ending this process (exit 70)" in ended.stderr
 
