@@ -20,7 +20,7 @@ from torch.futures import Future
 
 from keepstep.runtime import environment
 from keepstep.runtime.exits import end_process
-from keepstep.runtime.failed_future import fail_future
+from keepstep.runtime.failed_future import complete_future, fail_future
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.exit_codes import EXIT_WATCHDOG
 from keepstep_mesh.net.fork_safety import tell_children
@@ -100,6 +100,8 @@ class _Deadlines:
                 try:
                     with watched("a deadline's callback", WATCHDOG_TIMEOUT.total_seconds()):
                         callback()
+                except MemoryError:
+                    raise  # others would wait for what it did not do
                 except Exception:  # the thread must watch the other deadlines
                     log.exception("a deadline's callback failed")
 
@@ -140,11 +142,13 @@ def future_timeout(fut: Future[T], timeout: timedelta) -> Future[T]:
 
     def finished(source: Future[T]) -> None:
         def finish() -> None:
-            _DEADLINES.cancel(deadline)
             try:
-                timed.set_result(source.value())
+                value = source.value()
             except Exception as error:  # noqa: BLE001  any error of the future is passed on
                 fail_future(timed, error)
+            else:
+                complete_future(timed, value)
+            _DEADLINES.cancel(deadline)
 
         settle(finish)
 
@@ -168,7 +172,7 @@ def future_wait(fut: Future[T], timeout: timedelta) -> T:
     """
     done = threading.Event()
     fut.add_done_callback(lambda _: done.set())
-    if not done.wait(timeout.total_seconds()):
+    if not done.wait(timeout.total_seconds()) and not fut.done():  # done: its callback got no memory
         raise TimeoutError(f"the future did not complete within {timeout.total_seconds():g} s")
     return fut.wait()
 

@@ -17,6 +17,7 @@ import torch
 from torch.distributed.distributed_c10d import Work
 
 from keepstep.process_group.works import PendingWork, writing
+from keepstep.runtime.exits import must_succeed
 from keepstep_mesh.net.fork_safety import tell_children
 from keepstep_mesh.threads.starting import Thread
 
@@ -65,6 +66,7 @@ class Sequence:
             with self._changed:
                 self._changed.wait_for(lambda: not self._tasks)
 
+    @must_succeed("the thread of operations of several collectives")
     def _run(self) -> None:
         while True:
             with self._changed:

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.distributed_c10d import Work
 from torch.futures import Future
 
-from keepstep.runtime.failed_future import fail_future
+from keepstep.runtime.failed_future import complete_future
 
 
 def writing(tensors: Sequence[torch.Tensor]) -> torch.inference_mode:
@@ -87,10 +87,7 @@ class PendingWork(Work):
         """Complete the operation. Call it once."""
         self._error = error
         self._over.set()
-        if error is None:
-            self._future.set_result(self._tensors)
-        else:
-            fail_future(self._future, error)
+        complete_future(self._future, self._tensors, error)
 
     def get_future(self) -> Future[Any]:
         """Return a future that completes with the tensors, or the error, when the operation is over."""

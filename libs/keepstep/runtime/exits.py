@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import ClassVar
+from typing import ClassVar, ParamSpec, TypeVar
 
 from keepstep.runtime.unread_output import tolerate_broken_pipes
 from keepstep_mesh.errors import ExitWithReason
@@ -21,8 +22,12 @@ from keepstep_mesh.exit_codes import (
     EXIT_MISMATCH,
     EXIT_START_REFUSED,
     EXIT_STATE_MISMATCH,
+    EXIT_WATCHDOG,
 )
 from keepstep_mesh.threads.ending import end_now
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 SIGTERM_REASON = "SIGTERM"
 """The reason of a leave after that signal."""
@@ -114,6 +119,29 @@ def end_process(reason: str, code: int = EXIT_GROUP_FAILED, *, stacks: bool = Fa
         stacks: print the stacks of all threads too.
     """
     end_now(reason, code, stacks=stacks)
+
+
+def must_succeed(what: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """End the process with ``EXIT_WATCHDOG`` if the decorated function raises an exception, such as MemoryError.
+
+    For functions whose effect other threads or groups wait for: without it, they would wait until their deadline.
+
+    Args:
+        what: the beginning of the reason.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                return function(*args, **kwargs)
+            except Exception as error:
+                end_process(f"{what} failed: {error!r}", EXIT_WATCHDOG, stacks=True)
+                raise
+
+        return run
+
+    return decorate
 
 
 def _print(text: str) -> None:

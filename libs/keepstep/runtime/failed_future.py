@@ -1,4 +1,8 @@
-"""Complete a torch future with an error."""
+"""Complete a torch future, with a value or an error, and in any case.
+
+The process ends if a future cannot be completed, for example without memory: its readers would wait until their
+deadline, or for ever.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,24 @@ from typing import Any, NoReturn
 
 from torch.futures import Future
 
+from keepstep.runtime.exits import must_succeed
 
+
+def complete_future(future: Future[Any], value: object, error: Exception | None = None) -> None:
+    """Complete ``future`` with ``value``, or with ``error``, or with the error of this attempt."""
+    if error is None:
+        try:
+            future.set_result(value)
+        except Exception as failed:
+            if future.done():
+                raise
+            error = failed
+        else:
+            return
+    fail_future(future, error)
+
+
+@must_succeed("the completion of a future")
 def fail_future(future: Future[Any], error: Exception) -> None:
     """Complete ``future`` with ``error``. Each reader gets a copy of it.
 

@@ -88,19 +88,21 @@ class LoopThread:
         """
         self._check_alive()
         started: list[asyncio.Future[T]] = []
+        failed: Exception | None = None
         done = threading.Lock()
         done.acquire()
 
         def run() -> None:
+            nonlocal failed
             try:
                 future = start()
+                started.append(future)
+                self._waited_for.add(future)
+                future.add_done_callback(self._waited_for.discard)
+                future.add_done_callback(lambda _: done.release())
             except Exception as error:  # noqa: BLE001  raised in the caller
-                future = self.loop.create_future()
-                future.set_exception(error)
-            started.append(future)
-            self._waited_for.add(future)
-            future.add_done_callback(self._waited_for.discard)
-            future.add_done_callback(lambda _: done.release())
+                failed = error
+                done.release()
 
         self.loop.call_soon_threadsafe(run)
         finished = False
@@ -112,6 +114,8 @@ class LoopThread:
                     self.loop.call_soon_threadsafe(lambda: started[0].cancel())  # noqa: PLW0108  empty until the loop has run ``run``
         if not finished:
             raise TimeoutError(f"the event loop thread was not done within {timeout:g} s")
+        if failed is not None:
+            raise failed
         if started[0].cancelled():
             raise self._has_ended()
         return started[0].result()

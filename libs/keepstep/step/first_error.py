@@ -6,6 +6,7 @@ keeps a group out that fails by itself again and again, so ``failure_evidence`` 
 
 from __future__ import annotations
 
+from keepstep.runtime.exits import must_succeed
 from keepstep.step.context import StepContext
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.protocol.membership import OWN, UNKNOWN
@@ -39,6 +40,7 @@ class FirstError:
         """Report an error that came from the other groups, or from the connections to them."""
         self._note(error, UNKNOWN)
 
+    @must_succeed("the report of an error")
     def _note(self, error: Exception, cause: str) -> None:
         context = self._context
         if not self._ended and self.error is None:

@@ -24,14 +24,14 @@ def end_now(reason: str, code: int, *, stacks: bool = False) -> None:
     """
     try:
         line = f"keepstep: {reason}; ending this process (exit {code})"
-        begun: list[bool] = []
+        written: list[bool] = []
         done = _thread.allocate_lock()
         done.acquire()
 
         def report() -> None:
-            begun.append(True)
             try:
                 print(line, file=sys.stderr, flush=True)  # noqa: T201
+                written.append(True)
                 if stacks:
                     faulthandler.dump_traceback(all_threads=True)
                 sys.stdout.flush()
@@ -43,7 +43,7 @@ def end_now(reason: str, code: int, *, stacks: bool = False) -> None:
         with contextlib.suppress(RuntimeError, MemoryError):
             _thread.start_new_thread(report, ())  # unlike the start of a `Thread`, this waits for nothing
             done.acquire(timeout=EXIT_OUTPUT_SECONDS)
-        if not begun and select.select([], [_STDERR], [], 0)[1]:  # no memory for a thread
+        if not written and select.select([], [_STDERR], [], 0)[1]:  # no memory for a thread, or its lock is held
             os.write(_STDERR, f"{line}\n".encode())
     finally:
         os._exit(code)

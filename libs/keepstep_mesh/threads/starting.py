@@ -19,6 +19,8 @@ T = TypeVar("T")
 
 THREAD_START_SECONDS = 10.0
 """Limit for the start of a thread."""
+THREAD_END_SECONDS = 30.0
+"""Limit for the end of a thread that has nothing to wait for."""
 
 
 class Thread(threading.Thread):  # noqa: TID251
@@ -27,6 +29,11 @@ class Thread(threading.Thread):  # noqa: TID251
     def start(self) -> None:
         with watched(f"the start of thread {self.name!r} (is memory missing?)", THREAD_START_SECONDS):
             super().start()
+
+    def join_or_end_process(self) -> None:
+        """Wait for the end of the thread. The process ends with ``EXIT_WATCHDOG`` if it does not end in time."""
+        with watched(f"the end of thread {self.name!r}", THREAD_END_SECONDS):
+            self.join()
 
 
 class ThreadPoolExecutor(concurrent.futures.ThreadPoolExecutor):  # noqa: TID251

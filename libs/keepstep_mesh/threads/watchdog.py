@@ -18,9 +18,12 @@ from keepstep_mesh.exit_codes import EXIT_WATCHDOG
 from keepstep_mesh.threads.ending import end_now
 
 WATCHDOG_TURN_SECONDS = 0.5
+WATCHDOG_START_SECONDS = 10.0
+"""Limit for the start of the thread."""
+_START_POLL_SECONDS = 0.001
 
-_watched: dict[int, watched] = {}
-"""Open blocks, by id."""
+_watched: dict[watched, None] = {}
+"""Open blocks. Their end takes no memory."""
 _is_watching = False
 _only_one = _thread.allocate_lock()
 
@@ -42,17 +45,27 @@ class watched:  # noqa: N801  a context manager
 
     def __enter__(self) -> None:
         if not _is_watching:
-            _thread.start_new_thread(_watch, ())  # not a `Thread`: its start could hang, as what it is to watch
-        _watched[id(self)] = self
+            _start_watching()
+        _watched[self] = None
 
     def __exit__(self, *_: object) -> None:
-        _watched.pop(id(self), None)  # None: forked within the block
+        _watched.pop(self, None)  # None: forked within the block
 
     def turn(self) -> None:
         """Count a turn, and end the process after the last one."""
         self._turns_left -= 1
         if self._turns_left < 0:
             end_now(f"{self._what} has been stuck for {self._seconds:g} s", EXIT_WATCHDOG, stacks=True)
+
+
+def _start_watching() -> None:
+    """Start the thread, and end the process if it does not run in time: it may get no memory for its first call."""
+    _thread.start_new_thread(_watch, ())  # not a `Thread`: its start could hang, as what it is to watch
+    for _ in range(math.ceil(WATCHDOG_START_SECONDS / _START_POLL_SECONDS)):  # counts no time in which it was stopped
+        if _is_watching:
+            return
+        time.sleep(_START_POLL_SECONDS)
+    end_now("the watchdog did not start (is memory missing?)", EXIT_WATCHDOG)
 
 
 def _watch() -> None:
@@ -63,7 +76,7 @@ def _watch() -> None:
     while True:
         time.sleep(WATCHDOG_TURN_SECONDS)  # a turn; the stuck threads that it looks for wake nothing
         try:
-            for one in tuple(_watched.values()):
+            for one in tuple(_watched):
                 one.turn()
         except (MemoryError, RuntimeError):  # the next turn tries again; RuntimeError: a block began or ended
             continue

@@ -272,6 +272,25 @@ def test_the_work_before_an_operation_does_not_count_for_its_time() -> None:
     watch.join()
 
 
+def test_a_watch_that_fails_fails_the_communicator() -> None:
+    failed: list[Exception] = []
+    over = threading.Event()
+
+    def fail(error: Exception) -> None:
+        failed.append(error)
+        over.set()
+
+    class Broken(Mark):
+        def query(self) -> bool:
+            raise MemoryError
+
+    watch = StreamWatch(fail)
+    watch.add(LONG, Mark(), Broken())
+    assert over.wait(DEADLINE)
+    assert isinstance(failed[0], MemoryError)
+    watch.join()
+
+
 def test_an_operation_that_passes_in_time_is_no_failure() -> None:
     watch, ended = StreamWatch(pytest.fail), Mark()
     watch.add(LONG, Mark(passed=True), ended)

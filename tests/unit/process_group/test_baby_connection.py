@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore
 
+from keepstep.futures import future_wait
 from keepstep.process_group import ProcessGroupError
 from keepstep.process_group.baby import channel as channel_module
 from keepstep.process_group.baby.channel import Channel, ChannelError
@@ -71,6 +72,19 @@ def test_a_child_that_breaks_the_protocol_is_killed(scripted, sent, reason) -> N
     theirs.sendall(sent)
     with pytest.raises(ProcessGroupError, match=f"allreduce failed: the child process.*{reason}"):
         work.wait()
+    assert process.wait(30) == -signal.SIGKILL
+
+
+def test_an_answer_for_which_there_is_no_memory_fails_the_operation_at_once(scripted, monkeypatch) -> None:
+    def no_memory(*_: object) -> None:
+        raise MemoryError
+
+    connection, theirs, process = scripted
+    future = connection.run("allreduce", ([torch.ones(2)], dist.AllreduceOptions())).get_future()
+    monkeypatch.setattr(PackedCall, "copy_results", no_memory)
+    theirs.sendall(frame({"do": "done", "id": 0, "kind": None, "failed": False}))
+    with pytest.raises(ProcessGroupError, match="answers of the child process cannot be read: MemoryError"):
+        future_wait(future, timedelta(seconds=20))
     assert process.wait(30) == -signal.SIGKILL
 
 

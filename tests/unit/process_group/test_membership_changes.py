@@ -170,8 +170,6 @@ def test_an_operation_in_flight_is_aborted_though_the_change_is_planned() -> Non
     mine = members.present[0]
 
     class InFlight:
-        has_future = False
-
         def is_completed(self) -> bool:
             return False
 

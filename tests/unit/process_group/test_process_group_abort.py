@@ -16,8 +16,8 @@ import torch
 from torch.distributed import HashStore
 
 from keepstep.process_group import ProcessGroupAbortedError, ProcessGroupError, ProcessGroupGloo
-from keepstep.process_group.torch_backends import communicator
-from keepstep.process_group.torch_backends.gloo_sockets import GlooRank, shut_down
+from keepstep.process_group.torch_backends import communicator, gloo
+from keepstep.process_group.torch_backends.gloo_sockets import GlooRank, greet, shut_down
 from keepstep.rendezvous.store_client import KeyValueServer, RendezvousStore, Table
 
 LONG = timedelta(minutes=10)
@@ -99,6 +99,25 @@ def test_abort_frees_a_configure_that_waits_for_others(others, size) -> None:
         assert isinstance(error, ProcessGroupAbortedError)
         assert "r1 was lost" in str(error)
         assert "r1 was lost" in str(configuring.group.errored())
+    finally:
+        configuring.close()
+
+
+def test_abort_frees_a_configure_although_its_first_attempts_get_no_memory(monkeypatch) -> None:
+    attempts: list[None] = []
+
+    def scarce(*args: object) -> list[socket.socket]:
+        attempts.append(None)
+        if len(attempts) < 4:
+            raise MemoryError
+        return greet(*args)
+
+    monkeypatch.setattr(gloo, "greet", scarce)
+    configuring = Configuring("127.0.0.1", ("127.0.0.2", 5))
+    try:
+        assert configuring.is_stuck()
+        configuring.group.abort("r1 was lost")
+        assert isinstance(configuring.freed(), ProcessGroupAbortedError)
     finally:
         configuring.close()
 

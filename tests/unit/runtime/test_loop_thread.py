@@ -64,6 +64,15 @@ def test_many_threads_wait_at_once(mesh):
         assert sorted(one.result(60) for one in waiting) == list(range(50))
 
 
+def test_a_wait_that_cannot_begin_fails_at_once(mesh):
+    class NoMemory(asyncio.Future[str]):
+        def add_done_callback(self, *_: object, **__: object) -> None:
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        mesh.wait_for(lambda: NoMemory(loop=mesh.loop), 30.0)
+
+
 def test_an_ended_thread_is_refused():
     thread = LoopThread("test-loop")
     thread.stop()

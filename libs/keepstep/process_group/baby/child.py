@@ -63,15 +63,16 @@ class Child:
                     self._orders.put((message, descriptors))
         except (ChannelError, OSError):
             pass  # the parent kills a child that it cannot understand
-        os._exit(0)
+        finally:
+            os._exit(0)
 
     def _answer(self, order: dict[str, Any], error: BaseException | None) -> None:
-        failed = self._group is not None and self._group.errored() is not None
-        kind, text = (None, None) if error is None else (type(error).__name__, str(error))
         try:
+            failed = self._group is not None and self._group.errored() is not None
+            kind, text = (None, None) if error is None else (type(error).__name__, str(error))
             self._channel.send({"do": "done", "id": order["id"], "kind": kind, "error": text, "failed": failed})
-        except (ChannelError, OSError):
-            os._exit(0)  # the parent has ended
+        except BaseException:  # noqa: BLE001  the parent has ended, or would wait in vain
+            os._exit(0)
 
     def _configure(self, order: dict[str, Any], _: list[int]) -> None:
         self._uses_device = order["backend"] != "gloo"

@@ -148,26 +148,29 @@ class Spawner:
         ours, theirs = socket.socketpair()
         claim(ours)
         channel = Channel(ours)
-        with theirs:
-            process = subprocess.Popen(  # noqa: S603  our own interpreter and module
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "keepstep.process_group.baby.spawner",
-                    str(theirs.fileno()),
-                    str(os.getpid()),
-                ],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-            )
+        try:
+            process = _start(theirs)
+        except Exception as error:  # noqa: BLE001  such as OSError: no memory for a process
+            channel.close()
+            self._starting.set_exception(ProcessGroupError(f"the spawner of child processes did not start: {error!r}"))
+            return
+        finally:
+            theirs.close()
         try:
             if channel.receive(time.monotonic() + CHILD_START_SECONDS) is None:
                 raise ProcessGroupError("the spawner of child processes did not start; see its output above")
             self._starting.set_result(channel)
-        except (ProcessGroupError, TimeoutError) as error:
+        except Exception as error:  # noqa: BLE001  who needs a child gets it
             process.kill()
             self._starting.set_exception(ProcessGroupError(str(error) or f"no start within {CHILD_START_SECONDS} s"))
         process.wait()
         channel.close()
+
+
+def _start(control: socket.socket) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(  # noqa: S603  our own interpreter and module
+        [sys.executable, "-P", "-m", "keepstep.process_group.baby.spawner", str(control.fileno()), str(os.getpid())],
+        pass_fds=[control.fileno()],
+        stdin=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+    )

@@ -20,6 +20,7 @@ from keepstep.process_group.baby.operations import PackedCall, timeout_of
 from keepstep.process_group.baby.remote_store import call_store
 from keepstep.process_group.baby.shared_memory import Segment, SegmentPool, new_segment
 from keepstep.process_group.base import ProcessGroupError
+from keepstep.runtime.exits import must_succeed
 from keepstep_mesh.net.fork_safety import fork_error, tell_children
 from keepstep_mesh.threads.starting import Thread
 
@@ -105,6 +106,7 @@ class Connection:
         with self._lock:
             return len(self._works)
 
+    @must_succeed("the abort of a process group")
     def fail(self, error: Exception) -> None:
         """Store the first error, kill the child, and fail the operations in flight. Does not wait. From any thread."""
         with self._lock:
@@ -163,6 +165,12 @@ class Connection:
             raise ProcessGroupError(str(self.error)) from error
 
     def _read(self) -> None:
+        try:
+            self._receive_answers()
+        except Exception as error:  # noqa: BLE001  such as MemoryError
+            self.fail(ProcessGroupError(f"the answers of the child process cannot be read: {error!r}"))
+
+    def _receive_answers(self) -> None:
         while self.error is None:
             try:
                 received = self._child.channel.receive(self._next_deadline())
@@ -190,12 +198,13 @@ class Connection:
         error = None if kind is None else _ERRORS.get(kind, ProcessGroupError)(message["error"])
         dropped: list[Segment] = []
         with self._lock:
-            work = self._works.pop(message["id"], None)
+            work = self._works.get(message["id"])
             if work is not None:
                 if error is None:
                     work.copy_results()  # under the lock: never after `fail`
                 if work.segment is not None:
                     dropped = self._pool.give_back(work.segment)
+                del self._works[message["id"]]  # not before: if the copy fails, `fail` ends the operation
         if work is None:
             if self.error is None:
                 self.fail(ProcessGroupError(f"{CHILD_FAILED}: it answered operation {message['id']}, not in flight"))
@@ -220,9 +229,9 @@ class Connection:
 
     def _serve_store(self) -> None:
         """Run the child's calls of the store in a thread of their own: they block."""
-        while (call := self._store_calls.get()) is not None:
-            answer = call_store(self._store, str(call["method"]), call["args"])
-            try:
+        try:
+            while (call := self._store_calls.get()) is not None:
+                answer = call_store(self._store, str(call["method"]), call["args"])
                 self._send({"do": "answer", **answer})
-            except ProcessGroupError:
-                return
+        except Exception as error:  # noqa: BLE001  such as MemoryError
+            self.fail(ProcessGroupError(f"a call of the child process to the store failed: {error!r}"))

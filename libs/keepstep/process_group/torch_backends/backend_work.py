@@ -7,6 +7,9 @@ Gloo does not wake an operation whose peer disconnects in the middle of a messag
 message has not begun. Such an operation sleeps until its own timeout and writes to no tensor. Therefore a wait checks
 whether all peers are still connected, and abandons an operation that sleeps on a failed communicator after
 ``PATIENCE``, which is much longer than an operation that still runs can take.
+
+torch drops a callback that gets no memory. The peer watch of the communicator calls ``finish`` for such an operation,
+so that its future completes.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ from torch.futures import Future
 
 from keepstep.process_group.base import ProcessGroupAbortedError, ProcessGroupError
 from keepstep.process_group.torch_backends.communicator import LOOK, PEER_IS_GONE, SLICE, STALL, Communicator
-from keepstep.runtime.failed_future import fail_future
+from keepstep.runtime.exits import must_succeed
+from keepstep.runtime.failed_future import complete_future
 from keepstep_mesh.threads.starting import Thread
 
 NO_TIMEOUT = timedelta(0)
@@ -60,11 +64,6 @@ class BackendWork(Work):
         self._settling = threading.Lock()
         communicator.started(self)
 
-    @property
-    def has_future(self) -> bool:
-        """Whether ``get_future`` was called."""
-        return self._future is not None
-
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Wait until the operation is over.
 
@@ -83,7 +82,7 @@ class BackendWork(Work):
             failed = asleep = False
             try:
                 self._await(raw, timeout)
-            except (RuntimeError, TimeoutError) as error:
+            except Exception as error:  # noqa: BLE001  torch raises types of many kinds; MemoryError: std::bad_alloc
                 self._error, failed = self._failure(error, timeout), True
                 asleep = isinstance(error, _AsleepError)
             if asleep or not failed:
@@ -101,8 +100,11 @@ class BackendWork(Work):
         """Return a future that completes with the tensors, or the error, when the operation is over."""
         if self._future is None:
             raw = self._raw
-            self._communicator.watch_futures()
-            self._future = Future(devices=list({one.device for one in flat_tensors(self._tensors) if not one.is_cpu}))
+            future: Future[Any] = Future(
+                devices=list({one.device for one in flat_tensors(self._tensors) if not one.is_cpu})
+            )
+            self._communicator.watch_future(self)
+            self._future = future
             if raw is not None:
                 self._watch(raw)
             if raw is None or self._communicator.error is not None:  # `fail` may have missed this future
@@ -125,16 +127,21 @@ class BackendWork(Work):
         if self._raw is not None:
             self._raw.synchronize()
 
+    @must_succeed("the end of an operation")
     def finish(self) -> None:
-        """Wait on a failed communicator until the operation has released its tensors."""
+        """Wait until an operation has released its tensors that is completed, or whose communicator failed."""
         raw = self._raw
         if raw is not None:
             try:
                 self._await(raw, NO_TIMEOUT)
-            except (RuntimeError, TimeoutError) as error:
+            except Exception as error:
+                if isinstance(error, MemoryError) and not raw.is_completed():
+                    raise  # this wait had no memory; the operation may still write to its tensors
                 self._error = self._error or self._failure(error, NO_TIMEOUT)
             self._raw = None
         del raw  # callbacks of the future run now; their errors would hold this frame
+        if self._error is not None:
+            self._communicator.fail(self._error)
         self._settle()
 
     def _watch(self, raw: Work) -> None:
@@ -143,7 +150,7 @@ class BackendWork(Work):
     def _arrived(self, outcome: Callable[[], Any]) -> None:
         try:
             outcome()
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001  as in `wait`
             self._error = self._failure(error, NO_TIMEOUT)
             self._communicator.fail(self._error)
         self._raw = None
@@ -152,10 +159,8 @@ class BackendWork(Work):
     def _settle(self) -> None:
         if self._future is None or not self._settling.acquire(blocking=False):
             return
-        if self._error is None:
-            self._future.set_result(self._tensors)
-        else:
-            fail_future(self._future, self._error)
+        complete_future(self._future, self._tensors, self._error)
+        self._communicator.completed(self)
 
     def _await(self, raw: Work, timeout: timedelta) -> None:
         """Wait in slices, so that a wait can abandon an operation that never wakes.
@@ -196,7 +201,7 @@ class BackendWork(Work):
         first = self._communicator.error
         if first is not None:
             kind = ProcessGroupAbortedError if isinstance(first, ProcessGroupAbortedError) else ProcessGroupError
-            return kind(f"{self._operation} failed: {first}")
+            return kind(f"{self._operation} failed: {plain_message(first)}")
         if isinstance(error, TimeoutError) or "imed out" in str(error):
             limit = timeout if timeout > NO_TIMEOUT else self._communicator.timeout
             return TimeoutError(f"{self._operation} took longer than {limit}: a peer is stuck, slow or disconnected")
@@ -229,6 +234,7 @@ class ThreadedWork(BackendWork):
         return waiting
 
 
+@must_succeed("the wait for an operation")
 def _wait_into(raw: Work, outcome: concurrent.futures.Future[None]) -> None:
     try:
         raw.wait()
@@ -239,8 +245,8 @@ def _wait_into(raw: Work, outcome: concurrent.futures.Future[None]) -> None:
 
 
 def plain_message(error: Exception) -> str:
-    """Return Gloo's message without its source locations and advice."""
-    return _GLOO_ADVICE.sub("", _GLOO_PLACE.sub("", str(error)))
+    """Return Gloo's message without its source locations and advice. A MemoryError has no message."""
+    return _GLOO_ADVICE.sub("", _GLOO_PLACE.sub("", str(error))) or type(error).__name__
 
 
 def flat_tensors(tensors: Any) -> Iterator[torch.Tensor]:

@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import Backend, Work
 
 from keepstep.process_group.base import ProcessGroupError
 from keepstep.process_group.torch_backends.disposal import dispose
+from keepstep.runtime.exits import must_succeed
 from keepstep.runtime.late_threads import start_or_run
 from keepstep_mesh.net.fork_safety import fork_error, never_free, tell_children
 from keepstep_mesh.threads.starting import Thread
@@ -36,14 +37,10 @@ PEER_IS_GONE = "a peer closed its connection"
 class Operation(Protocol):
     """An operation in flight, as its communicator knows it."""
 
-    @property
-    def has_future(self) -> bool:
-        """Whether a future of it was handed out, which no thread waits for."""
-
     def is_completed(self) -> bool: ...
 
     def finish(self) -> None:
-        """Wait, after the communicator failed, until the operation has released its tensors."""
+        """Wait until an operation has released its tensors that is completed, or whose communicator failed."""
 
 
 class Communicator(ABC):
@@ -62,6 +59,8 @@ class Communicator(ABC):
         self.patience_spent = 0
         """Slices spent in waits since the failure. All sleeping operations share one limit."""
         self._in_flight: weakref.WeakSet[Operation] = weakref.WeakSet()
+        self._with_future: set[Operation] = set()
+        """Operations with a future that is not complete. torch forgets an operation whose callback fails."""
         self._lock = threading.Lock()
         self._failed = threading.Event()
         self._peer_watch: Thread | None = None
@@ -109,32 +108,42 @@ class Communicator(ABC):
         with self._lock:
             self._in_flight.add(work)
 
-    def watch_futures(self) -> None:
-        """Start the thread that checks the peers of operations with a future."""
-        if self.can_lose_a_peer and self._peer_watch is None:
-            with self._lock:
-                if self._peer_watch is None and self.error is None:
-                    watch = Thread(target=self._watch_peers, name="keepstep-peer-watch", daemon=True)
-                    watch.start()
-                    self._peer_watch = watch
+    def watch_future(self, work: Operation) -> None:
+        """Check ``work`` and its peers, until ``completed``: no thread waits for its future."""
+        with self._lock:
+            if self.can_lose_a_peer and self._peer_watch is None and self.error is None:
+                watch = Thread(target=self._watch_peers, name="keepstep-peer-watch", daemon=True)
+                watch.start()
+                self._peer_watch = watch
+            self._with_future.add(work)
+
+    def completed(self, work: Operation) -> None:
+        """Note that the future of ``work`` is complete."""
+        self._with_future.discard(work)
 
     def _watch_peers(self) -> None:
         """Fail the communicator if a peer disconnected and an operation has not noticed it for ``STALL`` checks.
 
-        Ends when no operation with a future is in flight.
+        Complete the futures of operations whose callback torch dropped. Ends when no future is open.
         """
         looks: weakref.WeakKeyDictionary[Operation, int] = weakref.WeakKeyDictionary()
-        while not self._failed.wait(LOOK * SLICE.total_seconds()):
-            with self._lock:
-                watched = [work for work in self._in_flight if work.has_future and not work.is_completed()]
-                if not watched:
-                    self._peer_watch = None
-                    return
-            looks = weakref.WeakKeyDictionary({work: looks.get(work, 0) + 1 for work in watched})
-            if max(looks.values()) > STALL and self.has_lost_a_peer():
-                self.fail(ProcessGroupError(PEER_IS_GONE))
-            del watched
+        try:
+            while not self._failed.wait(LOOK * SLICE.total_seconds()):
+                with self._lock:
+                    watched = list(self._with_future)
+                    if not watched:
+                        self._peer_watch = None
+                        return
+                _finish([work for work in watched if work.is_completed()])
+                waiting = [work for work in watched if not work.is_completed()]
+                looks = weakref.WeakKeyDictionary({work: looks.get(work, 0) + 1 for work in waiting})
+                if max(looks.values(), default=0) > STALL and self.has_lost_a_peer():
+                    self.fail(ProcessGroupError(PEER_IS_GONE))
+                del watched, waiting
+        except Exception as error:  # noqa: BLE001  such as MemoryError: no thread watches the futures any more
+            self.fail(error)
 
+    @must_succeed("the abort of a process group")
     def fail(self, error: Exception) -> Exception:
         """Store the first error and close the connections. Return the first error."""
         with self._lock:
@@ -142,7 +151,7 @@ class Communicator(ABC):
                 return self.error
             self.error = error
             self._failed.set()
-            with_future = [work for work in self._in_flight if work.has_future]
+            with_future = list(self._with_future)
         self.interrupt()
         if with_future:
             start_or_run(Thread(target=_finish, args=(with_future,), name="keepstep-failed", daemon=True))
@@ -154,8 +163,8 @@ class Communicator(ABC):
             in_flight = list(self._in_flight)
         _finish(in_flight)
         peer_watch = self._peer_watch
-        if peer_watch is not None:
-            peer_watch.join()
+        if peer_watch is not None and peer_watch is not threading.current_thread():
+            peer_watch.join_or_end_process()
         backend, self.backend = [self.backend], None
         if backend[0] is not None:
             dispose(backend)

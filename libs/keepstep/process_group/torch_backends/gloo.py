@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -21,11 +22,13 @@ from keepstep.process_group.torch_backends.gloo_addresses import lengthened, sho
 from keepstep.process_group.torch_backends.gloo_sockets import GlooRank, connections, greet, shut_down, sockets
 from keepstep.process_group.works import AveragedWork
 from keepstep.rendezvous.interruptible_store import InterruptibleStore
+from keepstep.runtime.late_threads import start_or_run
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.net.addresses import address_towards
 from keepstep_mesh.net.fork_safety import claim_opened
 from keepstep_mesh.net.process_sockets import Endpoint
 from keepstep_mesh.threads.starting import Thread
+from keepstep_mesh.threads.watchdog import watched
 
 log = get_logger("keepstep.process_group")
 
@@ -39,6 +42,8 @@ ADDRESS_BYTES = 384
 """Size of an address at the rendezvous: 136 for the socket address, 64 for the host name, the rest for overhead."""
 RESCUE_SECONDS = 0.02
 """Interval between attempts to end a constructor that waits for peers."""
+RESCUE_LIMIT_SECONDS = 30.0
+"""Limit of these attempts."""
 
 
 class ProcessGroupGloo(BackendProcessGroup):
@@ -115,7 +120,7 @@ class GlooCommunicator(Communicator):
             with self._rescue_lock:
                 rescue = self._rescue
             if rescue is not None:
-                rescue.join()
+                rescue.join_or_end_process()
             self._options._devices = []  # noqa: SLF001
 
     def _sockets(self) -> list[tuple[int, int]]:
@@ -131,8 +136,7 @@ class GlooCommunicator(Communicator):
         with self._rescue_lock:
             if not self._connected.is_set() and self._rescue is None:
                 rescue = Thread(target=self._free_constructor, name="keepstep-gloo-abort", daemon=True)
-                rescue.start()
-                self._rescue = rescue
+                self._rescue = rescue if start_or_run(rescue) else None
         self._shut_down()
 
     def has_lost_a_peer(self) -> bool:
@@ -146,12 +150,14 @@ class GlooCommunicator(Communicator):
     def _free_constructor(self) -> None:
         """End a constructor that waits for peers, whether they must connect to this rank or must answer it."""
         greetings: list[socket.socket] = []
-        while not self._connected.is_set():
-            self._shut_down(connecting=True)
-            own = self._store.own
-            if own is not None:
-                greetings += greet(own.listener, own.sequence_numbers or tuple(range(self.size)))
-            self._connected.wait(RESCUE_SECONDS)
+        with watched("an aborted rendezvous of Gloo", RESCUE_LIMIT_SECONDS):
+            while not self._connected.is_set():
+                with contextlib.suppress(MemoryError, OSError):  # the next attempt may succeed
+                    self._shut_down(connecting=True)
+                    own = self._store.own
+                    if own is not None:
+                        greetings += greet(own.listener, own.sequence_numbers or tuple(range(self.size)))
+                self._connected.wait(RESCUE_SECONDS)
         for greeting in greetings:
             greeting.close()
 

@@ -71,13 +71,23 @@ class StreamWatch:
             thread.join(WATCH_END_SECONDS)
 
     def _run(self) -> None:
+        try:
+            late = self._await_late()
+        except Exception as error:  # noqa: BLE001  of the device, or MemoryError: no thread watches the stream any more
+            self._fail(error)
+            return
+        if late is not None:
+            self._fail(TimeoutError(f"a collective took longer than {late}: a peer is stuck, slow or disconnected"))
+
+    def _await_late(self) -> timedelta | None:
+        """Wait until an operation is late, and return its timeout; None: all have passed, or the watch was stopped."""
         late = None
         with self._changed:
             while not self._stopped and late is None:
                 self._drop_passed()
                 if not self._expected:
                     self._thread = None
-                    return
+                    return None
                 first, now = self._expected[0], time.monotonic()
                 if first.due is None and first.begun.query():
                     first.due = now + first.timeout.total_seconds()
@@ -88,8 +98,7 @@ class StreamWatch:
                 else:
                     self._changed.wait(first.due - now)
             self._expected.clear()
-        if late is not None:
-            self._fail(TimeoutError(f"a collective took longer than {late}: a peer is stuck, slow or disconnected"))
+        return late
 
     def _drop_passed(self) -> None:
         while self._expected and self._expected[0].ended.query():

@@ -38,6 +38,7 @@ class ManagedWork(dist.Work):
         super().__init__()
         self._value = value
         self._ok = ok
+        self._report = report
         self.write_back = write_back
         if work is None:
             self._future: Future[Any] = Future()
@@ -59,7 +60,11 @@ class ManagedWork(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002  the process group keeps the deadline
         """Wait for the collective, and return whether it succeeded."""
-        self._future.wait()
+        try:
+            self._future.wait()
+        except Exception as error:  # noqa: BLE001  torch could not run the callback: no memory for it
+            self._ok = False
+            self._report(error)
         return self._ok
 
     def is_completed(self) -> bool:

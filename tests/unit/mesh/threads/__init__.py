@@ -1,0 +1,1 @@
+"""Threads whose start cannot hang, the watchdog, the end of a process."""
