@@ -115,6 +115,18 @@ def test_groups_finish_in_a_quorum_below_min_replicas() -> None:
     assert found is None, explain(5158, troubles=True, finishes=True)
 
 
+def test_groups_retry_steps_and_send_no_bad_message() -> None:
+    """A lighthouse that refuses a message ends its session, and no rule is broken then either."""
+    retried = 0
+    for seed in range(500, 506):
+        sim = Simulation(seed, retries=True)
+        sim.tracing = True
+        sim.run()
+        retried += sim.logs.events("step_retried")
+        assert not [line for line in sim.trace if "bad message" in line]
+    assert retried
+
+
 @pytest.mark.parametrize("retries", [False, True])
 def test_no_rule_is_broken_when_groups_keep_others_from_committing(retries: bool) -> None:
     for seed in range(12):

@@ -253,7 +253,7 @@ class Worker:
                 step=self.step,
                 lineage=self.lineage,
                 shrink_only=self.shrink_next or retry,
-                commit_failures=max(self.progress.commit_failures, retry),
+                commit_failures=max(self.progress.commit_failures, 1 if retry else 0),
                 timeout_ms=REQUEST_TIMEOUT_MS,
                 info=self.info,
                 root=self.root,
