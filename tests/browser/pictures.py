@@ -44,8 +44,10 @@ async def main(images: Path, folder: Path) -> None:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as place:
+        images = Path(sys.argv[1])
+        images.mkdir(parents=True, exist_ok=True)
         RUNNING.append(Chromium(Path(place)))
         try:
-            asyncio.run(main(Path(sys.argv[1]), Path(place)))
+            asyncio.run(main(images, Path(place)))
         finally:
             RUNNING.pop().close()

@@ -216,10 +216,10 @@ class JobCore:
         why = self.reason(now)
         for group, own in overdue:
             if group.session is not None and group.request is not None:
-                reason = own or why
-                self._state.tell(group.session, Denied(group.request.request, "deadline", reason.sentence))
+                sentence = own.sentence if own else reasons.too_late(why)
+                self._state.tell(group.session, Denied(group.request.request, "deadline", sentence))
                 if not group.stands_by:  # a spare asks again and again
-                    self._state.log("denied", group.replica_id, code="deadline", reason=reason.sentence)
+                    self._state.log("denied", group.replica_id, code="deadline", reason=sentence)
             self._groups.withdraw(group)
 
     # ---- forming a quorum

@@ -56,7 +56,7 @@ def main() -> None:
         state_dict=lambda: {name: part.state_dict() for name, part in state.items()},
         load_state_dict=lambda saved: [part.load_state_dict(saved[name]) for name, part in state.items()],
         timeout=timedelta(seconds=15),
-        quorum_timeout=timedelta(seconds=30),
+        quorum_timeout=timedelta(seconds=150),  # above the join_timeout of 60 s, which begins again with a new leader
     )
     ddp, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, adamw)
     sampler = ElasticSampler(SAMPLES, manager, BATCH, seed=7)

@@ -87,6 +87,14 @@ def waiting(
     return Reason(verdict.code, numbers, sentence)
 
 
+def too_late(reason: Reason) -> str:
+    """Return the sentence of ``reason`` for a request whose time ends first, and what to do, if a setting is the cause."""
+    limit = {"stragglers": "join_timeout", "healing": "heal_timeout"}.get(reason.code)
+    if limit is None:
+        return reason.sentence
+    return f"{reason.sentence}, but none of the request's quorum_timeout: set quorum_timeout above {limit}"
+
+
 def _not_asking(silent: list[Group]) -> str:
     away = sorted(g.replica_id for g in silent if g.session is None)
     there = sorted(g.replica_id for g in silent if g.session is not None)

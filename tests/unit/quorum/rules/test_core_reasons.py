@@ -9,7 +9,8 @@ from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_lighthouse.quorum.rules.reasons import named
 from keepstep_lighthouse.quorum.views import ReplicaState, ReplicaView
 from keepstep_mesh.protocol.membership import MemberInfo
-from tests.support.models.core_driver import Driver
+from keepstep_mesh.protocol.messages import Denied
+from tests.support.models.core_driver import Driver, told
 
 
 def view_of(driver: Driver, replica_id: str) -> ReplicaView:
@@ -49,6 +50,19 @@ def test_stragglers_are_named_with_the_time_that_is_left() -> None:
         reason.sentence == "waiting for 1 of 3 groups: r2 is connected but has not asked, 41.2 s of join_timeout left"
     )
     assert reason.numbers["seconds_left"] == pytest.approx(41.2)
+
+
+def test_a_request_whose_time_ends_before_that_of_the_stragglers_is_told_what_to_set() -> None:
+    driver = Driver(min_replicas=1)
+    driver.open_all("r0", "r1", "r2")
+    driver.asks("r0", timeout=10.0)
+    driver.asks("r1", timeout=90.0)
+    (denied,) = told(driver, driver.passes(10.0))["r0"]
+    assert isinstance(denied, Denied)
+    assert denied.reason == (
+        "waiting for 1 of 3 groups: r2 is connected but has not asked, 50.0 s of join_timeout left, "
+        "but none of the request's quorum_timeout: set quorum_timeout above join_timeout"
+    )
 
 
 def test_a_lost_group_is_distinguished_from_one_that_only_heartbeats() -> None:
