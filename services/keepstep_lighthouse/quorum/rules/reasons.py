@@ -88,7 +88,7 @@ def waiting(
 
 
 def too_late(reason: Reason) -> str:
-    """Return the sentence of ``reason`` for a request whose time ends first, and the setting to change, if one did it."""
+    """Return the sentence of ``reason`` for a request whose time ends first, with the setting to change, if any."""
     limit = {"stragglers": "join_timeout", "healing": "heal_timeout"}.get(reason.code)
     if limit is None:
         return reason.sentence
