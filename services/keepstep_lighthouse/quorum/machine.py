@@ -242,7 +242,8 @@ class JobCore:
 
     def _judge(self, now: float, *, first: bool = False) -> Verdict:
         record = self._state.record
-        return judge(self._groups, len(record.members), record.policy, self._takeover.until, now, first=first)
+        grace, interrupted = self._takeover.until, self._takeover.interrupted
+        return judge(self._groups, len(record.members), record.policy, grace, now, first=first, interrupted=interrupted)
 
     def _form(self, now: float, now_unix: float, *, first: bool) -> None:
         """Form a quorum, if the verdict holds after those groups were refused that do not fit."""
@@ -294,6 +295,7 @@ class JobCore:
         state.decisions.append(announce)
         starts.note(state, announce, ended)
         self._takeover.forget_answers()
+        self._takeover.interrupted = False
         state.round = Round(state.round.number + 1, now)
         if last is not None and announce.step > last.step:
             state.proven = answered

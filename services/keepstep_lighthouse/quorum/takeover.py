@@ -28,10 +28,12 @@ class Takeover:
         self.held_step = -1
         """The highest step of which a member holds an answer of the previous lighthouse."""
         self._lowest_asked: int | None = None
+        self.interrupted = False
+        """Until a quorum forms, groups may have asked the previous lighthouse first: their requests have less time."""
 
     def wait(self, members: Iterable[str], now: float, grace: float, fenced_until: float = 0.0) -> None:
         self.absent = set(members)
-        self._began, self._grace = now, grace
+        self._began, self._grace, self.interrupted = now, grace, True
         self._fenced_until = max(fenced_until, self._fenced_until)
         self.until = max(now + grace, self._fenced_until)
 

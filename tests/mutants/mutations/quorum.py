@@ -63,6 +63,15 @@ MUTATIONS = (
         Trace("a_stranger_asks_the_next_leader"),
     ),
     Mutation(
+        "a new leader waits for a group that hangs until the healthy ones give up",
+        f"{LIGHTHOUSE}/quorum/takeover.py",
+        "        self._began, self._grace, self.interrupted = now, grace, True\n",
+        "        self._began, self._grace = now, grace\n",
+        Test(
+            "tests/scenarios/test_scenarios.py::test_the_lighthouse_decides_as_the_scenario_says[22_lighthouse_restart]"
+        ),
+    ),
+    Mutation(
         "a refused connection counts although the group never answered",
         f"{LIGHTHOUSE}/quorum/changes/presence/ports.py",
         "group.port.answered and ",

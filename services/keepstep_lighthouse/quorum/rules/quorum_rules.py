@@ -19,6 +19,9 @@ from the same state. Without such a member, rules 3 and 4 hold.
 Groups that have finished (``QuorumRequest.final``) wait for all others: rule 1, ``min_groups`` and ``min_replicas`` do
 not apply while one of them asks, because no step follows. ``changes.finishing`` decides about the quorum that is due.
 
+After a takeover these waits begin again, but a request keeps its deadline. So the first quorum of a new leader waits
+for no group beyond the first deadline of a request: a group that hangs would end the healthy ones.
+
 Candidates are the asking groups; if one of them asks with shrink_only, only members of the previous quorum; never more
 than max_replicas. Groups that heal are known to be alive: they do not count in rule 3 and have a time limit of their
 own, which doubles with each heal of that name that exceeded it.
@@ -65,7 +68,14 @@ NO_MAJORITY = Verdict("majority")
 
 
 def judge(
-    groups: Groups, quorum_size: int, policy: Policy, grace_until: float | None, now: float, *, first: bool = False
+    groups: Groups,
+    quorum_size: int,
+    policy: Policy,
+    grace_until: float | None,
+    now: float,
+    *,
+    first: bool = False,
+    interrupted: bool = False,
 ) -> Verdict:
     """Return the verdict on the open requests. O(1).
 
@@ -73,6 +83,7 @@ def judge(
         quorum_size: number of members of the previous quorum; 0: none.
         grace_until: end of the takeover grace; None: no grace.
         first: the job never had a quorum, or this one waits as its first one did.
+        interrupted: no quorum formed since a takeover.
     """
     asking = groups.asking_count
     if asking == 0:
@@ -97,16 +108,23 @@ def judge(
     elif asking <= (groups.counted - healing) // 2:
         return NO_MAJORITY
     elif groups.counted > asking + healing:
-        until = None if first_asked is None else first_asked + policy.join_timeout
+        until = _end_of_wait(groups, policy.join_timeout, interrupted=interrupted)
         if until is None or now < until:
             return Verdict("stragglers", until)
     if groups.heals.waited_for:
         failed = max(groups.heals.waited_for) + (FINISHING_HEALS if groups.final else 0)
         limit = heal_limit(policy.heal_timeout, failed)
-        until = None if first_asked is None else first_asked + limit
+        until = _end_of_wait(groups, limit, interrupted=interrupted)
         if until is None or now < until:
             return Verdict("healing", until)
     return Verdict("all_asking" if asking == groups.counted else "stragglers_dropped")
+
+
+def _end_of_wait(groups: Groups, limit: float, *, interrupted: bool) -> float | None:
+    first_asked = groups.first_asked()
+    if first_asked is None:
+        return None
+    return min(first_asked + limit, groups.next_request_deadline()) if interrupted else first_asked + limit
 
 
 def least_candidates(groups: Groups, policy: Policy) -> int:
