@@ -64,7 +64,7 @@ def _start_watching() -> None:
     for _ in range(math.ceil(WATCHDOG_START_SECONDS / _START_POLL_SECONDS)):  # counts no time in which it was stopped
         if _is_watching:
             return
-        time.sleep(_START_POLL_SECONDS)
+        time.sleep(_START_POLL_SECONDS)  # a thread that got no memory signals nothing
     end_now("the watchdog did not start (is memory missing?)", EXIT_WATCHDOG)
 
 

@@ -70,6 +70,15 @@ class Configuring:
         self._thread.join(60)
 
 
+def assert_abort_frees(configuring: Configuring) -> None:
+    try:
+        assert configuring.is_stuck()
+        configuring.group.abort("r1 was lost")
+        assert isinstance(configuring.freed(), ProcessGroupAbortedError)
+    finally:
+        configuring.close()
+
+
 @pytest.fixture
 def full_listener() -> Iterator[tuple[str, int]]:
     """An address where connecting neither succeeds nor fails."""
@@ -113,23 +122,11 @@ def test_abort_frees_a_configure_although_its_first_attempts_get_no_memory(monke
         return greet(*args)
 
     monkeypatch.setattr(gloo, "greet", scarce)
-    configuring = Configuring("127.0.0.1", ("127.0.0.2", 5))
-    try:
-        assert configuring.is_stuck()
-        configuring.group.abort("r1 was lost")
-        assert isinstance(configuring.freed(), ProcessGroupAbortedError)
-    finally:
-        configuring.close()
+    assert_abort_frees(Configuring("127.0.0.1", ("127.0.0.2", 5)))
 
 
 def test_abort_frees_a_configure_that_connects_to_one_that_does_not_answer(full_listener) -> None:
-    configuring = Configuring("127.0.0.2", full_listener)
-    try:
-        assert configuring.is_stuck()
-        configuring.group.abort("r1 was lost")
-        assert isinstance(configuring.freed(), ProcessGroupAbortedError)
-    finally:
-        configuring.close()
+    assert_abort_frees(Configuring("127.0.0.2", full_listener))
 
 
 def test_a_peer_that_refuses_connections_fails_configure_at_once() -> None:
