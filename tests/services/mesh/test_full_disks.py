@@ -113,7 +113,7 @@ async def test_a_full_disk_under_its_event_log_alone_does_not_disturb_a_lighthou
         await order(60)
     (said,) = errors(caplog)
     assert f"No space left on device: 0 of 3145728 bytes are free on the disk of {path}; free space there" in said
-    assert check_files([path]).counts == {"gap": 1}
+    assert set(check_files([path]).counts) == {"gap"}  # more than one, if some of the lines still found room
 
 
 # ---- relay

@@ -223,7 +223,7 @@ def test_sixty_reconfigurations_leave_nothing_behind(ranks) -> None:
         last = again()
     assert last["resident"] - first["resident"] < 8_000_000
     del first["resident"], last["resident"]
-    assert last == first
+    assert all(last[kind] <= first[kind] for kind in last), (first, last)  # fewer: one was about to close at first
 
 
 PARENT = """
