@@ -160,7 +160,7 @@ class Spawner:
             if channel.receive(time.monotonic() + CHILD_START_SECONDS) is None:
                 raise ProcessGroupError("the spawner of child processes did not start; see its output above")
             self._starting.set_result(channel)
-        except Exception as error:  # noqa: BLE001  who needs a child gets it
+        except Exception as error:  # noqa: BLE001  raised where a child is needed
             process.kill()
             self._starting.set_exception(ProcessGroupError(str(error) or f"no start within {CHILD_START_SECONDS} s"))
         process.wait()
