@@ -13,6 +13,7 @@ import contextlib
 import itertools
 import time
 import uuid
+from collections import OrderedDict
 from http import HTTPStatus
 from typing import Any, TypeVar
 
@@ -44,7 +45,8 @@ from keepstep_mesh.protocol.messages import Hello, Services
 
 T = TypeVar("T")
 
-MAX_WELCOMED = 100_000
+MAX_WELCOMED = 20_000
+"""Number of processes remembered that this term welcomed; those that were connected last are kept."""
 HIGHEST_EPOCH = 2**31
 """A hello with a higher one is invalid."""
 ELECTION_SECONDS = 2.0
@@ -87,8 +89,8 @@ class LighthouseNode:
         self.store = store
         self._frames = RepeatedFrames()
         self._numbers = itertools.count(1)
-        self._welcomed: set[tuple[str, str]] = set()
-        """(job, replica_id) of groups that got the epoch of this term here."""
+        self._welcomed: OrderedDict[tuple[str, str], None] = OrderedDict()
+        """(job, replica_id) of groups that got the epoch of this term here, by the time they came or went last."""
         self._policy_warned: set[str] = set()
         """Jobs whose stored policy differs from the one in the settings, and for which that was logged."""
         self._writes: set[asyncio.Task[Any]] = set()
@@ -354,11 +356,17 @@ class LighthouseNode:
             floor = self.endings.floor
             record = JobRecord(quorum_id=floor, policy=self.settings.policy, first_quorum_id=floor)
             job = self._add_job(session.job, self.term, None, record)
-        if len(self._welcomed) >= MAX_WELCOMED:
-            self._welcomed.clear()
-        self._welcomed.add((session.job, session.replica_id))
+        self._remember(session)
         job.open(session, hello)
         session.begin(job)
+
+    def _remember(self, session: Session) -> None:
+        """Its process has the epoch of this term: when it comes again, it has met no other store."""
+        key = session.job, session.replica_id
+        self._welcomed[key] = None
+        self._welcomed.move_to_end(key)
+        if len(self._welcomed) > MAX_WELCOMED:
+            self._welcomed.popitem(last=False)
 
     async def _open_in_room_made(self, session: Session, hello: Hello) -> None:
         with contextlib.suppress(TermOverError):  # without a term, ``_open`` refuses the session
@@ -384,6 +392,7 @@ class LighthouseNode:
         if job is not None:
             if job.remove(session.number) is not None:
                 job.used_at = time.monotonic()
+                self._remember(session)
             if job.unused:
                 job.end()
                 del self.jobs[session.job]

@@ -10,7 +10,7 @@ import aiohttp
 import msgpack
 import pytest
 
-from keepstep_lighthouse.jobs import sessions
+from keepstep_lighthouse.jobs import lighthouse_node, sessions
 from keepstep_lighthouse.quorum.events import PolicyOrdered
 from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_mesh.protocol import codec
@@ -284,6 +284,19 @@ async def test_the_epoch_is_above_every_epoch_that_a_worker_met_elsewhere(seen: 
         assert first.welcome.epoch == epoch
         async with worker(one.address, "r1:1", epoch_seen=seen) as second:
             assert second.welcome.epoch == epoch
+
+
+async def test_processes_that_were_connected_last_are_the_ones_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lighthouse_node, "MAX_WELCOMED", 3)
+    async with lighthouse(policy=PATIENT) as one:
+        async with worker(one.address, "r0:1"):
+            for number in range(1, 4):
+                async with worker(one.address, f"r{number}:1"):
+                    pass
+        await eventually(lambda: not one.sessions)
+        for replica_id, epoch in (("r0:1", 1), ("r3:1", 1), ("r1:1", 2)):
+            async with worker(one.address, replica_id, epoch_seen=1) as back:
+                assert back.welcome.epoch == epoch
 
 
 async def test_raising_the_epoch_reaches_those_who_are_there_with_their_next_answer() -> None:
