@@ -145,6 +145,7 @@ class Engine:
     async def _look_slowly(self) -> None:
         while True:
             self._places.refresh()
+            self._injector.start_ended(self._recovery.acting)
             self.resources.sample(self._places, time.time(), self._recovery.down)
             with contextlib.suppress(ClickException):
                 if self._elsewhere or not self.observer.steps_seen or self._recovery.waits_for(Role.GROUP):

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,6 +101,8 @@ class Injector:
         self._templates = templates
         self._started: list[subprocess.Popen[bytes]] = []
         """Services that it started, which are its children."""
+        self._restarts: dict[Target, Callable[[], None]] = {}
+        """How to start services that had no memory: the thread that ends one may come to it after the fault."""
         self._namespaces: dict[Target, int] = {}
         """Open network namespaces of services that it starts, until ``close``."""
 
@@ -196,11 +198,19 @@ class Injector:
             await asyncio.sleep(SLOW_RUNNING_SECONDS)
 
     async def _memory(self, place: Place, fault: Fault) -> None:
-        start_again = self._start_again(place)
+        self._restarts[place.target] = self._start_again(place)
         with memory_limited(place.pids):
             await asyncio.sleep(fault.seconds)
-        if not any(map(process_table.alive, place.pids)):
-            start_again()
+        self._start_if_ended(place.target)
+
+    def start_ended(self, acting: Collection[Target]) -> None:
+        """Start services again that ended because they had no memory. ``acting``: targets of faults of now."""
+        for target in self._restarts.keys() - set(acting):
+            self._start_if_ended(target)
+
+    def _start_if_ended(self, target: Target) -> None:
+        if not any(map(process_table.alive, self._places.by_target[target].pids)):
+            self._restarts[target]()
 
     async def _order_inside(self, place: Place, fault: Fault) -> None:
         await inside.order(place.pids, fault.kind.name, fault.seconds)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -51,6 +52,14 @@ def injector(place: Place, folder: Path) -> Injector:
     return Injector(places, Lighthouse("http://127.0.0.1:1", None), folder)
 
 
+def end_started(injector: Injector, place: Place) -> None:
+    """End the one process that the injector started."""
+    (child,) = injector._started
+    child.kill()
+    child.wait(10)
+    place.pids = []
+
+
 def state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
@@ -83,10 +92,7 @@ async def test_a_killed_service_is_started_again_with_its_command_line(place, tm
         started = Path("/proc") / str(place.pids[0]) / "cmdline"
         while started.read_bytes() != b"sleep\0" + b"60\0":  # noqa: ASYNC110 - no event says that it has exec'd
             await asyncio.sleep(0.01)
-    (child,) = one._started
-    child.kill()
-    child.wait(10)
-    place.pids = []
+    end_started(one, place)
 
 
 def test_kinds_that_cannot_hit_a_service_have_a_reason(place, tmp_path):
@@ -191,6 +197,22 @@ async def test_a_process_gets_no_more_memory_for_a_time(obedient, tmp_path):
         act.cancel()
         await asyncio.wait([act])
     assert told(obedient)[1] == 64 << 20
+
+
+async def test_a_service_that_ends_some_time_after_it_had_no_memory_is_started_again(place, tmp_path):
+    before, one = place.pids[0], injector(place, tmp_path)
+    await one.inject(Fault(1, KINDS["memory"], SERVICE, 0.0))
+    one.start_ended([])
+    assert place.pids == [before]
+
+    os.kill(before, signal.SIGKILL)
+    assert await becomes(before, "Z")
+    one.start_ended([SERVICE])
+    assert place.pids == [before], "the fault that acts on it starts it again"
+    one.start_ended([])
+    assert place.pids != [before]
+    assert process_table.alive(place.pids[0])
+    end_started(one, place)
 
 
 def test_a_queue_that_the_kernel_does_not_have_is_named(monkeypatch):
