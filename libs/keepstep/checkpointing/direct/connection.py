@@ -6,8 +6,11 @@ An event loop would copy the bodies once more, and its thread would compete with
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import os
 import re
+import select
 import socket
 import ssl
 import struct
@@ -152,24 +155,33 @@ class Connection:
     def _look_up(self) -> list[Any]:
         seconds = min(self._patience, self._deadline.remaining())
         self._lookup = Lookup(self._endpoint.host, self._endpoint.port)
-        if self._interrupted:
-            raise ConnectionAbortedError("interrupted")
+        self._end_if_interrupted()
         return self._lookup.result(seconds)
 
     def _connect(self, unconnected: socket.socket, address: Any) -> None:
         self._socket.close()
         self._socket = unconnected
-        if self._interrupted:
-            raise ConnectionAbortedError("interrupted")
-        self._socket.settimeout(min(self._patience, self._deadline.remaining()))
-        self._socket.connect(address)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        seconds = min(self._patience, self._deadline.remaining())
+        unconnected.setblocking(False)
+        error = unconnected.connect_ex(address)
+        self._end_if_interrupted()  # before it began, ``interrupt`` ended nothing; from now on it ends the wait
+        if error == errno.EINPROGRESS:
+            error = _outcome(unconnected, seconds)
+        if error:
+            raise OSError(error, os.strerror(error))
+        unconnected.settimeout(seconds)
+        unconnected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._endpoint.tls is not None:
             self._socket = wrapped = self._endpoint.tls().wrap_socket(
-                self._socket, server_hostname=self._endpoint.host, do_handshake_on_connect=False
+                unconnected, server_hostname=self._endpoint.host, do_handshake_on_connect=False
             )
-            wrapped.do_handshake()  # ``interrupt`` can end it, because self._socket is set
+            self._end_if_interrupted()  # while no socket was set
+            wrapped.do_handshake()
         self._socket.settimeout(None)
+
+    def _end_if_interrupted(self) -> None:
+        if self._interrupted:
+            raise ConnectionAbortedError("interrupted")
 
     def ask(
         self,
@@ -325,3 +337,12 @@ class Connection:
 
     def close(self) -> None:
         self._socket.close()
+
+
+def _outcome(connecting: socket.socket, seconds: float) -> int:
+    """Wait for the end of ``connect``, and return its error number; 0: it is connected. Raises ``TimeoutError``."""
+    poll = select.poll()
+    poll.register(connecting, select.POLLOUT)
+    if not poll.poll(seconds * 1000):
+        raise TimeoutError("timed out")
+    return connecting.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
