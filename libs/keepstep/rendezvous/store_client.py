@@ -25,6 +25,7 @@ from keepstep.rendezvous.interruptible_store import InterruptibleStore
 from keepstep.rendezvous.key_value_server import PATH, VERSION, KeyValueServer, RendezvousError, Table
 from keepstep_mesh.errors import AuthError
 from keepstep_mesh.net.addresses import Lookup
+from keepstep_mesh.net.connecting import connect
 from keepstep_mesh.net.fork_safety import open_socket
 from keepstep_mesh.security.tokens import ClientToken
 from keepstep_mesh.text import listed
@@ -346,11 +347,8 @@ class _RemoteTable:
         with self._lock:
             self._busy.add(sock)
         try:
-            sock.settimeout(max(deadline - time.monotonic(), 0.001))
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._check()
-            sock.connect(peer)
-            self._check()
+            connect(sock, peer, max(deadline - time.monotonic(), 0.001), self._check)
         except BaseException:
             with self._lock:
                 self._busy.discard(sock)

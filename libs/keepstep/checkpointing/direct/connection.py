@@ -6,11 +6,8 @@ An event loop would copy the bodies once more, and its thread would compete with
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
-import os
 import re
-import select
 import socket
 import ssl
 import struct
@@ -24,6 +21,7 @@ import msgpack
 
 from keepstep.checkpointing.errors import TransferError, TransferTimeout
 from keepstep_mesh.net.addresses import Lookup, in_url
+from keepstep_mesh.net.connecting import connect
 from keepstep_mesh.net.fork_safety import open_socket
 
 MAX_REASON_BYTES = 8192
@@ -162,14 +160,7 @@ class Connection:
         self._socket.close()
         self._socket = unconnected
         seconds = min(self._patience, self._deadline.remaining())
-        unconnected.setblocking(False)
-        error = unconnected.connect_ex(address)
-        self._end_if_interrupted()  # before it began, ``interrupt`` ended nothing; from now on it ends the wait
-        if error == errno.EINPROGRESS:
-            error = _outcome(unconnected, seconds)
-        if error:
-            raise OSError(error, os.strerror(error))
-        unconnected.settimeout(seconds)
+        connect(unconnected, address, seconds, self._end_if_interrupted)
         unconnected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._endpoint.tls is not None:
             self._socket = wrapped = self._endpoint.tls().wrap_socket(
@@ -337,12 +328,3 @@ class Connection:
 
     def close(self) -> None:
         self._socket.close()
-
-
-def _outcome(connecting: socket.socket, seconds: float) -> int:
-    """Wait for the end of ``connect``, and return its error number; 0: it is connected. Raises ``TimeoutError``."""
-    poll = select.poll()
-    poll.register(connecting, select.POLLOUT)
-    if not poll.poll(seconds * 1000):
-        raise TimeoutError("timed out")
-    return connecting.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)

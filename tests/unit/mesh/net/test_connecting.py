@@ -1,0 +1,60 @@
+"""An interrupted connection ends at once, whatever moment the interruption hits."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from keepstep.checkpointing.direct import connection
+from keepstep.checkpointing.direct.connection import BrokenConnection, Connection, Deadline, Endpoint
+from keepstep.rendezvous import store_client
+from keepstep.rendezvous.key_value_server import Table
+from keepstep_mesh.net.fork_safety import open_socket
+from tests.services.relay_transport.scene import switched_off
+
+PATIENCE = 20.0
+"""A wait that was not interrupted ends with another error after this time."""
+
+moments = pytest.mark.parametrize("begun", [False, True], ids=["before-it-begins", "while-it-waits"])
+
+
+class Interrupted(store_client._BoundedSocket):
+    begun = False
+
+    def interrupt(self) -> None:
+        raise NotImplementedError
+
+    def connect_ex(self, address: Any) -> int:
+        made = super().connect_ex(address) if self.begun else 0
+        self.interrupt()
+        return made or super().connect_ex(address)
+
+
+@moments
+def test_a_transfer_ends_that_connects_to_a_host_that_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch, begun: bool
+) -> None:
+    monkeypatch.setattr(Interrupted, "begun", begun)
+    monkeypatch.setattr(Interrupted, "interrupt", lambda _: one.interrupt())
+    monkeypatch.setattr(connection, "open_socket", lambda *how: open_socket(*how, Interrupted))
+    with switched_off() as address:
+        one = Connection(Endpoint.of(address, dict), Deadline(PATIENCE, "no answer"), PATIENCE)
+        with pytest.raises(BrokenConnection, match="interrupted"):
+            one.connect()
+        one.close()
+
+
+@moments
+def test_a_rendezvous_ends_that_connects_to_a_host_that_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch, begun: bool
+) -> None:
+    monkeypatch.setattr(Interrupted, "begun", begun)
+    monkeypatch.setattr(Interrupted, "interrupt", lambda _: one.abort("r2 was lost"))
+    monkeypatch.setattr(store_client, "_BoundedSocket", Interrupted)
+    with switched_off() as address:
+        one = store_client._RemoteTable(address, Table(), None)
+        with pytest.raises(store_client.RendezvousAbortedError, match="r2 was lost"):
+            one.call("get", ("key",), time.monotonic() + PATIENCE)
+        one.close()
