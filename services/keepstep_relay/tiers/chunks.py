@@ -102,6 +102,7 @@ class ChunkStore:
         self._forget = forget
         self._make_disk_room = make_disk_room
         self._full_log = LogLimiter(FULL_LOG_SECONDS)
+        self._making_room = asyncio.Lock()
         self._to_write: asyncio.Queue[bytes] = asyncio.Queue()
         self._verified: set[bytes] = set()
         """Chunks on disk whose digest this process has checked."""
@@ -128,19 +129,25 @@ class ChunkStore:
 
     async def to_disk(self, write: Callable[..., None], *arguments: object) -> None:
         """Write to a full disk again after each checkpoint that may go. Raises ``DiskError``."""
-        while True:
-            try:
-                return await self.in_thread(write, *arguments)
-            except DiskError as error:
-                if not error.full:
-                    raise
-                if not self._make_disk_room():
-                    if self._full_log.allows(time.monotonic()):
-                        log.error("the disk is full", reason=str(error))
-                    raise
-            with contextlib.suppress(TimeoutError):  # a deletion may wait for a lock that the caller holds
-                async with asyncio.timeout(ROOM_SECONDS):
-                    await self.settled()
+        try:
+            return await self.in_thread(write, *arguments)
+        except DiskError as error:
+            if not error.full:
+                raise
+        async with self._making_room:  # what one write had deleted may be enough for the next
+            while True:
+                with contextlib.suppress(TimeoutError):  # a deletion may wait for a lock that the caller holds
+                    async with asyncio.timeout(ROOM_SECONDS):
+                        await self.settled()
+                try:
+                    return await self.in_thread(write, *arguments)
+                except DiskError as error:
+                    if not error.full:
+                        raise
+                    if not self._make_disk_room():
+                        if self._full_log.allows(time.monotonic()):
+                            log.error("the disk is full", reason=str(error))
+                        raise
 
     def step(self, event: Event) -> list[Decision]:
         """Apply an event, and carry out the decisions about chunks. Return the others for the caller to carry out."""

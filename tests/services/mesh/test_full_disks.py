@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from keepstep_cli.chaos.full_disk import FullDisk
 from keepstep_cli.running.console.log_folder import LogFolder
 from keepstep_history.reading import check_files
 from keepstep_relay.core.events import Limits
+from keepstep_relay.tiers.disk_tier import DiskError
 from tests.support.services.command import environment, service_process
 from tests.support.services.lighthouse_driver import DEADLINE, eventually, lighthouse, round_of, worker
 from tests.support.services.metrics_driver import Teller, metrics, step
@@ -137,6 +139,36 @@ async def test_a_full_relay_drops_live_states_that_no_process_uses(small_disk: P
             await asyncio.sleep(0.2)  # no event says that a state is unused
     async with relay(data_dir=small_disk) as one, client(one.address) as worker:
         assert await worker.pack("c4") == state(4).pack
+
+
+@pytest.mark.parametrize("small_disk", ["24m"], indirect=True)
+async def test_room_that_a_relay_makes_for_one_write_is_there_for_another(
+    small_disk: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = threading.Semaphore(0)
+    async with relay(data_dir=small_disk, limits=Limits(reading_seconds=0.0)) as one, client(one.address) as worker:
+        disk = one.chunks.disk
+        assert disk is not None
+        write, delete = disk.write, disk.delete
+
+        def count(digest: bytes, data: memoryview) -> None:
+            try:
+                write(digest, data)
+            except DiskError:
+                failed.release()
+                raise
+
+        def delete_late(digests: tuple[bytes, ...]) -> None:
+            monkeypatch.setattr(disk, "delete", delete)
+            for _ in range(2):
+                assert failed.acquire(timeout=DEADLINE)
+            delete(digests)
+
+        await stored(worker, state(1), "c1", 1, quorum_id=1)
+        monkeypatch.setattr(disk, "write", count)
+        monkeypatch.setattr(disk, "delete", delete_late)
+        await stored(worker, state(2), "c2", 2, quorum_id=1)
+    assert not errors(caplog)
 
 
 @pytest.mark.parametrize("small_disk", ["24m"], indirect=True)
