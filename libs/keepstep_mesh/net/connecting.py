@@ -9,9 +9,12 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+MAX_POLL_SECONDS = 1e6
+"""``poll`` counts milliseconds in 32 bits."""
 
-def connect(connecting: socket.socket, address: Any, seconds: float, check: Callable[[], None]) -> None:
-    """Connect, and set the timeout of the socket to ``seconds``.
+
+def connect(sock: socket.socket, address: Any, seconds: float, check: Callable[[], None]) -> None:
+    """Connect within ``seconds``, which are positive, and set the timeout of the socket to as many.
 
     A thread that interrupts it lets ``check`` raise, then calls ``shutdown`` of the socket. That call has no effect
     before the connection begins, so ``check`` is called after its beginning too.
@@ -20,16 +23,16 @@ def connect(connecting: socket.socket, address: Any, seconds: float, check: Call
         OSError: it is not connected. TimeoutError: the host did not answer. Any error of ``check``.
     """
     check()
-    connecting.setblocking(False)
-    error = connecting.connect_ex(address)
+    sock.setblocking(False)
+    error = sock.connect_ex(address)
     check()
     if error == errno.EINPROGRESS:
         poll = select.poll()
-        poll.register(connecting, select.POLLOUT)
-        if not poll.poll(seconds * 1000):
+        poll.register(sock, select.POLLOUT)
+        if not poll.poll(min(seconds, MAX_POLL_SECONDS) * 1000):
             raise TimeoutError("timed out")
         check()
-        error = connecting.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     if error:
         raise OSError(error, os.strerror(error))
-    connecting.settimeout(seconds)
+    sock.settimeout(seconds)

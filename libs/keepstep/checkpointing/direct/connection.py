@@ -151,24 +151,26 @@ class Connection:
             raise BrokenConnection(f"cannot connect to {to.address}: {error}") from error
 
     def _look_up(self) -> list[Any]:
-        seconds = min(self._patience, self._deadline.remaining())
         self._lookup = Lookup(self._endpoint.host, self._endpoint.port)
         self._end_if_interrupted()
-        return self._lookup.result(seconds)
+        return self._lookup.result(self._wait_seconds())
 
     def _connect(self, unconnected: socket.socket, address: Any) -> None:
         self._socket.close()
         self._socket = unconnected
-        seconds = min(self._patience, self._deadline.remaining())
-        connect(unconnected, address, seconds, self._end_if_interrupted)
+        connect(unconnected, address, self._wait_seconds(), self._end_if_interrupted)
         unconnected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._endpoint.tls is not None:
             self._socket = wrapped = self._endpoint.tls().wrap_socket(
                 unconnected, server_hostname=self._endpoint.host, do_handshake_on_connect=False
             )
-            self._end_if_interrupted()  # while no socket was set
+            self._end_if_interrupted()  # ``interrupt`` finds no descriptor during ``wrap_socket``
+            wrapped.settimeout(self._wait_seconds())
             wrapped.do_handshake()
         self._socket.settimeout(None)
+
+    def _wait_seconds(self) -> float:
+        return min(self._patience, self._deadline.remaining())
 
     def _end_if_interrupted(self) -> None:
         if self._interrupted:
@@ -272,7 +274,7 @@ class Connection:
             on_bytes()
 
     def _send(self, data: bytes | memoryview) -> None:
-        seconds = min(self._patience, self._deadline.remaining())
+        seconds = self._wait_seconds()
         try:
             self._limit(seconds, _SEND)
             self._socket.sendall(data)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import ssl
 import time
 from typing import Any
 
@@ -11,6 +13,7 @@ from keepstep.checkpointing.direct import connection
 from keepstep.checkpointing.direct.connection import BrokenConnection, Connection, Deadline, Endpoint
 from keepstep.rendezvous import store_client
 from keepstep.rendezvous.key_value_server import Table
+from keepstep_mesh.net.connecting import connect
 from keepstep_mesh.net.fork_safety import open_socket
 from tests.services.relay_transport.scene import switched_off
 
@@ -58,3 +61,22 @@ def test_a_rendezvous_ends_that_connects_to_a_host_that_does_not_answer(
         with pytest.raises(store_client.RendezvousAbortedError, match="r2 was lost"):
             one.call("get", ("key",), time.monotonic() + PATIENCE)
         one.close()
+
+
+def test_a_timeout_may_be_a_year() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as sock:
+        connect(sock, server.getsockname(), 365 * 86400.0, lambda: None)
+        assert sock.getpeername() == server.getsockname()
+
+
+def test_the_tls_handshake_has_the_time_that_the_connection_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = [PATIENCE, PATIENCE, 0.2]
+    deadline = Deadline(PATIENCE, "no answer")
+    monkeypatch.setattr(deadline, "remaining", lambda: left.pop(0))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = Endpoint.of(f"https://127.0.0.1:{silent.getsockname()[1]}", dict, ssl.create_default_context)
+        one = Connection(endpoint, deadline, PATIENCE)
+        with pytest.raises(BrokenConnection, match="timed out"):
+            one.connect()
+        one.close()
+    assert not left
