@@ -13,7 +13,6 @@ import contextlib
 import itertools
 import time
 import uuid
-from collections import OrderedDict
 from http import HTTPStatus
 from typing import Any, TypeVar
 
@@ -25,6 +24,7 @@ from keepstep_lighthouse.jobs.job_endings import JobEndings
 from keepstep_lighthouse.jobs.port_probes import PortProbes
 from keepstep_lighthouse.jobs.repeated_frames import RepeatedFrames
 from keepstep_lighthouse.jobs.sessions import Session
+from keepstep_lighthouse.jobs.welcomed import Welcomed
 from keepstep_lighthouse.leadership.campaign import Leadership
 from keepstep_lighthouse.leadership.election import Leader
 from keepstep_lighthouse.leadership.leader_link import FollowerLinks, LeaderLink
@@ -45,8 +45,6 @@ from keepstep_mesh.protocol.messages import Hello, Services
 
 T = TypeVar("T")
 
-MAX_WELCOMED = 20_000
-"""Number of processes remembered that this term welcomed; those that were connected last are kept."""
 HIGHEST_EPOCH = 2**31
 """A hello with a higher one is invalid."""
 ELECTION_SECONDS = 2.0
@@ -89,8 +87,8 @@ class LighthouseNode:
         self.store = store
         self._frames = RepeatedFrames()
         self._numbers = itertools.count(1)
-        self._welcomed: OrderedDict[tuple[str, str], None] = OrderedDict()
-        """(job, replica_id) of groups that got the epoch of this term here, by the time they came or went last."""
+        self._welcomed = Welcomed()
+        """Of this term."""
         self._policy_warned: set[str] = set()
         """Jobs whose stored policy differs from the one in the settings, and for which that was logged."""
         self._writes: set[asyncio.Task[Any]] = set()
@@ -195,7 +193,7 @@ class LighthouseNode:
         if self._over.is_set():
             return
         self.events.begin_epoch(term.epoch)
-        self._welcomed.clear()
+        self._welcomed = Welcomed()
         self.registry.term_begins()
         self.endings.term_begins(floor)
         jobs = {key.removeprefix(records.JOB_PREFIX) for key in found}
@@ -308,7 +306,9 @@ class LighthouseNode:
             session.refuse("not_ready", self.trouble or "the lighthouse is not ready")
         elif hello.epoch_seen > HIGHEST_EPOCH:
             self._bad(session, f"invalid epoch {hello.epoch_seen} (limit {HIGHEST_EPOCH})")
-        elif hello.epoch_seen < term.epoch or (session.job, session.replica_id) in self._welcomed:
+        elif hello.epoch_seen < term.epoch or (
+            hello.epoch_seen == term.epoch and (session.job, session.replica_id) in self._welcomed
+        ):
             self._open(session, hello)
         else:
             # The group has met a leader that is not in our store: the store was restored, or is new.
@@ -356,17 +356,9 @@ class LighthouseNode:
             floor = self.endings.floor
             record = JobRecord(quorum_id=floor, policy=self.settings.policy, first_quorum_id=floor)
             job = self._add_job(session.job, self.term, None, record)
-        self._remember(session)
+        self._welcomed.begin(session.number, (session.job, session.replica_id))
         job.open(session, hello)
         session.begin(job)
-
-    def _remember(self, session: Session) -> None:
-        """Its process has the epoch of this term: when it comes again, it has met no other store."""
-        key = session.job, session.replica_id
-        self._welcomed[key] = None
-        self._welcomed.move_to_end(key)
-        if len(self._welcomed) > MAX_WELCOMED:
-            self._welcomed.popitem(last=False)
 
     async def _open_in_room_made(self, session: Session, hello: Hello) -> None:
         with contextlib.suppress(TermOverError):  # without a term, ``_open`` refuses the session
@@ -388,11 +380,11 @@ class LighthouseNode:
 
     def _ended(self, session: Session) -> None:
         self.sessions.pop(session.number, None)
+        self._welcomed.end(session.number)
         job = self.jobs.get(session.job)
         if job is not None:
             if job.remove(session.number) is not None:
                 job.used_at = time.monotonic()
-                self._remember(session)
             if job.unused:
                 job.end()
                 del self.jobs[session.job]

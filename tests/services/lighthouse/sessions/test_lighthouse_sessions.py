@@ -10,7 +10,7 @@ import aiohttp
 import msgpack
 import pytest
 
-from keepstep_lighthouse.jobs import lighthouse_node, sessions
+from keepstep_lighthouse.jobs import sessions, welcomed
 from keepstep_lighthouse.quorum.events import PolicyOrdered
 from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_mesh.protocol import codec
@@ -286,17 +286,38 @@ async def test_the_epoch_is_above_every_epoch_that_a_worker_met_elsewhere(seen: 
             assert second.welcome.epoch == epoch
 
 
-async def test_processes_that_were_connected_last_are_the_ones_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lighthouse_node, "MAX_WELCOMED", 3)
-    async with lighthouse(policy=PATIENT) as one:
-        async with worker(one.address, "r0:1"):
-            for number in range(1, 4):
-                async with worker(one.address, f"r{number}:1"):
-                    pass
-        await eventually(lambda: not one.sessions)
-        for replica_id, epoch in (("r0:1", 1), ("r3:1", 1), ("r1:1", 2)):
-            async with worker(one.address, replica_id, epoch_seen=1) as back:
+async def test_a_process_that_met_a_higher_epoch_elsewhere_comes_back() -> None:
+    async with lighthouse() as one:
+        for seen, epoch in ((0, 1), (1, 1), (2, 3)):
+            async with worker(one.address, "r0:1", epoch_seen=seen) as back:
                 assert back.welcome.epoch == epoch
+            await eventually(lambda: not one.sessions)
+
+
+async def test_processes_that_left_last_are_the_ones_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(welcomed, "MAX_LEFT", 3)
+    async with lighthouse(policy=PATIENT) as one:
+        for number in range(4):
+            async with worker(one.address, f"r{number}:1"):
+                pass
+            await eventually(lambda: not one.sessions)
+        for number, epoch in ((1, 1), (3, 1), (0, 2)):
+            async with worker(one.address, f"r{number}:1", epoch_seen=1) as back:
+                assert back.welcome.epoch == epoch
+
+
+async def test_a_process_is_not_forgotten_while_it_is_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(welcomed, "MAX_LEFT", 1)
+    async with lighthouse(policy=PATIENT) as one, worker(one.address, "r0:1") as old:
+        for number in range(1, 4):
+            async with worker(one.address, f"r{number}:1"):
+                pass
+        async with worker(one.address, "r0:1", epoch_seen=1) as back:
+            assert back.welcome.epoch == 1
+            assert (await old.refusal()).code == "replaced"
+        await eventually(lambda: not one.sessions)
+        async with worker(one.address, "r0:1", epoch_seen=1) as back:
+            assert back.welcome.epoch == 1
 
 
 async def test_raising_the_epoch_reaches_those_who_are_there_with_their_next_answer() -> None:
