@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,6 +98,7 @@ class Engine:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            self._start_ended()
             self._injector.close()
 
     def _finished(self, duration: Duration) -> bool:
@@ -145,7 +146,7 @@ class Engine:
     async def _look_slowly(self) -> None:
         while True:
             self._places.refresh()
-            self._injector.start_ended(self._recovery.acting)
+            self._start_ended(self._recovery.acting)
             self.resources.sample(self._places, time.time(), self._recovery.down)
             with contextlib.suppress(ClickException):
                 if self._elsewhere or not self.observer.steps_seen or self._recovery.waits_for(Role.GROUP):
@@ -154,6 +155,10 @@ class Engine:
                 if not self.observer.events_seen:
                     await self._ask_events()
             await asyncio.sleep(SLOW_LOOK_SECONDS)
+
+    def _start_ended(self, acting: Collection[Target] = ()) -> None:
+        for line in self._injector.start_ended(acting):
+            self._say(f"      {line}")
 
     async def _ask_events(self) -> None:
         """Take the events since the last call from the lighthouse, because no event log is at hand."""

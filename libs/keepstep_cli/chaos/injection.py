@@ -101,8 +101,8 @@ class Injector:
         self._templates = templates
         self._started: list[subprocess.Popen[bytes]] = []
         """Services that it started, which are its children."""
-        self._restarts: dict[Target, Callable[[], None]] = {}
-        """How to start services that had no memory: the thread that ends one may come to it after the fault."""
+        self._starved: dict[Target, Callable[[], None]] = {}
+        """How to start services whose process had no memory: it may end long after the fault."""
         self._namespaces: dict[Target, int] = {}
         """Open network namespaces of services that it starts, until ``close``."""
 
@@ -156,7 +156,7 @@ class Injector:
 
     def _start_again(self, place: Place) -> Callable[[], None]:
         """Return a function that starts a service again which no other process starts, in its network namespace."""
-        if place.local or place.elsewhere:
+        if not _started_here(place):
             return lambda: None
         assert place.program is not None
         program, inside = place.program, self._inside(place)
@@ -174,6 +174,7 @@ class Injector:
                     start_new_session=True,
                 )
             self._started.append(started)
+            self._starved.pop(place.target, None)
             place.pids = [started.pid]
 
         return start
@@ -198,19 +199,33 @@ class Injector:
             await asyncio.sleep(SLOW_RUNNING_SECONDS)
 
     async def _memory(self, place: Place, fault: Fault) -> None:
-        self._restarts[place.target] = self._start_again(place)
+        if _started_here(place):
+            self._starved[place.target] = self._start_again(place)
         with memory_limited(place.pids):
             await asyncio.sleep(fault.seconds)
         self._start_if_ended(place.target)
 
-    def start_ended(self, acting: Collection[Target]) -> None:
-        """Start services again that ended because they had no memory. ``acting``: targets of faults of now."""
-        for target in self._restarts.keys() - set(acting):
-            self._start_if_ended(target)
+    def start_ended(self, acting: Collection[Target] = ()) -> list[str]:
+        """Start services again that ended because they had no memory. Return a line for each.
 
-    def _start_if_ended(self, target: Target) -> None:
-        if not any(map(process_table.alive, self._places.by_target[target].pids)):
-            self._restarts[target]()
+        Args:
+            acting: targets of faults that act now; these are left alone.
+        """
+        lines = []
+        for target in self._starved.keys() - set(acting):
+            try:
+                if self._start_if_ended(target):
+                    lines.append(f"{target} ended some time after it had no memory, and was started again")
+            except OSError as error:
+                lines.append(f"{target} ended some time after it had no memory, and cannot be started: {error}")
+        return lines
+
+    def _start_if_ended(self, target: Target) -> bool:
+        start = self._starved.get(target)
+        if start is None or any(map(process_table.alive, self._places.by_target[target].pids)):
+            return False
+        start()
+        return True
 
     async def _order_inside(self, place: Place, fault: Fault) -> None:
         await inside.order(place.pids, fault.kind.name, fault.seconds)
@@ -313,6 +328,11 @@ async def inject_at(address: str, kind: str, seconds: float, permissions: Permis
     places.add(place)
     fault = Fault(1, KINDS[kind], target, seconds if KINDS[kind].lasts else 0.0)
     await Injector(places, Lighthouse("http://127.0.0.1:1", None), Path()).inject(fault)
+
+
+def _started_here(place: Place) -> bool:
+    """Return whether this command starts it again: no other process does."""
+    return not (place.local or place.elsewhere)
 
 
 async def _within(

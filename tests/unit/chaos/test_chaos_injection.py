@@ -16,7 +16,10 @@ import pytest
 
 from keepstep_cli.asking.rest import Lighthouse
 from keepstep_cli.chaos import full_disk, inside, network, process_table
+from keepstep_cli.chaos.engine import Duration, Engine
 from keepstep_cli.chaos.injection import InjectionError, Injector, Permissions, available, unavailable
+from keepstep_cli.chaos.recovery import Recovery
+from keepstep_cli.chaos.schedule import Limits, Schedule
 from keepstep_cli.chaos.targets import Place, Places
 from keepstep_cli.chaos.vocabulary import KINDS, Fault, Role, Target
 
@@ -199,20 +202,42 @@ async def test_a_process_gets_no_more_memory_for_a_time(obedient, tmp_path):
     assert told(obedient)[1] == 64 << 20
 
 
-async def test_a_service_that_ends_some_time_after_it_had_no_memory_is_started_again(place, tmp_path):
-    before, one = place.pids[0], injector(place, tmp_path)
+async def test_a_service_that_ends_some_time_after_it_had_no_memory_is_started_again_once(place, tmp_path):
+    before, one = place.pids[0], injector(place, tmp_path / "results")
     await one.inject(Fault(1, KINDS["memory"], SERVICE, 0.0))
-    one.start_ended([])
+    assert not one.start_ended()
     assert place.pids == [before]
 
     os.kill(before, signal.SIGKILL)
     assert await becomes(before, "Z")
-    one.start_ended([SERVICE])
-    assert place.pids == [before], "the fault that acts on it starts it again"
-    one.start_ended([])
-    assert place.pids != [before]
+    assert not one.start_ended([SERVICE]), "a fault that acts on it may start it"
+    (line,) = one.start_ended()
+    assert "cannot be started" in line, "the folder of its log is missing"
+    (tmp_path / "results").mkdir()
+    (line,) = one.start_ended()
+    assert line.startswith("relay 127.0.0.1:1 ended")
     assert process_table.alive(place.pids[0])
+
     end_started(one, place)
+    assert not one.start_ended(), "it had all the memory that it wanted"
+
+
+async def test_a_run_that_is_interrupted_starts_a_service_again_that_ended_without_memory(place, tmp_path):
+    places, recovery = Places("job"), Recovery([SERVICE], 0, began=time.time())
+    places.add(place)
+    schedule = Schedule(0, [SERVICE], {SERVICE: ["memory"]}, Limits(min_groups=0, mean_seconds_between=0.1))
+    engine = Engine(places, schedule, recovery, Lighthouse("http://127.0.0.1:1", None), [], tmp_path, print)
+    run = asyncio.create_task(engine.run(Duration(seconds=60.0, faults=0, wedge_seconds=60.0)))
+    async with asyncio.timeout(10):
+        while not recovery.acting:  # noqa: ASYNC110 - no event says it
+            await asyncio.sleep(0.01)
+    os.kill(place.pids[0], signal.SIGKILL)
+    assert await becomes(place.pids[0], "Z")
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    assert process_table.alive(place.pids[0])
+    end_started(engine._injector, place)
 
 
 def test_a_queue_that_the_kernel_does_not_have_is_named(monkeypatch):
