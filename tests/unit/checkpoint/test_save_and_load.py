@@ -175,6 +175,23 @@ async def test_a_value_that_cannot_be_stored_is_an_error_on_every_rank(tmp_path)
             await asyncio.to_thread(checkpoint.load, {"a": {"b": 1}}, place, timeout=TIMEOUT)
 
 
+async def test_a_rank_that_begins_after_another_failed_hears_why(tmp_path):
+    def save(place):
+        with pytest.raises(UnsupportedValue) as first:
+            save_odd(1, place)
+        with pytest.raises(CheckpointAborted) as second:
+            save_odd(0, place)
+        check_odd([second.value, first.value])
+        for rank in (0, 1):
+            with pytest.raises(UnsupportedValue):
+                checkpoint.save({"a": Odd()}, place, rank=rank, world_size=2, timeout=TIMEOUT)
+        good = together(2, lambda rank: checkpoint.save({"a": 1}, place, rank=rank, world_size=2, timeout=TIMEOUT))
+        assert good == [None, None]
+
+    async with relay(data_dir=tmp_path) as one:
+        await asyncio.to_thread(save, f"{one.address}/v1/jobs/j/checkpoints/c1")
+
+
 def test_a_value_that_cannot_be_stored_is_an_error_on_every_rank_of_a_directory(tmp_path, monkeypatch):
     monkeypatch.setattr("keepstep.checkpoint.places.rank_files.STALE_SECONDS", 0.1)
     check_odd(together(2, lambda rank: save_odd(rank, tmp_path)))
