@@ -54,8 +54,8 @@ SHARED = "Common flags of client commands"
 VARIABLES = """\
 ## Variables
 An empty variable counts as not set. If `KEEPSTEP_...` is not set, `TORCHFT_...` is read, except for `KEEPSTEP_TOKEN`,
-`KEEPSTEP_TOKEN_FILE`, `KEEPSTEP_STEP_LOG`, `KEEPSTEP_NAME_FILE`, `KEEPSTEP_RELAY`, and the variables of
-[services without a flag](#services-without-a-flag).
+`KEEPSTEP_TOKEN_FILE`, `KEEPSTEP_STEP_LOG`, `KEEPSTEP_NAME_FILE`, `KEEPSTEP_CHAOS`, `KEEPSTEP_RELAY`, and the
+variables of [services without a flag](#services-without-a-flag).
 """
 ROUTES = """\
 ## Routes

@@ -119,7 +119,7 @@ def _present(leaves: Mapping[str, Leaf], stored: StoredCheckpoint, *, strict: bo
             if below:
                 raise CheckpointError(
                     f"{key} is empty here, but the checkpoint has {len(below)} values in it ({_listed(below)}), which "
-                    f"would not be loaded: fill it first, such as an optimizer's state with "
+                    f"would not be loaded: create them first; an optimizer's with "
                     f"torch.distributed.checkpoint.state_dict.get_optimizer_state_dict"
                 )
             missing.remove(key)

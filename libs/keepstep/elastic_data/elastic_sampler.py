@@ -151,7 +151,10 @@ class ElasticSampler(data.Sampler[list[int]]):
         order = {"seed": self._seed, "version": VERSION}
         saved = {name: state_dict.get(name) for name in order}
         if saved != order:
-            raise ValueError(f"the sampler's state has {saved}, and this sampler {order}; pass the same seed")
+            raise ValueError(
+                f"sampler state has {saved}, expected {order}: pass the same seed, or use the keepstep release that "
+                f"saved it"
+            )
         epoch, sample = int(state_dict["epoch"]), int(state_dict["sample"])
         if not (0 <= sample < self._batches.length and epoch >= 0):
             raise ValueError(

@@ -60,7 +60,7 @@ class BackgroundQuorum(StateAndProgress):
         """See ``Manager``."""
 
     def open_step(self) -> int | None:
-        """Return the number of the step that is open, discarded steps of this process included; None: none is open.
+        """Return the number of the open attempt, counted in this process. None: no step is open.
 
         A step is open from ``start_quorum`` to ``should_commit``.
         """

@@ -370,7 +370,8 @@ class Durability:
             if fatal is None:
                 self._save_if_due()
             if not self._writer.finish(COMMIT_SECONDS):
-                self._context.log.error("durable checkpoint not written at the end", step=self._writer.last.uploading)
+                what = f"last durable checkpoint not committed within {COMMIT_SECONDS:g} s; check the relays"
+                self._context.log.error(what, step=self._writer.last.uploading)
         self._writer.close()
 
 

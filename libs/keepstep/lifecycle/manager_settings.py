@@ -38,7 +38,7 @@ class DurableSettings:
         resume_wait: timedelta,
     ) -> DurableSettings:
         """Complete the arguments from the environment and validate them. ValueError names what is out of range."""
-        addresses = relays or environment.variable("DURABLE_RELAYS")
+        addresses = environment.variable("DURABLE_RELAYS") or relays
         copies = environment.integer("DURABLE_COPIES", copies)
         if copies < 1:
             raise ValueError(f"durable_copies={copies} must be at least 1; it is the number of relays that store each")

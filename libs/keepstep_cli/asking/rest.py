@@ -81,7 +81,7 @@ async def _lines(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
             for line in whole:
                 yield bytes(line)
         if len(rest) > MAX_LINE_BYTES:
-            raise Refused(f"line of {answer.url} too long: at most {MAX_LINE_BYTES} bytes are read", answer.status)
+            raise Refused(f"line of {answer.url} too long (limit {MAX_LINE_BYTES} bytes)", answer.status)
 
 
 class Lighthouse:

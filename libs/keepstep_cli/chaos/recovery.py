@@ -179,7 +179,7 @@ class Recovery:
             self.costs[-1].lost.append(f"{group}: {why}")
 
     def stuck(self, now: float, seconds: float) -> list[Target]:
-        """Return targets that were left alone for ``seconds`` and have not recovered."""
+        """Return targets that have not recovered ``seconds`` after the end of their fault."""
         return [target for target, cost in self._open.items() if cost.ended is not None and now - cost.ended > seconds]
 
     # ---- the watchdog

@@ -1,4 +1,4 @@
-"""Run the command of a fault elsewhere: with a deadline, and with an end for all processes that it started."""
+"""Run a local command that injects a fault elsewhere. At a deadline, end it and all processes that it started."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class Resources:
                     samples.append(Sample(now, found.resident_bytes, found.descriptors))
 
     def growth(self) -> dict[Target, Growth]:
-        """Return the growth of the processes of each target that were watched long enough."""
+        """Return the growth of each target, from its processes that were watched long enough."""
         found: dict[Target, list[Growth]] = {}
         for (target, _), samples in self._samples.items():
             if (one := growth(samples)) is not None:

@@ -42,7 +42,7 @@ PREVIEWED = 20
     metavar="TEMPLATE",
     help="Command that reaches a target elsewhere, such as 'kubectl exec {name} -- {command}'; may be repeated.",
 )
-@click.option("--restart-services", is_flag=True, help="Kill services too that this command then starts again.")
+@click.option("--restart-services", is_flag=True, help="Also kill services; this command starts them again.")
 @click.option("--fill-shared-disks", is_flag=True, help="Fill filesystems that others may use.")
 @click.option("--logs", multiple=True, type=click.Path(exists=True, path_type=Path), help="Log, or folder with logs.")
 @click.option("--digests", type=click.Path(exists=True, path_type=Path), help="Folder with *.digests of the trainers.")

@@ -11,15 +11,15 @@ from keepstep_cli.asking.options import Seconds
 from keepstep_cli.chaos.elsewhere import INJECTABLE
 
 
-@click.command("inject", short_help="Bring one fault on a process of this machine.")
+@click.command("inject", short_help="Inject one fault into a process of this machine.")
 @click.argument("kind", type=click.Choice(INJECTABLE))
 @click.option("--at", "address", required=True, metavar="HOST:PORT", help="Where the process listens.")
-@click.option("--seconds", type=Seconds(), default=5.0, show_default=True, help="Duration, of a fault that lasts.")
+@click.option("--seconds", type=Seconds(), default=5.0, show_default=True, help="Duration of the fault, if it lasts.")
 @click.option("--fill-shared-disks", is_flag=True, help="Fill a filesystem that others may use.")
 def inject(kind: str, *, address: str, seconds: float, fill_shared_disks: bool) -> None:
-    """Bring one fault on the process of this user that listens at an address of this machine.
+    """Inject one fault into the process of this user that listens at an address of this machine.
 
-    Without a question. `keepstep chaos --exec` runs this in containers, pods, and on other machines.
+    It does not ask first. `keepstep chaos --exec` runs this in containers, pods, and on other machines.
 
     Exit code: 0 the fault hit, and is undone, 1 it did not hit; the message has the reason.
     """

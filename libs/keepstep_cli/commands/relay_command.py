@@ -26,14 +26,14 @@ _tier_options = all_of(
     click.option(
         "--memory-checkpoints",
         type=click.IntRange(0),
-        help="Accept durable checkpoints in a relay that only has memory, and keep so many per job.  [default: 0]",
+        help="Durable checkpoints to keep per job in a relay that only has memory; 0: refuse them.  [default: 0]",
     ),
     click.option("--keep-live", type=click.IntRange(0), help="Live checkpoints to keep per job; 0: all.  [default: 2]"),
     click.option(
         "--keep-durable", type=click.IntRange(0), help="Durable checkpoints to keep per job; 0: all.  [default: 0]"
     ),
     click.option(
-        "--live-age", type=Seconds(), help="Drop older live checkpoints, except the newest.  [default: never]"
+        "--live-age", type=Seconds(), help="Drop live checkpoints older than this, except the newest.  [default: never]"
     ),
     click.option(
         "--live-ttl",
@@ -46,7 +46,9 @@ _tier_options = all_of(
         help="Drop the durable checkpoints of a job that no process used for this time.  [default: never]",
     ),
     click.option(
-        "--durable-age", type=Seconds(), help="Drop older durable checkpoints, except the newest.  [default: never]"
+        "--durable-age",
+        type=Seconds(),
+        help="Drop durable checkpoints older than this, except the newest.  [default: never]",
     ),
 )
 _limit_options = all_of(

@@ -106,8 +106,9 @@ def up(state_dir: Path, relay_bind: str | None, metrics_bind: str | None, **flag
 def _serve(
     flags: dict[str, Any], state_dir: Path | None = None, beside: tuple[dict[str, Any], dict[str, Any]] | None = None
 ) -> None:
-    """Create ``state_dir``, and delete it at the end if it is empty. ``beside``: flags of the relay and the metrics
-    service.
+    """Run a lighthouse until a signal, with ``beside`` also a relay and a metrics service, of which it has the flags.
+
+    At the end delete ``state_dir`` if this call created it and it is empty.
     """
     with importing("a lighthouse"):
         from keepstep_lighthouse.app import hosted_lighthouse

@@ -108,7 +108,7 @@ def whole(text: str) -> int:
 
 
 def bind_address(text: str) -> tuple[str, int]:
-    """``"host:port"``, ``":port"``, ``"[::1]:port"`` as (host, port); no host is loopback, ``*`` every interface."""
+    """Return (host, port) of ``host:port``, ``:port`` (loopback), ``*:port`` (all of IPv4), or ``[::1]:port``."""
     host, colon, port = text.strip().rpartition(":")
     if not colon or not port.isdecimal() or int(port) > 65535:
         raise ValueError("not an address to listen on; write host:port, such as 0.0.0.0:29510 (port 0: any free one)")

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 
 OF_CLIENTS: Mapping[str, str] = {
     "KEEPSTEP_LIGHTHOUSE": "`http://host:port` (`https` with TLS) of the lighthouse; several separated by commas",
-    "KEEPSTEP_JOB": "the job; `default` unless said",
+    "KEEPSTEP_JOB": "the job; default: `default`",
     "KEEPSTEP_TOKEN": "bearer token, if the lighthouse wants one; also needed between groups",
     "KEEPSTEP_TOKEN_FILE": "file that holds the token, read again when it changes",
-    "KEEPSTEP_TLS_CA": "CA (PEM) that the lighthouse's certificate must come from; those of the system unless said",
-    "KEEPSTEP_TLS_CERT": "certificate to show (PEM), if the lighthouse wants one",
+    "KEEPSTEP_TLS_CA": "CA (PEM) that the lighthouse's certificate must come from; default: those of the system",
+    "KEEPSTEP_TLS_CERT": "client certificate (PEM), if the lighthouse wants one",
     "KEEPSTEP_TLS_KEY": "its key (PEM), if it is not in the same file",
     "KEEPSTEP_OTEL": "what [OpenTelemetry](telemetry.md) gets of a trainer or service, with commas between: `step`, "
-    "`quorum`, `reconfigure`, `heal`, `all-reduce`, `commit`, `logs`, or `all`; nothing unless said",
+    "`quorum`, `reconfigure`, `heal`, `all-reduce`, `commit`, `logs`, or `all`; default: nothing",
 }
 """Of trainers, of commands that ask a lighthouse, and of services where they register."""
 OF_TRAINERS: Mapping[str, str] = {
@@ -21,29 +21,28 @@ OF_TRAINERS: Mapping[str, str] = {
     "KEEPSTEP_QUORUM_TIMEOUT_SEC": "limit of the wait for a quorum, in seconds",
     "KEEPSTEP_CONNECT_TIMEOUT_SEC": "limit of reaching the lighthouse and the group's rank 0 at the start, in seconds",
     "KEEPSTEP_QUORUM_RETRIES": "how often a quorum that timed out is asked for again before the step fails",
-    "KEEPSTEP_MANAGER_PORT": "port of the group server on rank 0; any free one unless said",
-    "KEEPSTEP_UPLINK_BYTES_PER_SECOND": "most that a process sends of its state, such as `1e9`; no limit unless said",
+    "KEEPSTEP_MANAGER_PORT": "port of the group server on rank 0; default: any free one",
+    "KEEPSTEP_UPLINK_BYTES_PER_SECOND": "most that a process sends of its state, such as `1e9`; default: no limit",
     "KEEPSTEP_RETRY_ALLREDUCE": "1: groups that lose another one in a step reduce their gradients again and commit it",
     "KEEPSTEP_NCCL_MEMBERS": "how groups on NCCL change their members: `torch` (its own `reconfigure`), `rebuild`, or "
     "`auto`, which is `torch` where torch has it; equal in all groups",
     "KEEPSTEP_DURABLE_EVERY": "number of steps between two durable checkpoints; 0: never",
-    "KEEPSTEP_DURABLE_RELAYS": "addresses of the relays that store durable checkpoints, separated by commas; those "
-    "registered with the lighthouse unless said",
+    "KEEPSTEP_DURABLE_RELAYS": "addresses of the relays that store durable checkpoints, separated by commas; "
+    "default: those registered with the lighthouse",
     "KEEPSTEP_DURABLE_COPIES": "number of relays that store each durable checkpoint",
     "KEEPSTEP_DURABLE_NEWEST_WINS": "1: a durable checkpoint that waits for an upload is replaced by a newer one",
-    "KEEPSTEP_RESUME": "1: a job without a live state begins with its newest durable checkpoint; 0: at step 0; with "
-    "durable checkpoints 1 unless said",
+    "KEEPSTEP_RESUME": "1: a job without a live state begins with its newest durable checkpoint; 0: at step 0; "
+    "default with durable checkpoints: 1",
     "KEEPSTEP_RESUME_WAIT_SEC": "how long a resume waits for relays that may have a newer durable checkpoint",
     "KEEPSTEP_STEP_LOG": "file that gets a JSON line for each step committed, discarded or healed; "
     "`keepstep check-history` reads it",
     "KEEPSTEP_CHAOS": "folder for sockets at which the process accepts faults inside it from `keepstep chaos`; also of "
-    "services; off unless said",
+    "services; default: none",
     "KEEPSTEP_SPARES": "how many groups of the job stand by; they are part of NUM_REPLICA_GROUPS",
-    "KEEPSTEP_NOTICE_SEC": "seconds from SIGTERM in which a spare may take the place of the group; it leaves at once "
-    "unless said",
-    "KEEPSTEP_NAME_FILE": "file where the group leaves its name, for its launcher (`keepstep run` sets it): what a ban "
-    "is asked by",
-    "KEEPSTEP_WATCHDOG_TIMEOUT_SEC": "a deadline's callback that is stuck for so many seconds (30) ends the process",
+    "KEEPSTEP_NOTICE_SEC": "seconds from SIGTERM in which a spare may take the place of the group; default: it "
+    "leaves at once",
+    "KEEPSTEP_NAME_FILE": "file to which the group writes its name; `keepstep run` sets it, to ask for bans",
+    "KEEPSTEP_WATCHDOG_TIMEOUT_SEC": "ends the process when a deadline's callback takes longer than these seconds (30)",
 }
 OF_LAUNCHERS: Mapping[str, str] = {
     "REPLICA_GROUP_ID": "number of the group: 1 is called `r1`",

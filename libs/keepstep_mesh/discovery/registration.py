@@ -137,7 +137,7 @@ class Registrar:
         self.known.set()
 
     def _failed(self, reason: str) -> None:
-        self.lighthouse, self.trouble = None, f"no lighthouse takes the registration ({reason})"
+        self.lighthouse, self.trouble = None, f"no lighthouse accepted the registration ({reason})"
         self.known.clear()
         if self._failures_logged.allows(asyncio.get_running_loop().time()):
             log.warning("not registered; retrying", service=self._registration.name, reason=reason)

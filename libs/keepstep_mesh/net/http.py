@@ -167,7 +167,7 @@ async def read_answer(answer: aiohttp.ClientResponse, limit: int = MAX_ANSWER_BY
         else:
             return bytes(body)
     answer.close()
-    raise Problem(HTTPStatus.BAD_GATEWAY, f"answer of {answer.url} too large: at most {limit} bytes are read")
+    raise Problem(HTTPStatus.BAD_GATEWAY, f"answer of {answer.url} too large (limit {limit} bytes)")
 
 
 async def read_json_answer(answer: aiohttp.ClientResponse, limit: int = MAX_ANSWER_BYTES) -> dict[str, Any]:

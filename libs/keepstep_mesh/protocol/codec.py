@@ -87,7 +87,7 @@ def _data(value: Any, path: str) -> Any:
     try:
         size = len(pack(value))
     except (TypeError, ValueError, OverflowError) as error:
-        raise ProtocolError(f"{path} cannot be packed again: {error}") from error
+        raise ProtocolError(f"{path} cannot be encoded as msgpack: {error}") from error
     if size > MAX_DATA_BYTES:
         raise ProtocolError(f"{path} too large: {size} bytes (limit {MAX_DATA_BYTES}); pass a URL instead")
     return value

@@ -121,7 +121,7 @@ def soundness(step: int, lineage: Lineage) -> Soundness:
 
 
 def is_live(step: int, lineage: Lineage) -> bool:
-    """Return whether a group at this state has trained it since the job began or resumed."""
+    """Return whether this state comes from training since the job began or resumed."""
     is_loaded = isinstance(lineage, str) and lineage.startswith(LOADED)
     return soundness(step, lineage) is Soundness.SOUND and not is_loaded
 

@@ -37,7 +37,7 @@ def number(request: web.Request, name: str, default: int) -> int:
     if text is None:
         return default
     if not text.isdecimal() or len(text) > MAX_DIGITS:
-        raise bad(f"{name} must be a whole number, not {text[:40]!r}")
+        raise bad(f"invalid {name} {text[:40]!r}: expected a whole number of at most {MAX_DIGITS} digits")
     return int(text)
 
 
@@ -54,7 +54,7 @@ TAKEN: dict[Any, tuple[tuple[type, ...], str]] = {
 
 
 async def read_body(request: web.Request, cls: type[T]) -> T:
-    """The body as ``cls``; a field too many, too few or of the wrong type is a 400 that names it."""
+    """Return the body as ``cls``. Raises ``Problem`` 400, which names a field that is unknown or of the wrong type."""
     plain = checked(await read_json(request), cls)
     try:
         return cls(**plain)
@@ -63,7 +63,7 @@ async def read_body(request: web.Request, cls: type[T]) -> T:
 
 
 def checked(plain: dict[str, Any], cls: type) -> dict[str, Any]:
-    """``plain``, all of whose fields ``cls`` has, each of its type."""
+    """Return ``plain``. Raises ``Problem`` 400 unless ``cls`` has all of its fields, each of its type."""
     hints = typing.get_type_hints(cls)
     if unknown := sorted(set(plain) - set(hints)):
         raise bad(f"unknown field {unknown[0]!r}; {known_names('fields', sorted(hints))}")

@@ -38,7 +38,10 @@ class Liveness:
         return now - due > self.timeout / 4
 
     def judge(self, now: float, heard: float, *, stalled: bool) -> Literal["lives", "ask", "silent"] | None:
-        """Judge a peer last heard at ``heard``. None: a ping was sent, and its limit has not passed."""
+        """Judge a peer last heard at ``heard``.
+
+        Return ``"ask"``: send a ping; ``"silent"``: close the connection; None: the answer to the ping is not late.
+        """
         half = self.timeout / 2
         if now - heard < half:
             self._asked = None

@@ -131,7 +131,9 @@ class OrderHandlers:
         ordered = [one for one in known if target in (one, name_of(one))]
         before = self._latest(job, "replace", *ordered)
         if before is None:
-            raise Problem(HTTPStatus.CONFLICT, f"{target} cannot be replaced now; try again")
+            raise Problem(
+                HTTPStatus.CONFLICT, f"{target} was not replaced: its state changed during the request; try again"
+            )
         return _nothing(before, f"a spare replaces {before.replica_id} already")
 
     async def straggler(self, request: web.Request) -> web.Response:

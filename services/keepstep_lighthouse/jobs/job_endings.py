@@ -69,7 +69,7 @@ class JobEndings:
         self._wake = asyncio.Event()
 
     def term_begins(self, stored_floor: bytes | None) -> None:
-        """Raises ``StoreError``."""
+        """Read the lowest quorum_id of new jobs. Raises ``StoreError``."""
         self.floor, self._stored_floor = records.parse_floor(stored_floor), stored_floor
 
     def refusal(self, job: str, replica_id: str) -> str | None:

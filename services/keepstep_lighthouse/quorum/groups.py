@@ -140,7 +140,7 @@ class Groups:
     # ---- states
 
     def set_state(self, group: Group, request: QuorumRequest) -> None:
-        """The connected group holds the state of its request."""
+        """Set step and lineage of a connected group to those of its request."""
         group.step, group.lineage = request.step, request.lineage
         self._count_live(group)
 

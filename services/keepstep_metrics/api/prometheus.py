@@ -92,15 +92,25 @@ def _durable(jobs: Iterable[Job], now: float) -> Iterator[GaugeMetricFamily | Co
         "keepstep_job_durable_step", "step of the newest committed durable checkpoint; 0: none", labels=["job"]
     )
     age_steps = GaugeMetricFamily(
-        "keepstep_job_durable_age_steps", "steps since it, which a loss of all groups would cost", labels=["job"]
+        "keepstep_job_durable_age_steps",
+        "steps since the newest durable checkpoint, lost if all groups end",
+        labels=["job"],
     )
-    age_seconds = GaugeMetricFamily("keepstep_job_durable_age_seconds", "seconds since its commit", labels=["job"])
+    age_seconds = GaugeMetricFamily(
+        "keepstep_job_durable_age_seconds", "seconds since the newest durable checkpoint", labels=["job"]
+    )
     every = GaugeMetricFamily(
-        "keepstep_job_durable_every_steps", "steps between two checkpoints; 0: none is due by itself", labels=["job"]
+        "keepstep_job_durable_every_steps",
+        "steps between two durable checkpoints; 0: none is due by itself",
+        labels=["job"],
     )
-    size = GaugeMetricFamily("keepstep_job_durable_bytes", "size of the state of one rank in it", labels=["job"])
+    size = GaugeMetricFamily(
+        "keepstep_job_durable_bytes", "size of the state of one rank in the newest durable checkpoint", labels=["job"]
+    )
     write = GaugeMetricFamily(
-        "keepstep_job_durable_write_seconds", "seconds from its staging copy to its commit", labels=["job"]
+        "keepstep_job_durable_write_seconds",
+        "seconds from staging copy to commit of the newest durable checkpoint",
+        labels=["job"],
     )
     failures = CounterMetricFamily(
         "keepstep_job_durable_failures", "durable checkpoints that were not written", labels=["job"]

@@ -150,8 +150,9 @@ class _Admin:
         key = Key(job, requests.name(body.id, "checkpoint"))
         if body.kind not in {kind.value for kind in Kind}:
             raise bad(f"invalid kind {body.kind[:40]!r}: expected live or durable")
-        if not 0 <= body.step < MAX_STEP or not 0 <= body.quorum_id < MAX_STEP or body.ranks < 1:
-            raise bad("invalid step, quorum_id or ranks: expected step and quorum_id in [0, 2^53), ranks from 1")
+        for name, value, lowest in (("step", body.step, 0), ("quorum_id", body.quorum_id, 0), ("ranks", body.ranks, 1)):
+            if not lowest <= value < MAX_STEP:
+                raise bad(f"invalid {name} {value!r:.40}: expected {lowest} <= {name} < 2^53")
         facts = Facts(body.step, Kind(body.kind), body.ranks, body.quorum_id, body.one_producer)
         new = await self._store.begin(key, facts)
         return self._view(key, HTTPStatus.CREATED if new else HTTPStatus.OK)

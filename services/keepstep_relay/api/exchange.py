@@ -22,7 +22,10 @@ from keepstep_relay.node import RelayNode
 SIGN_OF_LIFE_SECONDS = 10.0
 """Interval at which a waiting rank counts as alive."""
 ONE = "/v1/jobs/{job}/checkpoints/{id}"
-WAITING = {"rank": "the rank that waits, a sign of life; default: 0", "wait": "seconds to wait, up to --max-wait"}
+WAITING = {
+    "rank": "rank that waits; the request is its heartbeat; default: 0",
+    "wait": "seconds to wait, up to --max-wait",
+}
 
 
 @dataclass(frozen=True, slots=True)

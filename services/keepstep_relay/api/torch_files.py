@@ -45,9 +45,9 @@ def routes(relay: RelayNode) -> list[Route]:
     here = _TorchFiles(relay)
     return [
         Route("GET", f"{ONE}/", here.list, Access.READ, "links to the files for torch.distributed.checkpoint"),
-        Route("HEAD", f"{ONE}/{METADATA}", here.has_file, Access.READ, "size of the next"),
+        Route("HEAD", f"{ONE}/{METADATA}", here.has_file, Access.READ, "size of the file that GET returns"),
         Route("GET", f"{ONE}/{METADATA}", here.get_file, Access.READ, "metadata for torch.distributed.checkpoint"),
-        Route("HEAD", OF_RANK, here.has_file, Access.READ, "size of the next"),
+        Route("HEAD", OF_RANK, here.has_file, Access.READ, "size of the file that GET returns"),
         Route("GET", OF_RANK, here.get_file, Access.READ, "what a rank has stored, for torch.distributed.checkpoint"),
     ]
 

@@ -12,7 +12,7 @@ MAX_MESSAGE_BYTES = 64 << 10
 
 
 class Message(Enum):
-    """From the main process, from ``READY`` on to it. The end of the socket is the end of the other process."""
+    """Those before ``READY`` come from the main process, the others go to it. Its end closes the socket."""
 
     SETTINGS = b"s"
     """The first message. JSON follows."""

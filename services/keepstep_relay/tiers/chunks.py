@@ -303,7 +303,7 @@ class ChunkStore:
             await self.notifier.wait(digest, deadline)
 
     async def _bytes(self, digest: bytes) -> memoryview | None:
-        """Return the bytes; None: every copy was damaged."""
+        """Return the bytes; None: no copy could be read."""
         if (data := self.memory.chunks.get(digest)) is not None:
             return data
         async with self.locks((digest, "load")):

@@ -47,8 +47,8 @@ async def test_a_peer_that_is_asked_for_a_layout_or_a_checkpoint_is_cut_off(kind
         with soon(), pytest.raises((KeepstepError, TimeoutError)) as cut:
             await checkpoint_metadata(peer.address, 0, None, SECONDS[kind])
         if kind in ("endless", "huge"):
-            assert f"at most {group_peers.MAX_LAYOUT_BYTES} bytes are read" in why
-            assert f"at most {group_peers.MAX_METADATA_BYTES} bytes are read" in str(cut.value)
+            assert f"(limit {group_peers.MAX_LAYOUT_BYTES} bytes)" in why
+            assert f"(limit {group_peers.MAX_METADATA_BYTES} bytes)" in str(cut.value)
         else:
             assert "TimeoutError" in why
             assert "did not answer within 0.4 s" in str(cut.value)
@@ -153,7 +153,7 @@ async def test_the_command_line_reads_no_answer_without_end(kind: str, asked: st
     with hostile(kind) as server:
         said = await keepstep(*ASKED[asked](server.address))
         assert said.code != 0
-        assert "too large: at most 67108864 bytes are read" in said.err
+        assert "too large (limit 67108864 bytes)" in said.err
         assert "Traceback" not in said.err
         assert server.sent < (64 << 20) + 2 * IN_FLIGHT_BYTES
 
@@ -162,5 +162,5 @@ async def test_the_command_line_follows_no_line_without_end() -> None:
     with hostile("endless", "text/event-stream") as server:
         said = await keepstep("events", "--follow", "--lighthouse", server.address)
         assert said.code != 0
-        assert "too long: at most 16777216 bytes are read" in said.err
+        assert "too long (limit 16777216 bytes)" in said.err
         assert "Traceback" not in said.err

@@ -80,9 +80,11 @@ def read_header(path: Path) -> Header:
 
 
 def _header(file: IO[bytes], size: int) -> Header:
-    length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-    if size < LENGTH_BYTES or length > min(size - LENGTH_BYTES, MAX_HEADER_BYTES):
-        raise ForeignCheckpointError(f"a header of {length} bytes in a file of {size} bytes")
+    if size < LENGTH_BYTES:
+        raise ForeignCheckpointError(f"file too short: {size} bytes, expected at least {LENGTH_BYTES}")
+    length, limit = int.from_bytes(file.read(LENGTH_BYTES), "little"), min(size - LENGTH_BYTES, MAX_HEADER_BYTES)
+    if length > limit:
+        raise ForeignCheckpointError(f"header too large: {length} bytes (limit {limit}); the file is damaged")
     top = json.loads(file.read(length))
     if type(top) is not dict:
         raise ForeignCheckpointError("its header is not a JSON object")

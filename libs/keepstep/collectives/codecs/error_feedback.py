@@ -49,7 +49,7 @@ class ErrorFeedbackCodec(Codec):
         """Write the float32 rows of shape (n, width) that ``encoded`` describes into ``rows``."""
 
     def error(self, key: str) -> list[torch.Tensor]:
-        """Return what this group has not sent yet for ``key``: a float32 tensor for each tensor; empty before it."""
+        """Return the unsent error of ``key``, a float32 tensor for each tensor; empty before its first commit."""
         error = self._errors.get(key)
         return [] if error is None else error.layout.views(error.rows)
 

@@ -188,7 +188,7 @@ class RankConnections:
 
     def _check_hello(self, hello: object) -> None:
         if not isinstance(hello, RankHello):
-            raise ProtocolError("the first message of a rank must be rank_hello")
+            raise ProtocolError(f"first message of a rank is {type(hello).__name__}, expected RankHello")
         if hello.version != PROTOCOL_VERSION:
             raise ProtocolError(
                 f"rank {hello.group_rank} speaks protocol {hello.version}, rank 0 {PROTOCOL_VERSION}: install the same "

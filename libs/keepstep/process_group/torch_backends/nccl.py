@@ -28,14 +28,16 @@ from keepstep.process_group.torch_backends.torch_variables import nccl_variables
 class ProcessGroupNCCL(BackendProcessGroup):
     """A process group on NCCL, for CUDA tensors on the device that is current during ``configure``.
 
-    With torch >= 2.14 it keeps torch's backend when members join or leave; ``KEEPSTEP_NCCL_MEMBERS=rebuild`` makes a
-    new one for each membership. All groups of a job must do the same.
+    With torch >= 2.14 and an NCCL that can do it, it keeps torch's backend when members join or leave;
+    ``KEEPSTEP_NCCL_MEMBERS=rebuild`` makes a new one for each membership. All groups of a job must do the same.
 
     Args:
         timeout: limit of the rendezvous and of each operation; default 60 s.
 
     Raises:
-        ProcessGroupError: torch was built without NCCL, or this machine has no accelerator.
+        ProcessGroupError: torch was built without NCCL, this machine has no accelerator,
+            ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` is set, or ``KEEPSTEP_NCCL_MEMBERS=torch`` is not possible here.
+        ValueError: ``KEEPSTEP_NCCL_MEMBERS`` has another value.
     """
 
     _backend_name = "NCCL"

@@ -132,8 +132,9 @@ class TorchDistState:
         where = self._content.objects[unique_key]
         found = read_value(self._directory, where, unique_key, allow_pickle=self._allow_pickle)
         if not isinstance(found, list) or len(found) != 1:
+            got = f"{len(found)} values" if isinstance(found, list) else type(found).__name__
             raise ForeignCheckpointError(
-                f"{unique_key!r} in {self._directory} is not a ShardedObject: expected a list of one value"
+                f"{unique_key!r} in {self._directory} is not a ShardedObject: expected a list of one value, got {got}"
             )
         return found[0]
 

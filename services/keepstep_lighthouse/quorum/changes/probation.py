@@ -181,9 +181,9 @@ def let_in_needed(state: JobState) -> bool:
 
 
 def let_in_at_end(state: JobState) -> bool:
-    """Let in the connected groups that are parted for their heals. Return whether any was let in.
+    """Let in the groups that were parted because their heals failed. Return whether any was let in.
 
-    A group that was killed in its heals must end with the others. The end has a limit of its own for failed heals.
+    They finish with the others. The end of a job has its own limit for failed heals.
     """
     groups, here = state.probation.groups, state.groups.by_name
     names = [name for name, one in groups.items() if one.out and one.cause == "heal" and name in here] if groups else []

@@ -31,10 +31,10 @@ Accusation = frozenset[str]
 
 
 def accusations(failures: Mapping[str, StepFailure], members: Collection[str]) -> set[Accusation]:
-    """Return what the failures of one round accuse.
+    """Return the accusations that follow from the failures of one round.
 
     Args:
-        failures: by stable name.
+        failures: failure of each group that has one, by stable name.
         members: stable names of the quorum.
     """
     own = {name for name, failure in failures.items() if failure.cause == OWN}

@@ -28,7 +28,7 @@ async def test_a_service_is_registered_again_with_a_lighthouse_that_forgot_it() 
             await known(registrar)
             await first.stop()
             await eventually(lambda: registrar.lighthouse is None)
-            assert "no lighthouse takes the registration" in (registrar.trouble or "")
+            assert "no lighthouse accepted the registration" in (registrar.trouble or "")
             async with lighthouse(bind=f"127.0.0.1:{port}") as second, worker(second.address) as member:
                 if not member.welcome.services:
                     assert (await member.next(Services)).services == (TOLD,)
