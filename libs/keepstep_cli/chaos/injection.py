@@ -82,6 +82,14 @@ def _no_restart(place: Place, permissions: Permissions) -> str | None:
     return None
 
 
+@dataclass
+class _Starved:
+    pids: list[int]
+    start: Callable[[], None]
+    trouble: str = ""
+    """Why it could not be started."""
+
+
 class Injector:
     """Injects faults.
 
@@ -101,8 +109,8 @@ class Injector:
         self._templates = templates
         self._started: list[subprocess.Popen[bytes]] = []
         """Services that it started, which are its children."""
-        self._starved: dict[Target, Callable[[], None]] = {}
-        """How to start services whose process had no memory: it may end long after the fault."""
+        self._starved: dict[Target, _Starved] = {}
+        """Services whose process had no memory: it may end long after the fault."""
         self._namespaces: dict[Target, int] = {}
         """Open network namespaces of services that it starts, until ``close``."""
 
@@ -200,7 +208,7 @@ class Injector:
 
     async def _memory(self, place: Place, fault: Fault) -> None:
         if _started_here(place):
-            self._starved[place.target] = self._start_again(place)
+            self._starved[place.target] = _Starved(place.pids, self._start_again(place))
         with memory_limited(place.pids):
             await asyncio.sleep(fault.seconds)
         self._start_if_ended(place.target)
@@ -213,18 +221,25 @@ class Injector:
         """
         lines = []
         for target in self._starved.keys() - set(acting):
+            one, ended = self._starved[target], f"{target} ended some time after it had no memory"
             try:
                 if self._start_if_ended(target):
-                    lines.append(f"{target} ended some time after it had no memory, and was started again")
+                    lines.append(f"{ended}, and was started again")
             except OSError as error:
-                lines.append(f"{target} ended some time after it had no memory, and cannot be started: {error}")
+                if one.trouble != str(error):
+                    one.trouble = str(error)
+                    lines.append(f"{ended}, and cannot be started: {error}; trying again")
         return lines
 
     def _start_if_ended(self, target: Target) -> bool:
-        start = self._starved.get(target)
-        if start is None or any(map(process_table.alive, self._places.by_target[target].pids)):
+        one, pids = self._starved.get(target), self._places.by_target[target].pids
+        if one is None:
             return False
-        start()
+        if any(map(process_table.alive, pids)):
+            if pids != one.pids:
+                del self._starved[target]  # another process took its place
+            return False
+        one.start()
         return True
 
     async def _order_inside(self, place: Place, fault: Fault) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 MAX_POLL_SECONDS = 1e6
-"""``poll`` counts milliseconds in 32 bits."""
+"""``poll`` and sockets count milliseconds in 32 bits."""
 
 
 def connect(sock: socket.socket, address: Any, seconds: float, check: Callable[[], None]) -> None:
@@ -35,4 +35,4 @@ def connect(sock: socket.socket, address: Any, seconds: float, check: Callable[[
         error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     if error:
         raise OSError(error, os.strerror(error))
-    sock.settimeout(seconds)
+    sock.settimeout(min(seconds, MAX_POLL_SECONDS))

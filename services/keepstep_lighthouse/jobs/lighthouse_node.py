@@ -311,7 +311,7 @@ class LighthouseNode:
         ):
             self._open(session, hello)
         else:
-            # The group has met a leader that is not in our store: the store was restored, or is new.
+            # The group has its epoch from a leader that is not in our store: the store was restored, or is new.
             self.owned(asyncio.create_task(self._raise_epoch(term, session, hello)))
 
     def owned(self, task: asyncio.Task[T]) -> asyncio.Task[T]:
@@ -335,6 +335,7 @@ class LighthouseNode:
             return
         log.warning("epoch raised", epoch=term.epoch, replica_id=session.replica_id, seen=hello.epoch_seen)
         self.events.begin_epoch(term.epoch)
+        self._welcomed.epoch_raised()
         if not session.ending:
             self._open(session, hello)
 

@@ -30,6 +30,10 @@ class Welcomed:
         self._connected[process] += 1
         self._left.pop(process, None)
 
+    def epoch_raised(self) -> None:
+        """Forget the processes that left: they do not have the new epoch."""
+        self._left.clear()
+
     def end(self, session: int) -> None:
         """Ignore a session that did not begin in this term."""
         if (process := self._sessions.pop(session, None)) is None:

@@ -128,17 +128,18 @@ class ChunkStore:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
     async def to_disk(self, write: Callable[..., None], *arguments: object) -> None:
-        """Write to a full disk again after each checkpoint that may go. Raises ``DiskError``."""
+        """Write. If the disk is full, wait for due deletions, and write again after each checkpoint that may go.
+
+        Raises ``DiskError``.
+        """
         try:
             return await self.in_thread(write, *arguments)
         except DiskError as error:
             if not error.full:
                 raise
-        async with self._making_room:  # what one write had deleted may be enough for the next
+        await self._settled_soon()
+        async with self._making_room:  # the room made for one write may be enough for the next
             while True:
-                with contextlib.suppress(TimeoutError):  # a deletion may wait for a lock that the caller holds
-                    async with asyncio.timeout(ROOM_SECONDS):
-                        await self.settled()
                 try:
                     return await self.in_thread(write, *arguments)
                 except DiskError as error:
@@ -147,6 +148,8 @@ class ChunkStore:
                     if not self._make_disk_room():
                         if self._full_log.allows(time.monotonic()):
                             log.error("the disk is full", reason=str(error))
+                        raise
+                    if not await self._settled_soon():
                         raise
 
     def step(self, event: Event) -> list[Decision]:
@@ -357,6 +360,14 @@ class ChunkStore:
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._to_sweep.put_nowait(done)
         await done
+
+    async def _settled_soon(self) -> bool:
+        """Return False after ``ROOM_SECONDS``: a deletion may wait for a lock that the caller holds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ROOM_SECONDS):
+                await self.settled()
+                return True
+        return False
 
     async def _sweep(self) -> None:
         while True:

@@ -213,6 +213,7 @@ async def test_a_service_that_ends_some_time_after_it_had_no_memory_is_started_a
     assert not one.start_ended([SERVICE]), "a fault that acts on it may start it"
     (line,) = one.start_ended()
     assert "cannot be started" in line, "the folder of its log is missing"
+    assert not one.start_ended()
     (tmp_path / "results").mkdir()
     (line,) = one.start_ended()
     assert line.startswith("relay 127.0.0.1:1 ended")
@@ -225,8 +226,9 @@ async def test_a_service_that_ends_some_time_after_it_had_no_memory_is_started_a
 async def test_a_run_that_is_interrupted_starts_a_service_again_that_ended_without_memory(place, tmp_path):
     places, recovery = Places("job"), Recovery([SERVICE], 0, began=time.time())
     places.add(place)
-    schedule = Schedule(0, [SERVICE], {SERVICE: ["memory"]}, Limits(min_groups=0, mean_seconds_between=0.1))
-    engine = Engine(places, schedule, recovery, Lighthouse("http://127.0.0.1:1", None), [], tmp_path, print)
+    schedule = Schedule(5, [SERVICE], {SERVICE: ["memory"]}, Limits(min_groups=0, mean_seconds_between=0.1))
+    said: list[str] = []
+    engine = Engine(places, schedule, recovery, Lighthouse("http://127.0.0.1:1", None), [], tmp_path, said.append)
     run = asyncio.create_task(engine.run(Duration(seconds=60.0, faults=0, wedge_seconds=60.0)))
     async with asyncio.timeout(10):
         while not recovery.acting:  # noqa: ASYNC110 - no event says it
@@ -237,6 +239,8 @@ async def test_a_run_that_is_interrupted_starts_a_service_again_that_ended_witho
     with pytest.raises(asyncio.CancelledError):
         await run
     assert process_table.alive(place.pids[0])
+    assert "interrupted" in said[0], "the fault of this seed takes 3.3 s"
+    assert "was started again" in said[1]
     end_started(engine._injector, place)
 
 

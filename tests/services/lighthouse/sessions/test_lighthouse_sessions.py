@@ -286,10 +286,16 @@ async def test_the_epoch_is_above_every_epoch_that_a_worker_met_elsewhere(seen: 
             assert second.welcome.epoch == epoch
 
 
-async def test_a_process_that_met_a_higher_epoch_elsewhere_comes_back() -> None:
+async def test_the_epoch_is_above_what_a_known_process_met_elsewhere() -> None:
     async with lighthouse() as one:
-        for seen, epoch in ((0, 1), (1, 1), (2, 3)):
-            async with worker(one.address, "r0:1", epoch_seen=seen) as back:
+        for replica_id, seen, epoch in (
+            ("r0:1", 0, 1),
+            ("r0:1", 1, 1),
+            ("r1:1", 2, 3),
+            ("r0:1", 3, 4),
+            ("r0:1", 9, 10),
+        ):
+            async with worker(one.address, replica_id, epoch_seen=seen) as back:
                 assert back.welcome.epoch == epoch
             await eventually(lambda: not one.sessions)
 
