@@ -291,7 +291,7 @@ def _row(dtype: str = "F32", shape: Any = (1,), offsets: Any = (0, 4)) -> str:
     ("data", "words"),
     [
         (b"", "file too short: 0 bytes, expected at least 8"),
-        ((1 << 60).to_bytes(8, "little") + b"{}", "a header of"),
+        ((1 << 60).to_bytes(8, "little") + b"{}", "header too large"),
         (_header("[]"), "not a JSON object"),
         (_header("{" * 100_000), "no valid safetensors"),
         (_header("not json"), "no valid safetensors"),
