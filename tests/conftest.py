@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 LONGEST_FIRST = ("training", "faults", "browser", "services")
 """Folders whose files take longest. With the short files last, several pytest processes end at about the same time."""
 
-GRACE_SECONDS = 5.0
+GRACE_SECONDS = 20.0
 """Time that threads, children and sockets have to end after the test."""
 KILLED_SECONDS = 30.0
 """Limit for the end of a child that was left behind and got SIGKILL."""

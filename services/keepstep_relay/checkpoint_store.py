@@ -38,6 +38,7 @@ from keepstep_relay.core.events import (
     Table,
     TableArrived,
     Tick,
+    TooLate,
     UploadEnded,
 )
 from keepstep_relay.core.machine import RelayCore
@@ -111,7 +112,7 @@ class CheckpointStore:
 
     # ---- an upload
 
-    async def begin(self, key: Key, facts: Facts) -> bool:
+    async def begin(self, key: Key, facts: Facts, rank: int | None = None) -> bool:
         """Return False if the checkpoint exists already. Raises ``RefusedError``, ``DiskError``."""
         if facts.kind is Kind.DURABLE and not self._accepts_durable:
             raise RefusedError(
@@ -120,7 +121,11 @@ class CheckpointStore:
                 f"--memory-checkpoints",
             )
         async with self.chunks.locks(key):
-            new = Keep(key) in self.step(Begun(key, facts))
+            decisions = self.step(Begun(key, facts, rank))
+            for one in decisions:
+                if isinstance(one, TooLate):
+                    raise RefusedError(Cause.GONE, f"{key} was deleted: {one.reason}")
+            new = Keep(key) in decisions
             if new:
                 self.records[key] = Record(facts, time.time())
                 log.info("upload began", job=key.job, checkpoint=key.id, step=facts.step, kind=facts.kind.value)

@@ -222,16 +222,14 @@ def _save(
 ) -> None:
     try:
         target.begin()
-        before_exchange = facts.world_size > 1
         try:
             parts = local()
             _check_objects(parts)
             layout = Layout.of(parts, {key: digest_of(part) for key, part in parts.items()} if check_replicas else {})
-            before_exchange = False
             target.store(written(parts, facts.rank, _plan(target, facts, layout), unread))
             target.commit()
         except BaseException as error:
-            target.fail(f"{type(error).__name__}: {error}", before_exchange=before_exchange)
+            target.fail(f"{type(error).__name__}: {error}")
             raise
     finally:
         target.close()

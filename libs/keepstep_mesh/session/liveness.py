@@ -40,7 +40,8 @@ class Liveness:
     def judge(self, now: float, heard: float, *, stalled: bool) -> Literal["lives", "ask", "silent"] | None:
         """Judge a peer last heard at ``heard``.
 
-        Return ``"ask"``: send a ping; ``"silent"``: close the connection; None: the answer to the ping is not late.
+        Return ``"lives"``; ``"ask"``: send a ping; ``"silent"``: close the connection; None: wait for the answer to
+        the ping.
         """
         half = self.timeout / 2
         if now - heard < half:

@@ -326,16 +326,18 @@ class LighthouseNode:
             self._term_is_over(reason)
 
     async def _raise_epoch(self, term: Term, session: Session, hello: Hello) -> None:
+        is_raised = False
         try:
-            await term.raise_epoch(hello.epoch_seen)
+            is_raised = await term.raise_epoch(hello.epoch_seen)
         except TermOverError as error:
             self.term_failed(term, str(error))
         if self.term is not term:
             session.refuse("not_ready", self.trouble or "the lighthouse began another term; retry")
             return
-        log.warning("epoch raised", epoch=term.epoch, replica_id=session.replica_id, seen=hello.epoch_seen)
-        self.events.begin_epoch(term.epoch)
-        self._welcomed.epoch_raised()
+        if is_raised:
+            log.warning("epoch raised", epoch=term.epoch, replica_id=session.replica_id, seen=hello.epoch_seen)
+            self.events.begin_epoch(term.epoch)
+            self._welcomed.epoch_raised()
         if not session.ending:
             self._open(session, hello)
 

@@ -31,7 +31,7 @@ class Welcomed:
         self._left.pop(process, None)
 
     def epoch_raised(self) -> None:
-        """Forget the processes that left: they do not have the new epoch."""
+        """Forget the processes that left, without the new epoch. Those that are connected get it with an answer."""
         self._left.clear()
 
     def end(self, session: int) -> None:

@@ -78,12 +78,14 @@ class Term:
         async with self._one_write:
             await self._write(compare, writes)
 
-    async def raise_epoch(self, seen: int) -> None:
-        """Raise the epoch above ``seen``, which a worker reported."""
+    async def raise_epoch(self, seen: int) -> bool:
+        """Raise the epoch above ``seen``, which a worker reported. Return False if it is above already."""
         async with self._one_write:
-            if self.epoch <= seen:
-                await self._write((), (Write(EPOCH_KEY, b"%d" % (seen + 1)),))
-                self.epoch = seen + 1
+            if self.epoch > seen:
+                return False
+            await self._write((), (Write(EPOCH_KEY, b"%d" % (seen + 1)),))
+            self.epoch = seen + 1
+            return True
 
     async def _write(self, compare: Sequence[Compare], writes: Sequence[Write]) -> None:
         leader = () if self._leader is None else (self._leader,)

@@ -82,7 +82,7 @@ CHECKPOINTS = "/v1/jobs/{job}/checkpoints"
 ONE = f"{CHECKPOINTS}/{{id}}"
 SHAPES = {
     f"GET {CHECKPOINTS}": Shape(CheckpointsView, query={"step": "only checkpoints of this step"}),
-    f"POST {CHECKPOINTS}": Shape(CheckpointView, status=201, body=BeginBody),
+    f"POST {CHECKPOINTS}": Shape(CheckpointView, status=201, body=BeginBody, query={"rank": "rank that begins"}),
     f"GET {ONE}": Shape(CheckpointDetail),
     f"DELETE {ONE}": Shape(None, status=204),
     f"POST {ONE}/plan": Shape(PlanView, body=PlanBody),
@@ -154,7 +154,8 @@ class _Admin:
             if not lowest <= value < MAX_STEP:
                 raise bad(f"invalid {name} {value!r:.40}: expected {lowest} <= {name} < 2^53")
         facts = Facts(body.step, Kind(body.kind), body.ranks, body.quorum_id, body.one_producer)
-        new = await self._store.begin(key, facts)
+        rank = requests.rank(request) if "rank" in request.query else None
+        new = await self._store.begin(key, facts, rank)
         return self._view(key, HTTPStatus.CREATED if new else HTTPStatus.OK)
 
     async def plan(self, request: web.Request) -> web.Response:

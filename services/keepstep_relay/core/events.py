@@ -143,6 +143,8 @@ class Limits:
 class Begun:
     key: Key
     facts: Facts
+    rank: int | None = None
+    """The rank that begins; None: the request does not name it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,6 +325,13 @@ class Keep:
 
 
 @dataclass(frozen=True, slots=True)
+class TooLate:
+    """Refuse a ``Begun``, which changes nothing: another rank failed before this one began."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Seal:
     """Sync these chunks, the manifests and the record of the commit to disk; then send ``Sealed``."""
 
@@ -377,4 +386,4 @@ class Wake:
     what: tuple[Key | bytes, ...]
 
 
-Decision = Keep | Seal | UploadEnded | Forget | Drop | Evict | Wake
+Decision = Keep | TooLate | Seal | UploadEnded | Forget | Drop | Evict | Wake

@@ -11,7 +11,8 @@ Rules:
   counts. The core knows only their digests.
 * The first root digest of a rank counts; another producer's table with a different root is refused.
 * An upload ends when a rank that has not reported is silent for ``upload_seconds``, or reports an error. An arriving
-  chunk is a sign of life of every rank whose table names it.
+  chunk is a sign of life of every rank whose table names it. A rank that begins within ``upload_seconds`` after such an
+  error gets the reason, once; it does not begin the upload again, which the others have left.
 * Several relays may share a live state, a part each. When all ranks report that the rest is at other relays, the
   upload is over; the part is dropped once no process has read it for ``reading_seconds``.
 * Only these committed checkpoints are dropped unasked: those beyond the count or age of their kind. Never the newest of
@@ -32,6 +33,7 @@ before it answers a request; send ``ChunkArrived`` only for verified chunks.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from keepstep_relay.core.checkpoint import MAX_ENDED, Checkpoint, Ended, Holder
 from keepstep_relay.core.events import (
@@ -71,6 +73,7 @@ from keepstep_relay.core.events import (
     TableArrived,
     Tick,
     Tier,
+    TooLate,
     Wake,
 )
 from keepstep_relay.core.eviction import evictions
@@ -89,8 +92,8 @@ class RelayCore(RelayState):
             RefusedError: The event is refused, and nothing has changed.
         """
         match event:
-            case Begun(key, facts):
-                return self._begin(key, facts, now)
+            case Begun(key, facts, rank):
+                return self._begin(key, facts, rank, now)
             case RootReported():
                 return self._root(event, now)
             case LayoutReported(key, rank, digest):
@@ -151,16 +154,24 @@ class RelayCore(RelayState):
 
     # ---- an upload
 
-    def _begin(self, key: Key, facts: Facts, now: float) -> list[Decision]:
+    def _begin(self, key: Key, facts: Facts, rank: int | None, now: float) -> list[Decision]:
         known = self.checkpoints.get(key)
         if known is not None:
             if known.facts != facts:
                 raise RefusedError(
                     Cause.CONFLICT, f"{key} exists already with {known.facts}, not with {facts}: use another id"
                 )
+            self._rank_begins(known, rank, now)
             return []
         if facts.ranks > self.limits.ranks:
             raise RefusedError(Cause.FULL, f"{key} has {facts.ranks} ranks (limit {self.limits.ranks})")
+        one = Checkpoint(key, facts, now)
+        self._rank_begins(one, rank, now)
+        ended = self.ended.get(key)
+        if ended is not None and rank in ended.absent:
+            self.ended[key] = replace(ended, absent=ended.absent - {rank})
+            if now < ended.at + self.limits.upload_seconds:
+                return [TooLate(ended.reason)]
         is_full = len(self.checkpoints) >= self.limits.checkpoints
         room = self._drop_unused("--max-checkpoints", now) if is_full else []
         if is_full and not room:
@@ -171,8 +182,13 @@ class RelayCore(RelayState):
                 f"--durable-ttl)",
             )
         self.ended.pop(key, None)
-        self.checkpoints[key] = Checkpoint(key, facts, now)
+        self.checkpoints[key] = one
         return [*room, Keep(key), Wake((key,))]
+
+    def _rank_begins(self, one: Checkpoint, rank: int | None, now: float) -> None:
+        if rank is not None:
+            one.check_rank(rank)
+            self._alive(one, rank, now)
 
     def _root(self, report: RootReported, now: float) -> list[Decision]:
         one = self.checkpoint(report.key)
@@ -272,7 +288,8 @@ class RelayCore(RelayState):
         if report.error is not None:
             one = self.upload(key)
             one.check_rank(rank)
-            return self._end(one, f"rank {rank} failed: {report.error}", State.ABORTED, now)
+            absent = frozenset(range(one.facts.ranks)) - one.heard.keys() - one.reported - {rank}
+            return self._end(one, f"rank {rank} failed: {report.error}", State.ABORTED, now, absent=absent)
         one = self.checkpoint(key)
         one.check_rank(rank)
         if one.committed_at is not None:
@@ -322,14 +339,21 @@ class RelayCore(RelayState):
     # ---- ends
 
     def _end(
-        self, one: Checkpoint, reason: str, state: State | None, now: float, *, is_fault: bool = True
+        self,
+        one: Checkpoint,
+        reason: str,
+        state: State | None,
+        now: float,
+        *,
+        is_fault: bool = True,
+        absent: frozenset[int] = frozenset(),
     ) -> list[Decision]:
         if one.sealing:
             raise RefusedError(Cause.CONFLICT, f"{one.key} is being committed; ask again")
         reported = one.committed_at is not None or one.is_part
         ended = [] if reported else [one.ended(self.missing_bytes(one), reason if is_fault else "")]
         del self.checkpoints[one.key]
-        self.ended[one.key] = Ended(reason, state)
+        self.ended[one.key] = Ended(reason, state, absent, now)
         while len(self.ended) > MAX_ENDED:
             self.ended.popitem(last=False)
         for rank, table in one.tables.items():

@@ -12,7 +12,7 @@ MAX_MESSAGE_BYTES = 64 << 10
 
 
 class Message(Enum):
-    """Those before ``READY`` come from the main process, the others go to it. Its end closes the socket."""
+    """Those before ``READY`` come from the main process, the others go to it. The socket ends with the process."""
 
     SETTINGS = b"s"
     """The first message. JSON follows."""

@@ -138,6 +138,7 @@ class ChunkStore:
             if not error.full:
                 raise
         await self._settled_soon()
+        may_drop = True
         async with self._making_room:  # the room made for one write may be enough for the next
             while True:
                 try:
@@ -145,12 +146,11 @@ class ChunkStore:
                 except DiskError as error:
                     if not error.full:
                         raise
-                    if not self._make_disk_room():
+                    if not may_drop or not self._make_disk_room():
                         if self._full_log.allows(time.monotonic()):
                             log.error("the disk is full", reason=str(error))
                         raise
-                    if not await self._settled_soon():
-                        raise
+                    may_drop = await self._settled_soon()  # drop no more while nothing is deleted
 
     def step(self, event: Event) -> list[Decision]:
         """Apply an event, and carry out the decisions about chunks. Return the others for the caller to carry out."""

@@ -35,6 +35,7 @@ from keepstep_relay.core.events import (
     TableArrived,
     Tick,
     Tier,
+    TooLate,
     UploadEnded,
     Wake,
 )
@@ -318,3 +319,22 @@ def test_a_checkpoint_that_was_written_down_is_taken_up_with_what_is_there_of_it
     assert relay.core.checkpoints[C1].missing == {0: 1}
     assert relay.core.deadline() == 110
     assert relay(ChunkArrived(C, DISK)) == [Drop((C,))]
+
+
+def test_a_rank_that_begins_soon_after_another_failed_gets_the_reason_once():
+    relay, facts = Driver(), Facts(3, Kind.DURABLE, 3)
+    relay(Begun(C1, facts, 0), Begun(C1, facts, 1), RankReported(C1, 1, "no memory"))
+    assert relay(Begun(C1, facts, 2)) == [TooLate("rank 1 failed: no memory")]
+    assert relay(Begun(C1, facts, 2)) == [Keep(C1), Wake((C1,))], "a retry"
+    relay(Aborted(C1, "by hand"))
+    assert relay(Begun(C1, facts, 0)) == [Keep(C1), Wake((C1,))], "no rank has failed"
+
+    relay(RankReported(C1, 0, "no memory"))
+    assert relay(Begun(C1, facts, 0)) == [Keep(C1), Wake((C1,))], "a retry of the one that failed"
+    assert relay(Begun(C1, facts, 1)) == [], "it joins the retry"
+    relay(RankReported(C1, 0, "no memory"))
+    assert relay(Begun(C1, facts)) == [Keep(C1), Wake((C1,))], "a client that does not name its rank"
+
+    relay(RankReported(C1, 0, "no memory"))
+    assert relay(Begun(C1, facts, 1), at=relay.now + 60.0) == [Keep(C1), Wake((C1,))], "too long ago"
+    relay.refused(Begun(C1, facts, 3), Cause.CONFLICT, "has no rank 3: expected 0 to 2")

@@ -38,8 +38,6 @@ FAIL_SECONDS = 5.0
 MAX_LOSSES = 10
 """Restarts of the relay that one request outlives."""
 NOT_FOUND, CONFLICT, GONE = 404, 409, 410
-FAILED = b"keepstep-failed\0"
-"""Begins the layout of a rank that failed. The reason follows."""
 LOST = frozenset({NOT_FOUND})
 INCOMPLETE = frozenset({NOT_FOUND, CONFLICT})
 """Answers to a chunk and to a result after a restart of the relay: the upload, the manifest, or a chunk is missing."""
@@ -68,7 +66,7 @@ class RelayTarget:
     def _begin(self) -> str:
         facts = self._facts
         body = {"id": self._location.id, "step": facts.step, "kind": facts.kind, "ranks": facts.world_size}
-        return str(self._ask("POST", self._link.all_path, body).get("state"))
+        return str(self._ask("POST", f"{self._link.all_path}?rank={facts.rank}", body).get("state"))
 
     def exchange(self, layout: bytes) -> Exchanged:
         """See ``CheckpointTarget``."""
@@ -84,12 +82,7 @@ class RelayTarget:
             digests = list(self._wait("layouts")["digests"])
         different = {digest: number for number, digest in enumerate(dict.fromkeys(map(bytes.fromhex, digests)))}
         layouts = tuple(layout if digest == own else self._get_layout(digest) for digest in different)
-        of_rank = tuple(different[bytes.fromhex(digest)] for digest in digests)
-        for number, found in enumerate(layouts):
-            if found.startswith(FAILED):
-                error = found.removeprefix(FAILED).decode(errors="replace")
-                raise CheckpointAborted(f"{self._location} was aborted: rank {of_rank.index(number)} failed: {error}")
-        return Exchanged(layouts, of_rank)
+        return Exchanged(layouts, tuple(different[bytes.fromhex(digest)] for digest in digests))
 
     def _get_layout(self, digest: bytes) -> bytes:
         target = f"{self._link.path}/layouts/{digest.hex()}"
@@ -155,27 +148,18 @@ class RelayTarget:
             finally:
                 pool.shutdown(cancel_futures=True)
 
-    def fail(self, error: str, *, before_exchange: bool = False) -> None:
+    def fail(self, error: str) -> None:
         """See ``CheckpointTarget``."""
         self._link.close()  # its connections have the deadline of the save, which may have passed
         self._link.deadline = Deadline(FAIL_SECONDS, "the failure did not reach the relay")
-        error = error[:1000] or "unknown error"
         try:
-            if before_exchange and self._leave(error):
-                return
-            self._ask("POST", f"{self._link.path}/result", {"rank": self._facts.rank, "error": error})
+            text = error[:1000].encode(errors="backslashreplace").decode()
+            body = {"rank": self._facts.rank, "error": text or "unknown error"}
+            self._ask("POST", f"{self._link.path}/result", body)
         except CheckpointAborted:
             pass
         except (CheckpointError, TransferError, BrokenConnection) as problem:
             log.warning("the failure did not reach the other ranks", reason=str(problem))
-
-    def _leave(self, error: str) -> bool:
-        """Store the error as the layout of this rank. Return whether a rank will read it.
-
-        A rank that has not begun yet would begin an ended upload again, and wait for the others.
-        """
-        answer = self._put(f"{self._link.path}/layout?rank={self._facts.rank}", FAILED + error.encode())
-        return None in answer["digests"]
 
     def close(self) -> None:
         """See ``CheckpointTarget``."""

@@ -162,7 +162,7 @@ class DirectoryTarget:
             if old is not None and (old[1] is None or int(old[1]) >= ranks):
                 file.unlink(missing_ok=True)
 
-    def fail(self, error: str, *, before_exchange: bool = False) -> None:  # noqa: ARG002 - its file waits for all ranks
+    def fail(self, error: str) -> None:
         """See ``CheckpointTarget``."""
         with contextlib.suppress(OSError, CheckpointError):
             if not self._is_committed():

@@ -58,13 +58,8 @@ class CheckpointTarget(Protocol):
             CheckpointAborted: a rank failed, or was not there in time.
         """
 
-    def fail(self, error: str, *, before_exchange: bool = False) -> None:
-        """Tell the other ranks why this one failed. Never raises.
-
-        Args:
-            error: the reason.
-            before_exchange: this rank has not called ``exchange``, which all ranks call: others may not have begun.
-        """
+    def fail(self, error: str) -> None:
+        """Tell the other ranks why this one failed. Never raises."""
 
     def close(self) -> None:
         """Release connections."""

@@ -9,6 +9,7 @@ import pytest
 
 from keepstep import Manager, ProcessGroupGloo
 from keepstep.coordination import LighthouseServer
+from keepstep.lifecycle.manager_settings import DurableSettings
 from keepstep.runtime.exits import EvictedExit
 from keepstep_mesh.exit_codes import EXIT_EVICTED
 from tests.services.manager.groups import manager
@@ -51,6 +52,13 @@ def test_a_launcher_that_cannot_be_told_the_name_is_no_reason_not_to_train(monke
     with manager(lighthouse, "a") as one:
         one.start_quorum()
         assert one.should_commit()
+
+
+def test_the_variable_of_the_durable_relays_overrides_the_argument(monkeypatch):
+    monkeypatch.setenv("KEEPSTEP_DURABLE_RELAYS", "http://a:1, http://b:1")
+    wait = timedelta(seconds=1)
+    settings = DurableSettings.from_arguments(1, None, "http://c:1", 1, newest_wins=False, resume_wait=wait)
+    assert settings.relays == ("http://a:1", "http://b:1")
 
 
 def test_an_evicted_rank_says_so_before_it_ends(capsys):
