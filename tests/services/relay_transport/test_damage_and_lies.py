@@ -215,7 +215,7 @@ LIES = {
 @pytest.mark.parametrize("lie", LIES.values(), ids=list(LIES))
 async def test_a_peer_that_lies_about_what_it_has_costs_little(lie):
     async with relay() as url, says(lie) as liar:
-        with Groups([url], joiners=2, uplink=12 * MIB) as groups, claimed(url, liar.url, groups.mib):
+        with Groups([url], joiners=2, mib=64, uplink=32 * MIB) as groups, claimed(url, liar.url, groups.mib):
             groups.stage()
             await groups.heal(0)
             assert liar.asked

@@ -47,8 +47,8 @@ def test_a_socket_that_is_closed():
 
 def run_under_conftest(folder: Path, repository: Path, source: str, grace: float) -> subprocess.CompletedProcess[str]:
     conftest = (repository / "tests" / "conftest.py").read_text()
-    assert "GRACE_SECONDS = 5.0" in conftest
-    (folder / "conftest.py").write_text(conftest.replace("GRACE_SECONDS = 5.0", f"GRACE_SECONDS = {grace}"))
+    assert "GRACE_SECONDS = 20.0" in conftest
+    (folder / "conftest.py").write_text(conftest.replace("GRACE_SECONDS = 20.0", f"GRACE_SECONDS = {grace}"))
     (folder / "test_leak.py").write_text(source)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     command += ["-o", "asyncio_mode=auto", "-o", f"pythonpath={repository}", str(folder)]
