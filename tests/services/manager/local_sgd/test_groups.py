@@ -254,36 +254,38 @@ def test_a_reduction_that_a_lost_group_interrupts_never_commits_and_its_fragment
     ready, meet = threading.Barrier(2), threading.Barrier(2)
 
     def survivor() -> None:
-        with trainer(lighthouse, "a", "diloco-streaming") as one, one.block:
-            ready.wait(DEADLINE)  # else this group may take its first step alone: both are connected now
-            one.until(1)
-            meet.wait(DEADLINE)
-            before = one.shared()
-            while one.block._schedule.in_flight is None:
-                one.step()
-            while one.block._schedule.in_flight is not None:
-                one.step()
-            assert one.manager.current_step() == 1, "not committed"
-            equal(one.shared(), before)
-            fragment = one.block._fragments[1]
-            equal([each.detach() for each in fragment._parameters.values()], list(fragment.originals.values()))
-            one.until(2)
-            equal(one.shared()[:4], before[:4])
-            assert not torch.equal(one.shared()[4], before[4]), (
-                "the outer step was that of fragment 1 again, not of fragment 0"
-            )
+        with trainer(lighthouse, "a", "diloco-streaming") as one:
+            ready.wait(DEADLINE)  # else one may begin alone, and wait here for the other
+            with one.block:
+                one.until(1)
+                meet.wait(DEADLINE)
+                before = one.shared()
+                while one.block._schedule.in_flight is None:
+                    one.step()
+                while one.block._schedule.in_flight is not None:
+                    one.step()
+                assert one.manager.current_step() == 1, "not committed"
+                equal(one.shared(), before)
+                fragment = one.block._fragments[1]
+                equal([each.detach() for each in fragment._parameters.values()], list(fragment.originals.values()))
+                one.until(2)
+                equal(one.shared()[:4], before[:4])
+                assert not torch.equal(one.shared()[4], before[4]), (
+                    "the outer step was that of fragment 1 again, not of fragment 0"
+                )
 
     def victim() -> None:
-        with trainer(lighthouse, "b", "diloco-streaming", min_replica_size=2) as one, pytest.raises(Died), one.block:
+        with trainer(lighthouse, "b", "diloco-streaming", min_replica_size=2) as one:
             ready.wait(DEADLINE)
-            one.until(1)
+            with pytest.raises(Died), one.block:
+                one.until(1)
 
-            def die(_fragment: int) -> None:
-                raise Died
+                def die(_fragment: int) -> None:
+                    raise Died
 
-            one.block._start = die
-            meet.wait(DEADLINE)
-            one.until(2)
+                one.block._start = die
+                meet.wait(DEADLINE)
+                one.until(2)
 
     together(survivor, victim)
 
