@@ -144,6 +144,6 @@ class Ended:
     reason: str
     state: State | None
     """``COMMITTED``: it was kept for a time. None: a part that was not read, or beyond the count at its commit."""
-    absent: frozenset[int] = frozenset()
-    """Ranks that had not begun when another one failed, and have not got the reason."""
+    absent: int = 0
+    """Bits of the ranks that had not begun when another one failed, and have not got the reason."""
     at: float = 0.0

@@ -168,8 +168,8 @@ class RelayCore(RelayState):
         one = Checkpoint(key, facts, now)
         self._rank_begins(one, rank, now)
         ended = self.ended.get(key)
-        if ended is not None and rank in ended.absent:
-            self.ended[key] = replace(ended, absent=ended.absent - {rank})
+        if ended is not None and rank is not None and ended.absent >> rank & 1:
+            self.ended[key] = replace(ended, absent=ended.absent & ~(1 << rank))
             if now < ended.at + self.limits.upload_seconds:
                 return [TooLate(ended.reason)]
         is_full = len(self.checkpoints) >= self.limits.checkpoints
@@ -288,7 +288,8 @@ class RelayCore(RelayState):
         if report.error is not None:
             one = self.upload(key)
             one.check_rank(rank)
-            absent = frozenset(range(one.facts.ranks)) - one.heard.keys() - one.reported - {rank}
+            came = {*one.heard, *one.reported, rank}
+            absent = sum(1 << each for each in range(one.facts.ranks) if each not in came)
             return self._end(one, f"rank {rank} failed: {report.error}", State.ABORTED, now, absent=absent)
         one = self.checkpoint(key)
         one.check_rank(rank)
@@ -346,7 +347,7 @@ class RelayCore(RelayState):
         now: float,
         *,
         is_fault: bool = True,
-        absent: frozenset[int] = frozenset(),
+        absent: int = 0,
     ) -> list[Decision]:
         if one.sealing:
             raise RefusedError(Cause.CONFLICT, f"{one.key} is being committed; ask again")
