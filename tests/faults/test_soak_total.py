@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from keepstep_cli.chaos.observing.resources import Growth
 from keepstep_cli.chaos.recovery import Cost
-from keepstep_cli.chaos.resources import Growth
 from keepstep_cli.chaos.verdict import Outcome
 from keepstep_cli.chaos.vocabulary import KINDS, Fault, Role, Target
 from tests.faults.soak import total

@@ -19,15 +19,15 @@ from rich.table import Table
 from keepstep_cli.asking import tables
 from keepstep_cli.asking.rest import Lighthouse
 from keepstep_cli.asking.rest import run as run_async
-from keepstep_cli.chaos import observation
-from keepstep_cli.chaos.elsewhere import Templates, command, reaches
 from keepstep_cli.chaos.engine import Duration, Engine
-from keepstep_cli.chaos.injection import Permissions, available, unavailable
-from keepstep_cli.chaos.interruption import cancel_at_signals
+from keepstep_cli.chaos.injecting.elsewhere import Templates, command, reaches
+from keepstep_cli.chaos.injecting.injection import Permissions, available, unavailable
+from keepstep_cli.chaos.injecting.interruption import cancel_at_signals
+from keepstep_cli.chaos.observing import observation
+from keepstep_cli.chaos.observing.targets import Places, find, find_elsewhere
 from keepstep_cli.chaos.recovery import Recovery
 from keepstep_cli.chaos.report import markdown
 from keepstep_cli.chaos.schedule import Limits, Schedule, choices
-from keepstep_cli.chaos.targets import Places, find, find_elsewhere
 from keepstep_cli.chaos.verdict import COLUMNS, GROWTH_COLUMNS, Outcome, fault_rows, growth_rows, summary
 from keepstep_cli.chaos.vocabulary import KINDS, Role, Target
 

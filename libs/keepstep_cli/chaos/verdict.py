@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from keepstep_cli.chaos.observing.resources import Growth
 from keepstep_cli.chaos.recovery import Cost
-from keepstep_cli.chaos.resources import Growth
 from keepstep_cli.chaos.vocabulary import KINDS, Target
 
 COLUMNS = (

@@ -93,9 +93,9 @@ def chaos(
     recover), 7 the job is wedged.
     """
     from keepstep_cli.chaos.chaos_run import Request, prepare, run_chaos, show_plan
-    from keepstep_cli.chaos.elsewhere import parse
     from keepstep_cli.chaos.engine import Duration
-    from keepstep_cli.chaos.injection import Permissions
+    from keepstep_cli.chaos.injecting.elsewhere import parse
+    from keepstep_cli.chaos.injecting.injection import Permissions
     from keepstep_cli.chaos.schedule import Limits
     from keepstep_cli.errors import Wedged
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keepstep_cli.chaos.resources import Growth, joint
+from keepstep_cli.chaos.observing.resources import Growth, joint
 from keepstep_cli.chaos.vocabulary import KINDS, Role
 
 FLAT_BYTES_PER_MINUTE = 256 * 1024

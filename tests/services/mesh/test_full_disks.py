@@ -19,7 +19,7 @@ import aiohttp
 import pytest
 
 from keepstep.step.reporting.step_log import STEP_LOG_ENV, StepLog
-from keepstep_cli.chaos.full_disk import FullDisk
+from keepstep_cli.chaos.injecting.full_disk import FullDisk
 from keepstep_cli.running.console.log_folder import LogFolder
 from keepstep_history.reading import check_files
 from keepstep_relay.core.events import Limits

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from keepstep_cli.chaos.elsewhere import command, parse
-from keepstep_cli.chaos.injection import InjectionError, Permissions, inject_at
-from keepstep_cli.chaos.process_table import Program
-from keepstep_cli.chaos.remote_command import CommandError, run_command
+from keepstep_cli.chaos.injecting.elsewhere import command, parse
+from keepstep_cli.chaos.injecting.injection import InjectionError, Permissions, inject_at
+from keepstep_cli.chaos.injecting.remote_command import CommandError, run_command
+from keepstep_cli.chaos.observing.process_table import Program
 from keepstep_cli.chaos.vocabulary import KINDS, Fault, Role, Target
 from tests.support.services.command import process as started
 

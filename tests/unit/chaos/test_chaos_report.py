@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from keepstep_cli.chaos.observation import differing_weights
+from keepstep_cli.chaos.observing.observation import differing_weights
+from keepstep_cli.chaos.observing.resources import Sample, growth, joint
 from keepstep_cli.chaos.pace import Pace
 from keepstep_cli.chaos.recovery import Cost
 from keepstep_cli.chaos.report import markdown
-from keepstep_cli.chaos.resources import Sample, growth, joint
 from keepstep_cli.chaos.verdict import COLUMNS, Outcome, fault_rows, summary
 from keepstep_cli.chaos.vocabulary import KINDS, Fault, Role, Target
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from keepstep_cli.chaos import process_table
-from keepstep_cli.chaos.targets import Places
+from keepstep_cli.chaos.observing import process_table
+from keepstep_cli.chaos.observing.targets import Places
 from keepstep_cli.chaos.vocabulary import Target
 
 SETTLING_SECONDS = 30.0

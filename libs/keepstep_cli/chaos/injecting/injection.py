@@ -17,11 +17,12 @@ from typing import Any
 from click import ClickException
 
 from keepstep_cli.asking.rest import Lighthouse
-from keepstep_cli.chaos import full_disk, inside, network, process_table
-from keepstep_cli.chaos.elsewhere import Templates, command
-from keepstep_cli.chaos.memory_limit import memory_limited
-from keepstep_cli.chaos.remote_command import CommandError, run_command
-from keepstep_cli.chaos.targets import Place, Places, process_at
+from keepstep_cli.chaos.injecting import full_disk, inside, network
+from keepstep_cli.chaos.injecting.elsewhere import Templates, command
+from keepstep_cli.chaos.injecting.memory_limit import memory_limited
+from keepstep_cli.chaos.injecting.remote_command import CommandError, run_command
+from keepstep_cli.chaos.observing import process_table
+from keepstep_cli.chaos.observing.targets import Place, Places, process_at
 from keepstep_cli.chaos.vocabulary import KINDS, Fault, Role, Target
 from keepstep_cli.running.run_control import order_restart
 

@@ -11,8 +11,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from keepstep_cli.asking.rest import Lighthouse
-from keepstep_cli.chaos import process_table
-from keepstep_cli.chaos.process_table import Program
+from keepstep_cli.chaos.observing import process_table
+from keepstep_cli.chaos.observing.process_table import Program
 from keepstep_cli.chaos.vocabulary import Role, Target
 from keepstep_cli.errors import Unreachable
 from keepstep_cli.running.run_control import order_restart, running_here
