@@ -15,6 +15,7 @@ const TEXTS = {
   verify_every: "compare weights every so many steps (0: only when ordered)",
   on_divergence: "action for a group whose weights differ",
   drain_straggler_after: "drain a straggler after so many steps (0: never)",
+  refuse_going_back: "refuse a start more than one step below the step that the job has reached",
   finish_grace: "wait of finished groups for a lost one, in seconds",
   job_ttl: "time after which an unused job is deleted, in seconds (0: never)",
 };
