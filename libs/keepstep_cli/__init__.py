@@ -1,0 +1,1 @@
+"""The command ``keepstep``: start a job, ask its services and order them, demonstrate, and test faults."""

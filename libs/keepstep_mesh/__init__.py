@@ -1,0 +1,1 @@
+"""What workers and services share: the protocol, settings, security, connections, and telemetry. Imports no torch."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
-def listed(names: Iterable[str], limit: int) -> str:
+def listed(names: Iterable[str], limit: int, separator: str = ", ") -> str:
     """Return ``a, b and 3 more``: the first ``limit`` names and the number of the others."""
     all_names = list(names)
     more = f" and {len(all_names) - limit} more" if len(all_names) > limit else ""
-    return ", ".join(all_names[:limit]) + more
+    return separator.join(all_names[:limit]) + more
 
 
 def bytes_text(value: float) -> str:

@@ -25,7 +25,7 @@ from keepstep_mesh.serving.open_port import FIRST_REQUEST_SECONDS, OpenPort
 from keepstep_mesh.serving.process import Hosted
 from keepstep_mesh.serving.service import Endpoint, Service
 from keepstep_mesh.telemetry.record_sender import Sender
-from keepstep_relay.api import admin, bulk, exchange, frames, prometheus, torch_files
+from keepstep_relay.api import admin, bulk, exchange, frames, prometheus, torch_download
 from keepstep_relay.api.problems import explained
 from keepstep_relay.core.events import Kind, UploadEnded
 from keepstep_relay.node import RelayNode
@@ -76,7 +76,7 @@ class Relay(RelayNode, Embedded):
         self.processes = serving
 
     def routes(self) -> list[Route]:
-        transfers = (*exchange.routes(self), *bulk.routes(self), *torch_files.routes(self))
+        transfers = (*exchange.routes(self), *bulk.routes(self), *torch_download.routes(self))
         every = (*admin.routes(self, self.routes), *transfers)
         return [replace(one, handler=explained(one.handler)) for one in every]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from keepstep.checkpoint.errors import (
+from keepstep.checkpoint.checkpoint_errors import (
     CheckpointAborted,
     CheckpointDamaged,
     CheckpointError,

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from keepstep.checkpoint.errors import CheckpointError
+from keepstep.checkpoint.checkpoint_errors import CheckpointError
 from keepstep.checkpoint.foreign.dcp_directory import DcpDirectory, write_dcp_directory
 from keepstep.checkpoint.foreign.dcp_metadata import METADATA
 from keepstep.checkpoint.foreign.finished_output import check_free

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -10,7 +9,13 @@ from typing import Any
 
 import torch
 
-from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointError, MissingKeys
+from keepstep.checkpoint.checkpoint_errors import (
+    MAX_NAMED,
+    CheckpointDamaged,
+    CheckpointError,
+    MissingKeys,
+    without_keys,
+)
 from keepstep.checkpoint.parts.flattening import Leaf, expand, flatten, place
 from keepstep.checkpoint.parts.local_parts import Part, TensorPart, local_parts
 from keepstep.checkpoint.places.at_relay import RelaySource
@@ -18,10 +23,10 @@ from keepstep.checkpoint.places.directory import DirectorySource
 from keepstep.checkpoint.places.location import AtRelay, parse
 from keepstep.checkpoint.reading import VerifiedReader, Wanted
 from keepstep.checkpoint.stored import CheckpointReader, Piece, StoredCheckpoint, StoredTensor, pieces_of
-from keepstep.checkpointing.direct.connection import Deadline
+from keepstep.checkpointing.direct.http_connection import Deadline
 from keepstep_mesh.protocol.boxes import Box
+from keepstep_mesh.text import listed
 
-MAX_NAMED = 10
 TIMEOUT = timedelta(minutes=10)
 
 
@@ -118,8 +123,8 @@ def _present(leaves: Mapping[str, Leaf], stored: StoredCheckpoint, *, strict: bo
             below = [one for one in available if one.startswith(f"{key}.")]
             if below:
                 raise CheckpointError(
-                    f"{key} is empty here, but the checkpoint has {len(below)} values in it ({_listed(below)}), which "
-                    f"would not be loaded: create them first; an optimizer's with "
+                    f"{key} is empty here, but the checkpoint has {len(below)} values in it "
+                    f"({listed(below, MAX_NAMED)}), which would not be loaded: create them first; an optimizer's with "
                     f"torch.distributed.checkpoint.state_dict.get_optimizer_state_dict"
                 )
             missing.remove(key)
@@ -140,15 +145,7 @@ def _present(leaves: Mapping[str, Leaf], stored: StoredCheckpoint, *, strict: bo
 
 def _missing(missing: list[str], stored: StoredCheckpoint) -> MissingKeys:
     available = stored.keys()
-    close = difflib.get_close_matches(missing[0], available[:10_000], n=3)
-    there = f"similar keys: {', '.join(close)}" if close else f"it has {_listed(list(available))}"
-    message = f"the checkpoint does not have {_listed(missing)}; {there} ({len(available)} keys in all)"
-    return MissingKeys(message, tuple(missing), available)
-
-
-def _listed(keys: list[str]) -> str:
-    text = ", ".join(keys[:MAX_NAMED])
-    return f"{text} and {len(keys) - MAX_NAMED} more" if len(keys) > MAX_NAMED else text or "nothing"
+    return MissingKeys(without_keys(missing, available), tuple(missing), available)
 
 
 def _reads(key: str, part: Part, stored: StoredCheckpoint) -> Iterator[tuple[Piece, torch.Tensor]]:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from keepstep.checkpoint.errors import CheckpointError
+from keepstep.checkpoint.checkpoint_errors import CheckpointError
 from keepstep.checkpoint.parts.flattening import expand, flatten
 from keepstep.checkpoint.parts.local_parts import ObjectPart, Part, TensorPart, local_parts
 from keepstep.checkpoint.parts.pack import Pack, Unread
@@ -23,7 +23,7 @@ from keepstep.checkpoint.places.location import AtRelay, parse
 from keepstep.checkpoint.places.target import CheckpointTarget, SaveFacts
 from keepstep.checkpoint.stored import stored_state
 from keepstep.checkpointing import UnsupportedValue
-from keepstep.checkpointing.direct.connection import Deadline
+from keepstep.checkpointing.direct.http_connection import Deadline
 from keepstep.checkpointing.state.pack_layout import describe
 from keepstep.checkpointing.state.sharding import LocalShard
 from keepstep_mesh.config.logging import get_logger

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
-from keepstep.checkpoint.errors import CheckpointError
+from keepstep.checkpoint.checkpoint_errors import CheckpointError
 from keepstep.checkpoint.parts.flattening import Index, Leaf, Path, build, key_of, pack_path, unpack_path
 from keepstep.checkpoint.reading import Wanted
 from keepstep.checkpointing.state.leaves import TORCH_DTYPES, numpy_dtype

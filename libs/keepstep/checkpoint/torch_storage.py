@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from keepstep.checkpoint.errors import CheckpointError
+from keepstep.checkpoint.checkpoint_errors import CheckpointError
 from keepstep.checkpoint.loading import naming_key, open_reader, read_pieces
 from keepstep.checkpoint.parts.flattening import Index, Leaf
 from keepstep.checkpoint.parts.local_parts import ObjectPart, Part, TensorPart, local_part

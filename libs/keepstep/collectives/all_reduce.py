@@ -19,7 +19,7 @@ from torch.distributed import AllreduceOptions, ReduceOp, Work
 
 from keepstep.collectives.chunks import Chunk, chunks_of
 from keepstep.collectives.composing import compose, on_stream, reduce_alone
-from keepstep.collectives.exchange import ChunkReduction, Exchange, PairReduction, Reduction
+from keepstep.collectives.row_exchange import ChunkReduction, Exchange, PairReduction, Reduction
 from keepstep.process_group import ManagedProcessGroup
 from keepstep.process_group.sequence import Begin
 from keepstep.process_group.works import CompletedWork, JointWork

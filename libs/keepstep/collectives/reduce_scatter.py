@@ -8,7 +8,7 @@ from torch.distributed import ReduceOp, ReduceScatterOptions, Work
 
 from keepstep.collectives.all_reduce import operation_of
 from keepstep.collectives.composing import compose, on_stream, reduce_alone
-from keepstep.collectives.exchange import Exchange
+from keepstep.collectives.row_exchange import Exchange
 from keepstep.process_group import ManagedProcessGroup, ProcessGroupError
 from keepstep.process_group.sequence import Begin
 from keepstep.quantization.fused import factor_of

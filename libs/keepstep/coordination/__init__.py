@@ -5,7 +5,7 @@ failure raises ``RuntimeError`` with the reason. Clients retry a connection with
 """
 
 from keepstep.coordination.lighthouse import LighthouseClient, LighthouseServer, Quorum, QuorumMember
-from keepstep.coordination.manager import ManagerClient, ManagerServer, QuorumResult
+from keepstep.coordination.manager_server import ManagerClient, ManagerServer, QuorumResult
 
 __all__ = [
     "LighthouseClient",

@@ -19,7 +19,7 @@ from typing import Any
 from torch.distributed import DistStoreError, Store
 
 from keepstep.checkpoint.places.location import AtRelay
-from keepstep.checkpointing.direct.connection import Endpoint
+from keepstep.checkpointing.direct.http_connection import Endpoint
 from keepstep.checkpointing.direct.rate_limiter import RateLimiter
 from keepstep.checkpointing.durable.due_checkpoints import (
     MAX_UPLOADERS,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import ReduceOp, Work
 
-from keepstep.checkpointing.state.serialization import load_state, save_state
+from keepstep.checkpointing.state.state_bytes import load_state, save_state
 from keepstep.local_sgd.decoupled import Decoupled, fragment_of, share_of
 from keepstep.local_sgd.merged_fragment import MergedFragment
 from keepstep.optim import changing_weights

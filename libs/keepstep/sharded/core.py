@@ -7,7 +7,7 @@ import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from keepstep.checkpoint.errors import CheckpointError
+from keepstep.checkpoint.checkpoint_errors import CheckpointError
 from keepstep.checkpoint.places.durable_files import write_whole
 
 CONFIG_FNAME = "metadata.json"

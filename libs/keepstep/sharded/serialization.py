@@ -7,10 +7,10 @@ from contextlib import ExitStack
 from typing import Any, TypeVar
 
 from keepstep.sharded.dict_utils import dict_list_map_inplace, nested_values
-from keepstep.sharded.exchange import Ranks
 from keepstep.sharded.mapping import ShardedBase, ShardedObject, ShardedStateDict, StateDict
 from keepstep.sharded.sharded_load import Loaded, load, stored_leaves
 from keepstep.sharded.sharded_save import CONTENT_METADATA_KEY, save
+from keepstep.sharded.stages import Ranks
 from keepstep.sharded.strategies.chosen import load_strategies
 from keepstep.sharded.strategies.interfaces import (
     CheckpointDir,

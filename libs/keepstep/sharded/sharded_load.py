@@ -9,7 +9,6 @@ import torch
 
 from keepstep.sharded.core import CheckpointingException
 from keepstep.sharded.dict_utils import dict_list_map_outplace, extract_matching_values, merge, nested_values
-from keepstep.sharded.exchange import TIMEOUT, Ranks
 from keepstep.sharded.mapping import (
     ShardedObject,
     ShardedStateDict,
@@ -17,6 +16,7 @@ from keepstep.sharded.mapping import (
     StateDict,
     apply_factory_merges,
 )
+from keepstep.sharded.stages import TIMEOUT, Ranks
 from keepstep.sharded.state_parts import RequestedParts, is_empty_range, parts_to_load
 from keepstep.sharded.strategies.chosen import LoadStrategies, load_strategies
 from keepstep.sharded.strategies.interfaces import (

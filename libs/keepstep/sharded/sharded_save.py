@@ -11,9 +11,9 @@ import msgpack
 from keepstep.checkpoint.places.location import InDirectory, parse
 from keepstep.sharded.core import CheckpointingException
 from keepstep.sharded.dict_utils import extract_matching_values, nested_values
-from keepstep.sharded.exchange import TIMEOUT, Ranks
 from keepstep.sharded.mapping import CommonStateDict, ShardedObject, ShardedStateDict, StateDict
 from keepstep.sharded.replicas import check_equal, common_digests, different_paths, digests_of
+from keepstep.sharded.stages import TIMEOUT, Ranks
 from keepstep.sharded.state_parts import SavedParts, parts_to_save
 from keepstep.sharded.strategies.async_requests import AsyncRequest
 from keepstep.sharded.strategies.chosen import SaveStrategies, check_vacant, save_strategies

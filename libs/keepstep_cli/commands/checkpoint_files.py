@@ -149,10 +149,9 @@ def _show(places: Places, done: dict[str, Any], source: str, destination: str) -
     if places.as_json:
         print(json.dumps({"source": source, "destination": destination, **done}))
         return
-    from keepstep_mesh.text import bytes_text
+    from keepstep_mesh.text import bytes_text, listed
 
     size = f"{done['tensors']} tensors ({bytes_text(done['bytes'])}) and {done['objects']} other values"
     print(f"{source} -> {destination}: {size}, {done['format']}")
     if left_out := done["left_out"]:
-        more = f" and {len(left_out) - MAX_NAMED} more" if len(left_out) > MAX_NAMED else ""
-        print(f"left out: {', '.join(left_out[:MAX_NAMED])}{more}")
+        print(f"left out: {listed(left_out, MAX_NAMED)}")

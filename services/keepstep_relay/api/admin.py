@@ -15,7 +15,7 @@ from keepstep_mesh.serving import openapi
 from keepstep_mesh.serving.application import CALLER, Route
 from keepstep_mesh.serving.openapi import Shape
 from keepstep_mesh.serving.rest import bad, json_answer, number, read_body
-from keepstep_relay.api import answers, exchange, requests, torch_files
+from keepstep_relay.api import answers, exchange, requests, torch_download
 from keepstep_relay.api.views import (
     CheckpointDetail,
     CheckpointsView,
@@ -98,7 +98,7 @@ SHAPES = {
     "GET /v1/chunks/{digest}": Shape(None, query=WAIT, gives_bytes=True),
     "PUT /v1/chunks/{digest}": Shape(None, status=201, takes_bytes=True),
     **exchange.SHAPES,
-    **torch_files.SHAPES,
+    **torch_download.SHAPES,
 }
 
 

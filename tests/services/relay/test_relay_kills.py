@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from keepstep import checkpoint
-from keepstep.checkpointing.direct.connection import Endpoint
+from keepstep.checkpointing.direct.http_connection import Endpoint
 from keepstep.checkpointing.direct.rate_limiter import RateLimiter
 from keepstep.checkpointing.durable.durable_upload import Ticket
 from keepstep.checkpointing.durable.durable_writer import DurableWriter

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from keepstep.checkpointing import HTTPTransport, TransferError, UnsupportedValue, http_transport
-from keepstep.checkpointing.state.serialization import save_state
+from keepstep.checkpointing.state.state_bytes import save_state
 from keepstep.checkpointing.state.state_manifest import build_manifest
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES
 from keepstep_mesh.security.tokens import ClientToken

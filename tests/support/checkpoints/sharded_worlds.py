@@ -20,7 +20,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from keepstep.checkpoint.errors import CheckpointNotFound
+from keepstep.checkpoint.checkpoint_errors import CheckpointNotFound
 from keepstep.checkpoint.parts.flattening import flatten
 from keepstep.checkpoint.parts.local_parts import Part, local_parts
 from keepstep.checkpoint.parts.pack import Pack, manifest_of

@@ -20,7 +20,7 @@ from keepstep.checkpoint.places.directory import DirectoryTarget
 from keepstep.checkpoint.places.durable_files import create_whole
 from keepstep.checkpoint.saving import open_target, pack_of, save_facts
 from keepstep.checkpointing import UnsupportedValue
-from keepstep.checkpointing.direct.connection import Deadline
+from keepstep.checkpointing.direct.http_connection import Deadline
 from keepstep.checkpointing.errors import TransferTimeout
 from tests.support.checkpoints.checkpoint_ends import eventually
 

@@ -14,7 +14,7 @@ from keepstep import checkpoint
 from keepstep.checkpoint import CheckpointError
 from keepstep.checkpoint.places.at_relay import RelayTarget
 from keepstep.checkpoint.saving import open_target, save_facts
-from keepstep.checkpointing.direct.connection import BrokenConnection, Connection
+from keepstep.checkpointing.direct.http_connection import BrokenConnection, Connection
 from keepstep.checkpointing.errors import TransferTimeout
 from keepstep_relay.core.events import ChunkLost, Limits, Tier
 from tests.support.services.relay_driver import client, relay, state

@@ -10,8 +10,8 @@ import torch
 from keepstep.checkpointing.state import early_copy
 from keepstep.checkpointing.state.early_copy import EarlyCopy
 from keepstep.checkpointing.state.pack_layout import describe
-from keepstep.checkpointing.state.serialization import save_state
 from keepstep.checkpointing.state.staging import MAX_BUFFERS, StagingArea
+from keepstep.checkpointing.state.state_bytes import save_state
 
 BIG = 300_000
 """Elements; more than ``MIN_BYTES`` of float32."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from torch.distributed import HashStore
 
-from keepstep.checkpointing.direct.connection import BrokenConnection, Endpoint
+from keepstep.checkpointing.direct.http_connection import BrokenConnection, Endpoint
 from keepstep.checkpointing.durable import newest_checkpoint
 from keepstep.checkpointing.durable.due_checkpoints import Stored
 from keepstep.checkpointing.durable.newest_checkpoint import find_newest

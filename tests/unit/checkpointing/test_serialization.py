@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as hnp
 
 from keepstep.checkpointing import TransferError, UnsupportedValue
 from keepstep.checkpointing.state.leaves import TORCH_DTYPES
-from keepstep.checkpointing.state.serialization import load_state, save_state, state_root
+from keepstep.checkpointing.state.state_bytes import load_state, save_state, state_root
 from keepstep.checkpointing.state.state_manifest import read_manifest
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES, Origin
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from keepstep.checkpointing.state.serialization import load_state, save_state
+from keepstep.checkpointing.state.state_bytes import load_state, save_state
 from keepstep.checkpointing.state.state_manifest import read_manifest
 from keepstep_mesh.protocol.manifest import Origin
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep.checkpointing.direct import connection
-from keepstep.checkpointing.direct.connection import Deadline
+from keepstep.checkpointing.direct import http_connection
+from keepstep.checkpointing.direct.http_connection import Deadline
 from keepstep.checkpointing.errors import TransferTimeout
 
 
@@ -20,7 +20,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     one = Clock()
-    monkeypatch.setattr(connection, "time", one)
+    monkeypatch.setattr(http_connection, "time", one)
     return one
 
 

@@ -23,8 +23,8 @@ from keepstep.futures import future_wait
 from keepstep.process_group import ProcessGroupError
 from keepstep.process_group.baby import channel as channel_module
 from keepstep.process_group.baby.channel import Channel, ChannelError
+from keepstep.process_group.baby.child_connection import Connection
 from keepstep.process_group.baby.children import ChildProcess
-from keepstep.process_group.baby.connection import Connection
 from keepstep.process_group.baby.operations import PackedCall, UnpackedCall
 from keepstep.process_group.baby.shared_memory import MAX_IDLE, SegmentPool, new_segment
 

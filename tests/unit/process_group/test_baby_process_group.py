@@ -204,7 +204,7 @@ def test_an_operation_that_begins_while_the_group_is_aborted_fails(ranks, monkey
         group.abort("the test aborts it")
         return PackedCall(*arguments)
 
-    monkeypatch.setattr("keepstep.process_group.baby.connection.PackedCall", packed)
+    monkeypatch.setattr("keepstep.process_group.baby.child_connection.PackedCall", packed)
     with pytest.raises(ProcessGroupError, match="the test aborts it"):
         group.allreduce([torch.ones(3)]).wait(timedelta(seconds=5))
 

@@ -1,7 +1,8 @@
-"""Imports that import-linter cannot see (docs/dependencies.md): packages work without torch, and import late."""
+"""What import-linter cannot see (docs/dependencies.md): rooms and file names, packages without torch, late imports."""
 
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,14 +17,33 @@ PACKAGES = {
     "keepstep_relay",
     "keepstep_metrics",
 }
+MOST_FILES = 14
 
 
 def test_every_package_is_ruled() -> None:
     assert {path.parent.name for top in ("libs", "services") for path in (ROOT / top).glob("*/*.py")} == PACKAGES
 
 
-def modules_of(package: str) -> list[str]:
+def folder_of(package: str) -> Path:
     (folder,) = [top / package for top in (ROOT / "libs", ROOT / "services") if (top / package).is_dir()]
+    return folder
+
+
+@pytest.mark.parametrize("package", sorted(PACKAGES))
+def test_no_file_name_occurs_twice_in_a_package(package: str) -> None:
+    names = Counter(path.name for path in folder_of(package).rglob("*.py") if not path.name.startswith("__"))
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+@pytest.mark.parametrize("package", sorted(PACKAGES))
+def test_a_room_says_what_it_is_for_and_stays_small(package: str) -> None:
+    for room in [path.parent for path in folder_of(package).rglob("__init__.py")]:
+        assert (room / "__init__.py").read_text().startswith('"""'), room
+        assert len([path for path in room.glob("*.py") if not path.name.startswith("__")]) <= MOST_FILES, room
+
+
+def modules_of(package: str) -> list[str]:
+    folder = folder_of(package)
     names = []
     extras = {"otlp_export"}  # loaded only with KEEPSTEP_OTEL; needs keepstep[otel]
     for path in sorted(folder.rglob("*.py")):

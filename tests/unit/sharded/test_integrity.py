@@ -112,7 +112,7 @@ def test_the_answer_is_that_of_counting_every_element(data) -> None:
 
 def test_all_problems_are_counted_and_the_first_of_them_named() -> None:
     leaves = [ShardedObject(f"k{number}", None, (2,), (0,)) for number in range(8)]
-    with pytest.raises(CheckpointingException, match=r"'k0': .*'k4': .*; and 3 more$"):
+    with pytest.raises(CheckpointingException, match=r"'k0': .*'k4': .* and 3 more$"):
         check_integrity(rows(reversed(leaves)))
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
-from keepstep.checkpoint.errors import CheckpointError
+from keepstep.checkpoint.checkpoint_errors import CheckpointError
 from keepstep.checkpoint.parts.flattening import Leaf, Path
 from keepstep.checkpointing import UnsupportedValue
 from keepstep.checkpointing.state.leaves import TORCH_DTYPE_NAMES

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from keepstep.checkpoint.errors import CheckpointError
+from keepstep.checkpoint.checkpoint_errors import CheckpointError
 from keepstep.checkpointing.state.pack_layout import Layout
 from keepstep_mesh.protocol.manifest import (
     ALIGNMENT,

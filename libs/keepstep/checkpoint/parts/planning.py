@@ -21,10 +21,11 @@ from typing import Any, TypeAlias
 import msgpack
 import numpy as np
 
-from keepstep.checkpoint.errors import CheckpointError
+from keepstep.checkpoint.checkpoint_errors import CheckpointError
 from keepstep.checkpoint.parts.local_parts import Mesh, Part, TensorPart
 from keepstep.checkpointing.state.leaves import TORCH_DTYPE_NAMES
 from keepstep_mesh.protocol.boxes import Box, Sizes, uncovered
+from keepstep_mesh.text import listed
 
 VERSION = 1
 MAX_NAMED = 5
@@ -57,7 +58,7 @@ class Row:
     def __str__(self) -> str:
         if not self.dtype:
             return "a value that is not a tensor"
-        sharded = "" if self.mesh is None else f", sharded over ranks {_named(self.mesh.ranks)}"
+        sharded = "" if self.mesh is None else f", sharded over ranks {listed(map(str, self.mesh.ranks), MAX_NAMED)}"
         return f"a {self.dtype} tensor of shape {self.shape}{sharded}"
 
 
@@ -196,7 +197,9 @@ class _Planner:
             elif self._is_held(key, row.mesh, holders):
                 copies[key] = self._choose_copy(row.mesh, row.nbytes)
         if self._problems:
-            raise CheckpointError("the ranks cannot save this state together: " + _listed(self._problems))
+            raise CheckpointError(
+                "the ranks cannot save this state together: " + listed(self._problems, MAX_NAMED, "; ")
+            )
         return Plan(owners, copies, boxes)
 
     def _found(self) -> dict[str, list[tuple[int, Row]]]:
@@ -249,7 +252,7 @@ class _Planner:
             why = f"this checkpoint has {self._world} ranks; pass rank= and world_size= that fit the device mesh"
         else:
             why = "every rank of a device mesh must save its shard"
-        self._problems.append(f"{key}: missing shards of ranks {_named(absent)}: {why}")
+        self._problems.append(f"{key}: missing shards of ranks {listed(map(str, absent), MAX_NAMED)}: {why}")
         return False
 
     def _choose_copy(self, mesh: Mesh, nbytes: int) -> int:
@@ -281,13 +284,3 @@ class _Planner:
             chosen[box] = min(ranks, key=lambda rank: (self._load[rank], rank))
             self._load[chosen[box]] += box.volume * row.itemsize
         return chosen
-
-
-def _named(ranks: Sequence[int]) -> str:
-    text = ", ".join(map(str, ranks[:MAX_NAMED]))
-    return f"{text} and {len(ranks) - MAX_NAMED} more" if len(ranks) > MAX_NAMED else text
-
-
-def _listed(problems: Sequence[str]) -> str:
-    text = "; ".join(problems[:MAX_NAMED])
-    return f"{text}; and {len(problems) - MAX_NAMED} more" if len(problems) > MAX_NAMED else text

@@ -7,13 +7,18 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
-from keepstep.checkpoint.errors import CheckpointAborted, CheckpointDamaged, CheckpointError, CheckpointNotFound
+from keepstep.checkpoint.checkpoint_errors import (
+    CheckpointAborted,
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointNotFound,
+)
 from keepstep.checkpoint.parts.pack import Pack, manifest_of
 from keepstep.checkpoint.places.location import AtRelay
 from keepstep.checkpoint.places.relay_link import RelayLink
 from keepstep.checkpoint.places.target import Exchanged, SaveFacts
 from keepstep.checkpoint.reading import Fill, StoredManifest
-from keepstep.checkpointing.direct.connection import BrokenConnection, Connection, Deadline, Refusal
+from keepstep.checkpointing.direct.http_connection import BrokenConnection, Connection, Deadline, Refusal
 from keepstep.checkpointing.errors import TransferError
 from keepstep.checkpointing.relayed.relay_client import put_chunk
 from keepstep_mesh.config.logging import get_logger

@@ -10,7 +10,7 @@ from typing import TypeVar
 from urllib.parse import quote
 
 from keepstep.checkpoint.places.location import AtRelay
-from keepstep.checkpointing.direct.connection import BrokenConnection, Connection, Deadline, Endpoint, Refusal
+from keepstep.checkpointing.direct.http_connection import BrokenConnection, Connection, Deadline, Endpoint, Refusal
 from keepstep.checkpointing.errors import TransferTimeout
 from keepstep.checkpointing.relayed.relay_client import Credentials
 from keepstep_mesh.config.logging import get_logger

@@ -13,7 +13,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 
-from keepstep.checkpointing.direct.connection import BrokenConnection, Connection
+from keepstep.checkpointing.direct.http_connection import BrokenConnection, Connection
 from keepstep.checkpointing.direct.receiving import ChunkReceiver
 from keepstep.checkpointing.direct.transfer import Transfer
 from keepstep.checkpointing.errors import TransferError

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-from keepstep.checkpointing.direct.connection import BrokenConnection, Connection, Deadline, Endpoint, Refusal
+from keepstep.checkpointing.direct.http_connection import BrokenConnection, Connection, Deadline, Endpoint, Refusal
 from keepstep.checkpointing.direct.http_requests import CANNOT_BE_SENT
 from keepstep.checkpointing.direct.receiving import digest_of
 from keepstep.checkpointing.errors import StateMismatch, TransferError

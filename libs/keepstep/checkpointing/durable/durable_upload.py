@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
-from keepstep.checkpointing.direct.connection import BrokenConnection, Connection, Deadline, Endpoint, Refusal
+from keepstep.checkpointing.direct.http_connection import BrokenConnection, Connection, Deadline, Endpoint, Refusal
 from keepstep.checkpointing.direct.rate_limiter import RateLimiter
 from keepstep.checkpointing.errors import TransferError, TransferTimeout
 from keepstep.checkpointing.relayed.relay_client import Plan, RelayCheckpoint, put_chunk

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import Any
 
-from keepstep.checkpointing.direct.connection import Endpoint, Refusal
+from keepstep.checkpointing.direct.http_connection import Endpoint, Refusal
 from keepstep.checkpointing.direct.rate_limiter import RateLimiter
 from keepstep.checkpointing.durable.due_checkpoints import RelayHealth
 from keepstep.checkpointing.durable.durable_upload import DurableUpload, StagedState, Ticket, run_all, tell_failures

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 
-from keepstep.checkpointing.direct.connection import BrokenConnection, Connection, Deadline, Endpoint
+from keepstep.checkpointing.direct.http_connection import BrokenConnection, Connection, Deadline, Endpoint
 from keepstep.checkpointing.durable.due_checkpoints import Stored, newest
 from keepstep.checkpointing.errors import TransferError
 from keepstep.checkpointing.relayed.relay_client import checkpoints_path

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from keepstep.checkpointing.direct.connection import BrokenConnection, Connection, Deadline, Endpoint
+from keepstep.checkpointing.direct.http_connection import BrokenConnection, Connection, Deadline, Endpoint
 from keepstep.checkpointing.direct.receiving import ChunkReceiver
 from keepstep.checkpointing.errors import TransferError, TransferTimeout
 from keepstep.checkpointing.relayed.relay_client import checkpoints_path

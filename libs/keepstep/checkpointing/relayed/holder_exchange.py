@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from keepstep.checkpointing.direct import holders
-from keepstep.checkpointing.direct.connection import BrokenConnection, Connection, Endpoint, Refusal
+from keepstep.checkpointing.direct.http_connection import BrokenConnection, Connection, Endpoint, Refusal
 from keepstep.checkpointing.direct.peer_choice import Swarm
 from keepstep.checkpointing.direct.transfer import Transfer
 from keepstep.checkpointing.errors import TransferError

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from keepstep.checkpointing.direct.connection import BrokenConnection, Connection, Endpoint, Refusal
+from keepstep.checkpointing.direct.http_connection import BrokenConnection, Connection, Endpoint, Refusal
 from keepstep.checkpointing.direct.peer_choice import RELAY, SOURCE, Swarm
 from keepstep.checkpointing.direct.receiving import ChunkReceiver
 from keepstep.checkpointing.direct.transfer import Transfer

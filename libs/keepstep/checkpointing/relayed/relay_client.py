@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 from urllib.parse import quote
 
-from keepstep.checkpointing.direct.connection import Connection, Endpoint
+from keepstep.checkpointing.direct.http_connection import Connection, Endpoint
 from keepstep.checkpointing.errors import TransferError
 from keepstep.checkpointing.transport import Exchange
 from keepstep_mesh.security.tls import TlsFiles, watched_client_context

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
 
-from keepstep.checkpointing.direct.connection import BrokenConnection, Endpoint
+from keepstep.checkpointing.direct.http_connection import BrokenConnection, Endpoint
 from keepstep.checkpointing.direct.peer_choice import RELAY, SOURCE, Swarm
 from keepstep.checkpointing.direct.sending.http_server import CheckpointServer
 from keepstep.checkpointing.direct.transfer import Transfer

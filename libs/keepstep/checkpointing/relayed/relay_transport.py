@@ -12,8 +12,8 @@ from datetime import timedelta
 from functools import partial
 from typing import TypeVar
 
-from keepstep.checkpointing.direct.connection import Endpoint
 from keepstep.checkpointing.direct.direct_fetch import DirectChunks
+from keepstep.checkpointing.direct.http_connection import Endpoint
 from keepstep.checkpointing.direct.peer_choice import SOURCE
 from keepstep.checkpointing.direct.transfer import ChunkSource, Transfer
 from keepstep.checkpointing.http_transport import HTTPTransport

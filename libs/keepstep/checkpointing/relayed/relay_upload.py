@@ -13,7 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from keepstep.checkpointing.direct.connection import BrokenConnection, Connection, Deadline, Endpoint, Refusal
+from keepstep.checkpointing.direct.http_connection import BrokenConnection, Connection, Deadline, Endpoint, Refusal
 from keepstep.checkpointing.direct.rate_limiter import RateLimiter
 from keepstep.checkpointing.errors import TransferError, TransferTimeout
 from keepstep.checkpointing.relayed.relay_client import LiveCheckpoint, home, put_chunk

@@ -20,7 +20,7 @@ from torch.distributed import Work
 from keepstep.collectives.codecs.codec import Codec, Round, RoundRunner
 from keepstep.collectives.codecs.row_layout import RowLayout, blocks
 from keepstep.collectives.composing import compose, reduce_alone
-from keepstep.collectives.exchange import Exchange
+from keepstep.collectives.row_exchange import Exchange
 from keepstep.process_group.sequence import Begin
 
 

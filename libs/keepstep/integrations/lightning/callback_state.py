@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from keepstep.integrations.lightning.package import callbacks
+from keepstep.integrations.lightning.lightning_modules import callbacks
 
 SAVED_AT = "keepstep_saved_at"
 """Key of the step of the last checkpoint, which ``ModelCheckpoint`` saves once and has in no state."""

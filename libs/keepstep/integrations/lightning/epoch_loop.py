@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from keepstep.integrations.lightning.package import fabric_data, loops
+from keepstep.integrations.lightning.lightning_modules import fabric_data, loops
 
 
 class CommittedEpochLoop(loops._TrainingEpochLoop):  # type: ignore[misc]  # noqa: SLF001  has no public name

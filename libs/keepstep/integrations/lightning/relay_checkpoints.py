@@ -13,7 +13,7 @@ import torch
 
 from keepstep.checkpoint.places.location import parse
 from keepstep.checkpoint.places.relay_files import RelayFiles
-from keepstep.integrations.lightning.package import checkpoint_io
+from keepstep.integrations.lightning.lightning_modules import checkpoint_io
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.protocol.manifest import chunk_count
 

@@ -21,7 +21,7 @@ from keepstep.integrations.group_number import group_and_groups
 from keepstep.integrations.lightning.callback_state import load_states, states
 from keepstep.integrations.lightning.closure_optimizer import ClosureOptimizer
 from keepstep.integrations.lightning.epoch_loop import CommittedEpochLoop
-from keepstep.integrations.lightning.package import fabric_seed, strategies, trainer_states
+from keepstep.integrations.lightning.lightning_modules import fabric_seed, strategies, trainer_states
 from keepstep.manager import Manager
 from keepstep.process_group import ProcessGroupGloo, ProcessGroupNCCL
 

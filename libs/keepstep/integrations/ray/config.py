@@ -11,7 +11,7 @@ from typing import Any
 from keepstep.coordination import LighthouseServer
 from keepstep.integrations.ray.function_context import GroupContext
 from keepstep.integrations.ray.group_environment import set_group_environment
-from keepstep.integrations.ray.package import Backend, Config, ray
+from keepstep.integrations.ray.ray_classes import Backend, Config, ray
 from keepstep_mesh.config.settings import split_addresses
 from keepstep_mesh.security.tokens import Tokens
 

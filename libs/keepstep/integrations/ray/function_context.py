@@ -9,7 +9,7 @@ from __future__ import annotations
 from types import TracebackType
 
 from keepstep.integrations.ray.node_drains import NodeDrains
-from keepstep.integrations.ray.package import FunctionContext
+from keepstep.integrations.ray.ray_classes import FunctionContext
 from keepstep.manager import running_managers
 from keepstep.runtime.exits import JobClosedExit
 from keepstep_mesh.config.logging import get_logger

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from keepstep.integrations.ray.package import ray
+from keepstep.integrations.ray.ray_classes import ray
 
 
 def set_group_environment(job: str | None, secrets: Mapping[str, str]) -> None:

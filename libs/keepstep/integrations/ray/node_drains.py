@@ -10,7 +10,7 @@ import threading
 import time
 from datetime import timedelta
 
-from keepstep.integrations.ray.package import ray
+from keepstep.integrations.ray.ray_classes import ray
 from keepstep.manager import running_managers
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.threads.starting import Thread

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple, Self
 
-from keepstep.sharded.exchange import TIMEOUT, Ranks
+from keepstep.sharded.stages import TIMEOUT, Ranks
 from keepstep_mesh.threads.starting import Thread
 
 

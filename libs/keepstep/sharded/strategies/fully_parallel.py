@@ -14,8 +14,8 @@ from keepstep.checkpointing.state.leaves import TORCH_DTYPES
 from keepstep.sharded.core import CheckpointingException
 from keepstep.sharded.dict_utils import dict_list_map_outplace, nested_values
 from keepstep.sharded.distribution import ShardId, distribute_shards_to_ranks, saving_ranks, shard_id, with_saving_ranks
-from keepstep.sharded.exchange import Ranks
 from keepstep.sharded.mapping import ShardedStateDict, ShardedTensor, StateDict
+from keepstep.sharded.stages import Ranks
 from keepstep.sharded.strategies.async_requests import AsyncRequest
 from keepstep.sharded.strategies.interfaces import (
     AsyncSaveShardedStrategy,

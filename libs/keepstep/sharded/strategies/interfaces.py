@@ -9,8 +9,8 @@ from enum import Enum
 from typing import TypeAlias
 
 from keepstep.sharded.core import CheckpointingException
-from keepstep.sharded.exchange import TIMEOUT
 from keepstep.sharded.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
+from keepstep.sharded.stages import TIMEOUT
 from keepstep.sharded.strategies.async_requests import AsyncRequest
 
 CheckpointDir: TypeAlias = str | os.PathLike[str]

@@ -19,9 +19,9 @@ from keepstep.checkpoint.stored import StoredCheckpoint
 from keepstep.checkpoint.stored import pieces_of as stored_pieces
 from keepstep.sharded.core import CheckpointingException
 from keepstep.sharded.dict_utils import nested_values
-from keepstep.sharded.exchange import TIMEOUT, Ranks
 from keepstep.sharded.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict, is_main_replica
 from keepstep.sharded.pieces import pieces_of
+from keepstep.sharded.stages import TIMEOUT, Ranks
 from keepstep.sharded.strategies.async_requests import AsyncRequest
 from keepstep.sharded.strategies.interfaces import (
     AsyncSaveShardedStrategy,

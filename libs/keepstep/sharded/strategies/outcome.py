@@ -10,7 +10,7 @@ from keepstep.checkpoint.loading import open_reader
 from keepstep.checkpoint.places.directory import RECORD
 from keepstep.checkpoint.places.location import InDirectory, parse
 from keepstep.sharded.core import CONFIG_FNAME
-from keepstep.sharded.exchange import StageFailed
+from keepstep.sharded.stages import StageFailed
 from keepstep.sharded.strategies.interfaces import CheckpointDir
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError

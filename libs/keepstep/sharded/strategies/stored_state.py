@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -11,6 +10,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
+from keepstep.checkpoint.checkpoint_errors import without_keys
 from keepstep.sharded.core import CheckpointingException
 from keepstep.sharded.dict_utils import dict_list_map_outplace, nested_values
 from keepstep.sharded.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
@@ -18,7 +18,6 @@ from keepstep.sharded.pieces import pieces_of
 from keepstep.sharded.strategies.interfaces import CheckpointDir, LoadShardedStrategy, ShardedMetadata
 from keepstep_mesh.protocol.boxes import Box, Sizes, whole
 
-MAX_NAMED = 5
 COMMON_STATE_KEY = "common_state/shard_0_1"
 """The object that holds the values without sharding, in formats that have no file of its own for them."""
 
@@ -142,12 +141,8 @@ def _check_present(leaves: list[Any], stored: StoredState) -> None:
             missing.append(key)
     if missing:
         available = [*stored.tensors, *stored.objects]
-        close = difflib.get_close_matches(missing[0], available[:10_000], n=3)
-        hint = f"; similar keys: {', '.join(close)}" if close else ""
-        named = ", ".join(missing[:MAX_NAMED]) + (f" and {len(missing) - MAX_NAMED} more" * (len(missing) > MAX_NAMED))
         raise CheckpointingException(
-            f"the checkpoint does not have {named}{hint} ({len(available)} keys in all). StrictHandling says what a "
-            f"load does with such keys"
+            f"{without_keys(missing, available)}. StrictHandling says what a load does with such keys"
         )
 
 

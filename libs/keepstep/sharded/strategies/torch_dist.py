@@ -15,8 +15,8 @@ from keepstep.checkpoint.foreign.dcp_metadata import METADATA
 from keepstep.checkpoint.foreign.dcp_metadata_file import dcp_metadata_file
 from keepstep.checkpoint.places.durable_files import write_whole
 from keepstep.sharded.core import CheckpointingException
-from keepstep.sharded.exchange import TIMEOUT, Ranks
 from keepstep.sharded.mapping import ShardedStateDict
+from keepstep.sharded.stages import TIMEOUT, Ranks
 from keepstep.sharded.strategies.async_requests import AsyncRequest
 from keepstep.sharded.strategies.directory_loading import DirectoryLoadStrategy, directory_of
 from keepstep.sharded.strategies.distcp_files import Item, items_of, merged, pack_written, remove_files, write_items

@@ -48,8 +48,7 @@ def check_integrity(rows_of_ranks: Sequence[Sequence[ShardRow]]) -> None:
     """
     problems = integrity_problems(rows_of_ranks)
     if problems:
-        more = f"; and {len(problems) - MAX_NAMED} more" if len(problems) > MAX_NAMED else ""
-        raise CheckpointingException("invalid sharding: " + "; ".join(problems[:MAX_NAMED]) + more)
+        raise CheckpointingException(f"invalid sharding: {listed(problems, MAX_NAMED, '; ')}")
 
 
 def integrity_problems(rows_of_ranks: Sequence[Sequence[ShardRow]]) -> list[str]:

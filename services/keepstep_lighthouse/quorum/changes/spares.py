@@ -23,7 +23,7 @@ from keepstep_lighthouse.quorum.events import DrainOrdered, ReplaceOrdered
 from keepstep_lighthouse.quorum.group import Group
 from keepstep_lighthouse.quorum.job_record import Replacement
 from keepstep_lighthouse.quorum.job_state import JobState
-from keepstep_lighthouse.quorum.rules import spares
+from keepstep_lighthouse.quorum.rules import spare_groups
 from keepstep_lighthouse.quorum.rules.reasons import named
 
 NO_SPARE = "no spare is ready"
@@ -77,7 +77,7 @@ def refusal(state: JobState, group: Group) -> str | None:
         return f"{group.replica_id} does not train: {group.excluded.sentence or group.excluded.reason.value}"
     if group.draining is not None:
         return f"{group.replica_id} is draining already"
-    if not spares.ready(state.groups, state.probation):
+    if not spare_groups.ready(state.groups, state.probation):
         return NO_SPARE
     if state.record.policy.max_replicas == 1:
         return _no_room(group)
@@ -90,11 +90,11 @@ def _is_ordered(state: JobState, group: Group) -> bool:
 
 def _is_without_spare(state: JobState, group: Group) -> bool:
     """Return whether no spare is left for a group with an order: none is ready, and others have those that were."""
-    if state.takeover.until is not None or spares.ready(state.groups, state.probation):
+    if state.takeover.until is not None or spare_groups.ready(state.groups, state.probation):
         return False
     leaving = [one for one, _ in _to_replace(state)]
     stay = [one for one in state.groups if one.excluded is None and one.draining is None and one not in leaving]
-    without = spares.target(state.groups, state.record.policy) - len(stay)
+    without = spare_groups.target(state.groups, state.record.policy) - len(stay)
     return group in leaving[max(0, len(leaving) - without) :] if without > 0 else False
 
 
@@ -146,12 +146,12 @@ def _to_replace(state: JobState) -> list[tuple[Group, Replacement]]:
 
 def _let_in(state: JobState, now: float) -> None:
     groups, leaving = state.groups, [group.replica_id for group, _ in _to_replace(state)]
-    target = spares.target(groups, state.record.policy)
+    target = spare_groups.target(groups, state.record.policy)
     most = state.record.policy.max_replicas or target + len(leaving)
     missing = min(target + len(leaving), most) - groups.counted
     if missing <= 0 or not groups.standing_by:
         return
-    for spare in spares.ready(groups, state.probation)[:missing]:
+    for spare in spare_groups.ready(groups, state.probation)[:missing]:
         there = groups.counted
         groups.let_in(spare, now)
         if state.record.quorum_id != state.record.first_quorum_id:
@@ -166,11 +166,11 @@ def _drain_replaced(state: JobState) -> None:
     if not (waiting := _to_replace(state)):
         return
     policy = state.record.policy
-    target = spares.target(state.groups, policy)
+    target = spare_groups.target(state.groups, policy)
     least = target - 1 if policy.max_replicas == target else target  # no room for a spare before the group has left
-    ready = sum(map(spares.trains_well, state.groups))
+    ready = sum(map(spare_groups.trains_well, state.groups))
     for group, order in waiting:
-        left = ready - spares.trains_well(group)
+        left = ready - spare_groups.trains_well(group)
         if left < least:
             return
         orders.drain(state, DrainOrdered(group.replica_id, f"replaced: {order.reason}", order.by))

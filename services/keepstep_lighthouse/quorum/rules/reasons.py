@@ -12,7 +12,7 @@ from keepstep_lighthouse.quorum.events import Reason
 from keepstep_lighthouse.quorum.group import WORKING, Exclusion, Group
 from keepstep_lighthouse.quorum.groups import Groups
 from keepstep_lighthouse.quorum.job_record import JobRecord
-from keepstep_lighthouse.quorum.rules import spares
+from keepstep_lighthouse.quorum.rules import spare_groups
 from keepstep_lighthouse.quorum.rules.quorum_rules import Verdict, candidate_count, initial_count, least_candidates
 from keepstep_mesh.protocol.lineage import is_following
 from keepstep_mesh.protocol.membership import FinalState
@@ -198,7 +198,7 @@ def of_group(group: Group, groups: Groups, record: JobRecord, now: float) -> Rea
             "a second `keepstep run` of one job needs --first-replica N",
         )
     if group.is_excluded(Exclusion.SPARE):
-        wanted = spares.target(groups, policy)
+        wanted = spare_groups.target(groups, policy)
         numbers = {"groups": groups.counted, "target": wanted}
         why = f"{group.replica_id} stands by as a spare: the job has {groups.counted} of {wanted} groups"
         return Reason("spare", numbers, why)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from keepstep.checkpointing.direct.connection import Endpoint
+from keepstep.checkpointing.direct.http_connection import Endpoint
 from keepstep.checkpointing.direct.rate_limiter import RateLimiter
 from keepstep.checkpointing.durable import durable_upload, durable_writer
 from keepstep.checkpointing.durable.durable_upload import Ticket

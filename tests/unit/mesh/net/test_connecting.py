@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from keepstep.checkpointing.direct import connection
-from keepstep.checkpointing.direct.connection import BrokenConnection, Connection, Deadline, Endpoint
+from keepstep.checkpointing.direct import http_connection
+from keepstep.checkpointing.direct.http_connection import BrokenConnection, Connection, Deadline, Endpoint
 from keepstep.rendezvous import store_client
 from keepstep.rendezvous.key_value_server import Table
 from keepstep_mesh.net.connecting import connect
@@ -41,7 +41,7 @@ def test_a_transfer_ends_that_connects_to_a_host_that_does_not_answer(
 ) -> None:
     monkeypatch.setattr(Interrupted, "begun", begun)
     monkeypatch.setattr(Interrupted, "interrupt", lambda _: one.interrupt())
-    monkeypatch.setattr(connection, "open_socket", lambda *how: open_socket(*how, Interrupted))
+    monkeypatch.setattr(http_connection, "open_socket", lambda *how: open_socket(*how, Interrupted))
     with switched_off() as address:
         one = Connection(Endpoint.of(address, dict), Deadline(PATIENCE, "no answer"), PATIENCE)
         with pytest.raises(BrokenConnection, match="interrupted"):

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
 
-from keepstep.checkpointing.direct.connection import QUEUE_FIELD
+from keepstep.checkpointing.direct.http_connection import QUEUE_FIELD
 from keepstep.checkpointing.direct.rate_limiter import RateLimiter
 
 SHORT_BYTES = 64 << 10

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Sequence
+
 from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.text import listed
+
+MAX_NAMED = 10
 
 
 class CheckpointError(KeepstepError):
@@ -35,3 +41,10 @@ class MissingKeys(CheckpointError, KeyError):
         self.available = available
 
     __str__ = Exception.__str__
+
+
+def without_keys(missing: Sequence[str], available: Sequence[str]) -> str:
+    """Return which keys a checkpoint does not have, and which of its keys are similar to the first one."""
+    close = difflib.get_close_matches(missing[0], available[:10_000], n=3)
+    there = f"similar keys: {', '.join(close)}" if close else f"it has {listed(available, MAX_NAMED) or 'nothing'}"
+    return f"the checkpoint does not have {listed(missing, MAX_NAMED)}; {there} ({len(available)} keys in all)"

@@ -1,0 +1,1 @@
+"""Faults: inject each kind into a process, here or elsewhere, and undo it."""

@@ -1,0 +1,1 @@
+"""The job from outside: its processes, their logs, memory, and descriptors."""
