@@ -7,10 +7,7 @@ make bench BENCH="--peer-python ~/torchft/bin/python"
 
 from __future__ import annotations
 
-import datetime as dt
-import json
 import os
-import platform
 import signal
 import sys
 from pathlib import Path
@@ -37,9 +34,9 @@ import step_cost
 import swarm
 import transfer
 from figures import Figure
+from report import machine, table, write
 from rich.console import Console
-from rich.table import Table
-from sides import WORK, Side, keepstep_side, torchft_side
+from sides import WORK, keepstep_side, torchft_side
 
 BENCHMARKS = {
     "quorum": quorum_round.run,
@@ -66,58 +63,6 @@ ALONE = {
     "scale": scale.run,
 }
 """Without torchft: these need no environment of it."""
-
-
-def machine() -> dict[str, object]:
-    def first(path: str, key: str) -> str:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-        return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), "")
-
-    return {
-        "processor": first("/proc/cpuinfo", "model name"),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory": first("/proc/meminfo", "MemTotal"),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "load_before": os.getloadavg()[0],
-    }
-
-
-def table(figures: list[Figure]) -> Table:
-    def shown(number: float | None) -> str:
-        return "" if number is None else f"{number:.3g}" if abs(number) < 1000 else f"{number:.0f}"
-
-    shape = Table(title="keepstep beside torchft, same run")
-    for column in ("figure", "unit", "keepstep", "torchft", "ratio", "target", "reached"):
-        shape.add_column(column, justify="left" if column in ("figure", "unit", "reached") else "right")
-    for figure in figures:
-        sign = ">=" if figure.more_is_better else "<="
-        limit = (
-            max(figure.bounds()) if figure.more_is_better and figure.bounds() else min(figure.bounds(), default=None)
-        )
-        reached = {True: "[green]yes", False: "[red]no", None: ""}[figure.reached()]
-        shape.add_row(
-            figure.name,
-            f"{figure.unit}, {figure.statistic}",
-            shown(figure.value(figure.ours)),
-            shown(figure.value(figure.theirs)),
-            shown(figure.ratio()),
-            "" if limit is None else f"{sign} {shown(limit)}",
-            reached,
-        )
-    return shape
-
-
-def write(figures: list[Figure], facts: dict[str, object], sides: list[Side]) -> Path:
-    path = WORK / "results.json"
-    record = {
-        "when": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
-        "machine": facts,
-        "versions": {side.name: side.version() for side in sides},
-        "figures": [figure.record() for figure in figures],
-    }
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    return path
 
 
 @click.command()

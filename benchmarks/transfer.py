@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from figures import Figure, Limit, p50
+from report import machine, table, write
+from rich.console import Console
 from sides import HERE, WORK, Side, keepstep_side, stop, torchft_side
 
 GIB = 1 << 30
@@ -186,9 +188,6 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--peer-python", type=Path, help="a Python that has torchft")
     given = parser.parse_args()
-    from rich.console import Console
-    from run import machine, table, write
-
     WORK.mkdir(exist_ok=True)
     log = WORK / "log.txt"
     log.write_text("")

@@ -109,7 +109,7 @@ class Attempt:
         self._began_at = (self._context.progress.step, self._context.progress.lineage)
 
     def wait_plan(self) -> QuorumPlan:
-        """Wait for the quorum and return the plan of this step. See ``QuorumRequest.wait`` for errors."""
+        """Wait for the quorum and return the plan of this step. See ``PendingQuorum.wait`` for errors."""
         return self._rounds.wait()
 
     @property

@@ -49,6 +49,7 @@ class RankAsk:
     """Reason why this rank, and so the group, leaves (SIGTERM); empty: it stays."""
     layout: str = ""
     handle: str = ""
+    """Unused; it keeps its place among the fields, which the wire has in order."""
     checkpoint: str = ""
     """Metadata with which a peer's transport fetches this rank's state."""
     root: StateRoot | None = None

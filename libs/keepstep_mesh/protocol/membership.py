@@ -28,7 +28,7 @@ class MemberInfo:
     """Digest of parameter names, shapes, dtypes and bucket layout; empty while unknown."""
     data: Data = None
     handles: tuple[str, ...] = ()
-    """Reconfigure handle of each rank's process group, if it has one."""
+    """Unused; it keeps its place among the fields, which the wire has in order."""
     rendezvous: int = 1
     """Version of the rendezvous that its ranks understand."""
 

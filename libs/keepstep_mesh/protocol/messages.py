@@ -58,7 +58,7 @@ class Hello:
     heartbeat_interval_ms: int = 0
     """Interval that the worker asks for; 0: the lighthouse chooses."""
     library: str = ""
-    """Name and version of the client, for logs."""
+    """Name and version of the client, which an error about protocol versions names."""
     host: str = ""
     """Name of its machine."""
     runtime: str = ""
@@ -208,6 +208,7 @@ class Welcome:
     heartbeat_interval_ms: int
     heartbeat_timeout_ms: int
     reconnect_grace_ms: int
+    """For operators who read the wire; no worker uses it."""
     lighthouse: str = ""
     """Name of the lighthouse, for logs."""
     services: tuple[ServiceAddress, ...] = ()
@@ -230,6 +231,7 @@ class Timing:
     """0: the worker keeps its own."""
     heartbeat_timeout_ms: int
     reconnect_grace_ms: int
+    """For operators who read the wire; no worker uses it."""
     heal_timeout_ms: int = 0
 
 

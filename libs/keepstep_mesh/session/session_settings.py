@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from dataclasses import dataclass, field
+from importlib.metadata import version
 
 from keepstep_mesh.config.settings import from_environment
 from keepstep_mesh.security.tls import TlsFiles, tls_of_client
@@ -29,7 +30,7 @@ class SessionSettings:
     heartbeat_interval: float = 0.1
     """A request; the lighthouse decides."""
     library: str = ""
-    """Name and version of the client, for logs."""
+    """Name and version of the client, which an error about protocol versions names."""
     about: About = field(default_factory=About)
     """Sent to the lighthouse for operators."""
     tls: TlsFiles = field(default_factory=TlsFiles)
@@ -57,6 +58,7 @@ class SessionSettings:
             token=ClientToken(),
             connect_timeout=connect_timeout,
             heartbeat_interval=heartbeat_interval,
+            library=f"keepstep {version('keepstep')}",
             tls=tls_of_client(),
             about=About(socket.gethostname(), runtime, max(0, _groups() - spares), standby=spares > 0),
         )

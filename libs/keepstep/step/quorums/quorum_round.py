@@ -13,7 +13,7 @@ from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.step.context import StepContext
 from keepstep.step.first_error import FirstError
 from keepstep.step.healing import StateExchange
-from keepstep.step.quorums.quorum_request import QuorumRequest
+from keepstep.step.quorums.pending_quorum import PendingQuorum
 from keepstep.step.reporting.step_telemetry import StepTimes
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.protocol.group_messages import RankAsk
@@ -73,7 +73,7 @@ class QuorumRound:
         self._objection: Exception | None = None
         """Why no group must commit this step, known with the answer. This group keeps its state then."""
         context.source = context.follower.source if context.follower is not None else ""
-        self._request = QuorumRequest(context, self._form(ask), ask.timeout_ms / 1000)
+        self._request = PendingQuorum(context, self._form(ask), ask.timeout_ms / 1000)
 
     async def _form(self, ask: RankAsk) -> QuorumPlan:
         """Get the quorum and rebuild the process group for it. On the mesh thread."""
@@ -145,7 +145,7 @@ class QuorumRound:
         self._request.withdraw()
 
     def wait(self, *, may_resume: bool = False) -> QuorumPlan:
-        """Wait for the quorum and return its plan. See ``QuorumRequest.wait`` for ``may_resume`` and errors."""
+        """Wait for the quorum and return its plan. See ``PendingQuorum.wait`` for ``may_resume`` and errors."""
         context = self._context
         if self.plan is None:
             self.plan = self._request.wait(self._times, may_resume=may_resume)

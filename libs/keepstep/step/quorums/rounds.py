@@ -47,7 +47,7 @@ class Rounds:
         self.current = QuorumRound(self._context, ask, self._rules, self._times, self._errors)
 
     def wait(self) -> QuorumPlan:
-        """Wait for the current quorum and its process group. See ``QuorumRequest.wait`` for errors.
+        """Wait for the current quorum and its process group. See ``PendingQuorum.wait`` for errors.
 
         Raises:
             RuntimeError: none was requested.

@@ -38,7 +38,7 @@ REPORT_WAIT_SECONDS = 0.5
 """After this time the metrics service learns that the group waits for a quorum."""
 
 
-class QuorumRequest:
+class PendingQuorum:
     """One request and its answer.
 
     Args:
