@@ -4,8 +4,8 @@
     allreduce       wait for the quorum and the process group, then average over the groups that take part
     should_commit   wait for the collectives, exchange live state, vote with the other ranks of the group
 
-Everything that communicates runs on the mesh thread; everything that touches the user's state runs on the training
-thread. ``step/attempt.py`` has the course of a step, ``lifecycle/`` how a group comes and goes.
+Everything that communicates runs on the event-loop thread; everything that touches the user's state runs on the
+training thread. ``step/attempt.py`` has the course of a step, ``lifecycle/`` how a group comes and goes.
 """
 
 from __future__ import annotations

@@ -101,11 +101,11 @@ class ParameterServer(ABC):
         routes = [web.post(NEW_SESSION, self._begin), web.post(PATH, self._rendezvous)]
         self._listener = GroupListener(host, port, token, routes)
         self._spawner = Spawner.shared() if isinstance(self._session_group(), ProcessGroupBaby) else None
-        self._mesh = LoopThread("keepstep-parameter-server")
+        self._loop_thread = LoopThread("keepstep-parameter-server")
         try:
             if self._spawner is not None:
                 self._spawner.fork().discard()  # wait for its start, so that no client has to
-            self._base = self._mesh.call(self._listener.start(), CALL_MARGIN_SECONDS)
+            self._base = self._loop_thread.call(self._listener.start(), CALL_MARGIN_SECONDS)
         except BaseException:
             self._stop()
             raise
@@ -151,11 +151,11 @@ class ParameterServer(ABC):
         """
         group = _new_group(cls)  # an error of it must not leave a session that waits for this client
         try:
-            mesh = LoopThread("keepstep-new-session")
+            loop_thread = LoopThread("keepstep-new-session")
             try:
-                session_id = mesh.call(_request_session(address), REQUEST_SECONDS + CALL_MARGIN_SECONDS)
+                session_id = loop_thread.call(_request_session(address), REQUEST_SECONDS + CALL_MARGIN_SECONDS)
             finally:
-                mesh.stop()
+                loop_thread.stop()
             store = RendezvousStore(f"http://{urlsplit(address).netloc}", Table(session_id), token=ClientToken())
             try:
                 _connect(group, store, session_id, CLIENT_RANK)
@@ -184,7 +184,7 @@ class ParameterServer(ABC):
             sessions = list(self._sessions.values())
         atexit.unregister(self.shutdown)
         try:
-            self._mesh.call(self._listener.close(), CALL_MARGIN_SECONDS)
+            self._loop_thread.call(self._listener.close(), CALL_MARGIN_SECONDS)
         finally:
             for session in sessions:
                 session.abort("the parameter server was shut down")
@@ -197,7 +197,7 @@ class ParameterServer(ABC):
     def _stop(self) -> None:
         if self._spawner is not None:
             self._spawner.release()
-        self._mesh.stop()
+        self._loop_thread.stop()
 
     async def _begin(self, _request: web.Request) -> web.Response:
         session = _Session(self._base)

@@ -27,12 +27,12 @@ class Connections(Generic[K, C]):
     """One connection for each key, opened on first use. Callers that wait for one key do not block those of another.
 
     Args:
-        mesh: the event loop on which connections live.
+        loop_thread: the event loop on which connections live.
         open_one: opens the connection of a key.
     """
 
-    def __init__(self, mesh: LoopThread, open_one: Callable[[K], Coroutine[Any, Any, C]]) -> None:
-        self._mesh = mesh
+    def __init__(self, loop_thread: LoopThread, open_one: Callable[[K], Coroutine[Any, Any, C]]) -> None:
+        self._loop_thread = loop_thread
         self._open_one: Callable[[K], Coroutine[Any, Any, C]] = open_one
         self._lock = threading.Lock()
         self._opened: dict[K, concurrent.futures.Future[C]] = {}
@@ -42,7 +42,7 @@ class Connections(Generic[K, C]):
         with self._lock:
             one = self._opened.get(key)
             if one is None or (one.done() and (one.cancelled() or one.exception() is not None)):
-                one = self._opened[key] = self._mesh.spawn(self._open_one(key))
+                one = self._opened[key] = self._loop_thread.spawn(self._open_one(key))
         return one.result(timeout)
 
     def leave_all(self, reason: str) -> None:
@@ -51,13 +51,13 @@ class Connections(Generic[K, C]):
             opened, self._opened = self._opened, {}
         for one in opened.values():
             if not one.cancel() and one.exception() is None:
-                leave(self._mesh, one.result(), reason)
+                leave(self._loop_thread, one.result(), reason)
 
 
-def leave(mesh: LoopThread, one: LighthouseSession | GroupServer | RankClient, reason: str) -> None:
+def leave(loop_thread: LoopThread, one: LighthouseSession | GroupServer | RankClient, reason: str) -> None:
     """Leave gracefully if the peer confirms within ``CLOSE_LEAVE_SECONDS``; close the connection in any case."""
     try:
-        mesh.call(one.leave(reason, CLOSE_LEAVE_SECONDS), CLOSE_LEAVE_SECONDS + CALL_MARGIN_SECONDS)
+        loop_thread.call(one.leave(reason, CLOSE_LEAVE_SECONDS), CLOSE_LEAVE_SECONDS + CALL_MARGIN_SECONDS)
     except (TimeoutError, KeepstepError, OSError) as error:
         log.info("closed without a graceful leave", reason=f"{type(error).__name__}: {error}")
-    mesh.call(one.close(), CALL_MARGIN_SECONDS)
+    loop_thread.call(one.close(), CALL_MARGIN_SECONDS)

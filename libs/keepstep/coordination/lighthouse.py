@@ -161,12 +161,12 @@ class LighthouseServer:
         host, port = bind_address(listen.bind)
         if host in ("::", "0.0.0.0"):  # noqa: S104  torchft's spelling of "everywhere"
             listen = replace(listen, bind=f"{_interfaces(listen)}:{port}")
-        self._mesh = LoopThread("keepstep-lighthouse")
+        self._loop_thread = LoopThread("keepstep-lighthouse")
         try:
             self._service: Lighthouse = Lighthouse(LighthouseSettings(**vars(listen), policy=policy))
-            self._mesh.call(self._service.start(), START_SECONDS)
+            self._loop_thread.call(self._service.start(), START_SECONDS)
         except BaseException:
-            self._mesh.stop()
+            self._loop_thread.stop()
             raise
 
     def address(self) -> str:
@@ -179,8 +179,8 @@ class LighthouseServer:
 
     def shutdown(self) -> None:
         """Stop the lighthouse and its thread. Sessions of clients break."""
-        self._mesh.call(self._service.stop(), START_SECONDS)
-        self._mesh.stop()
+        self._loop_thread.call(self._service.stop(), START_SECONDS)
+        self._loop_thread.stop()
 
 
 def _interfaces(listen: ListenSettings) -> str:
@@ -233,8 +233,8 @@ class LighthouseClient:
     def __init__(self, addr: str, connect_timeout: timedelta) -> None:
         self._addresses = split_addresses(addr)
         self._connect_timeout = connect_timeout.total_seconds()
-        self._mesh = LoopThread("keepstep-lighthouse-client")
-        self._sessions = Connections(self._mesh, self._open_session)
+        self._loop_thread = LoopThread("keepstep-lighthouse-client")
+        self._sessions = Connections(self._loop_thread, self._open_session)
         self._replicas: collections.defaultdict[str, _Replica] = collections.defaultdict(_Replica)
 
     async def _open_session(self, replica_id: str) -> LighthouseSession:
@@ -290,7 +290,7 @@ class LighthouseClient:
             timeout_ms=max(1, round(seconds * 1000)),
             info=replica.info(address or "", store_address or "", world_size or 0, data),
         )
-        answer = self._mesh.wait_for(lambda: session.request_quorum(request), seconds + CALL_MARGIN_SECONDS)
+        answer = self._loop_thread.wait_for(lambda: session.request_quorum(request), seconds + CALL_MARGIN_SECONDS)
         return Quorum(answer.quorum_id, replica.participants(answer), answer.created_ms / 1000)
 
     def heartbeat(self, replica_id: str, timeout: timedelta = timedelta(seconds=5)) -> None:
@@ -304,9 +304,9 @@ class LighthouseClient:
             TimeoutError: no lighthouse answered.
         """
         seconds = timeout.total_seconds()
-        self._mesh.call(self._session(replica_id).probe(seconds), seconds + CALL_MARGIN_SECONDS)
+        self._loop_thread.call(self._session(replica_id).probe(seconds), seconds + CALL_MARGIN_SECONDS)
 
     def shutdown(self) -> None:
         """Leave with all replica_ids, close their sessions and stop the thread."""
         self._sessions.leave_all("client shut down")
-        self._mesh.stop()
+        self._loop_thread.stop()

@@ -104,11 +104,11 @@ class ManagerServer:
             lambda _: None,  # the server informs the ranks and logs the reason
             lambda _: None,
         )
-        self._mesh = LoopThread("keepstep-manager-server")
+        self._loop_thread = LoopThread("keepstep-manager-server")
         try:
-            self._mesh.call(self._server.start(), connect_timeout.total_seconds() + CALL_MARGIN_SECONDS)
+            self._loop_thread.call(self._server.start(), connect_timeout.total_seconds() + CALL_MARGIN_SECONDS)
         except BaseException:
-            self._mesh.stop()
+            self._loop_thread.stop()
             raise
 
     def address(self) -> str:
@@ -117,8 +117,8 @@ class ManagerServer:
 
     def shutdown(self) -> None:
         """Leave the job, then stop the server and its thread."""
-        leave(self._mesh, self._server, "shutdown")
-        self._mesh.stop()
+        leave(self._loop_thread, self._server, "shutdown")
+        self._loop_thread.stop()
 
 
 class ManagerClient:
@@ -132,8 +132,8 @@ class ManagerClient:
     def __init__(self, addr: str, connect_timeout: timedelta) -> None:
         self._addr = addr
         self._connect_timeout = connect_timeout.total_seconds()
-        self._mesh = LoopThread("keepstep-manager-client")
-        self._clients = Connections(self._mesh, self._open_client)
+        self._loop_thread = LoopThread("keepstep-manager-client")
+        self._clients = Connections(self._loop_thread, self._open_client)
         self._answers: dict[int, tuple[int, int, int]] = {}
         self._requests = itertools.count(1)
 
@@ -185,7 +185,7 @@ class ManagerClient:
             round(seconds * 1000),
             checkpoint=checkpoint_metadata,
         )
-        plan = self._mesh.call(client.ask(ask), seconds + CALL_MARGIN_SECONDS)
+        plan = self._loop_thread.call(client.ask(ask), seconds + CALL_MARGIN_SECONDS)
         self._answers[group_rank] = (plan.epoch, plan.quorum_id, plan.attempt)
         source = plan.members[plan.source].info.address if plan.source is not None else ""
         return QuorumResult(
@@ -220,7 +220,7 @@ class ManagerClient:
         epoch, quorum_id, attempt = self._answers.get(group_rank, (0, 0, 0))
         seconds = timeout.total_seconds()
         vote = RankVote(epoch, quorum_id, step, attempt, should_commit)
-        return self._mesh.call(client.vote(vote, seconds), seconds + CALL_MARGIN_SECONDS)
+        return self._loop_thread.call(client.vote(vote, seconds), seconds + CALL_MARGIN_SECONDS)
 
     def checkpoint_metadata(self, rank: int, timeout: timedelta) -> str:
         """Return the ``checkpoint_metadata`` that a rank passed to its last ``quorum``.
@@ -232,7 +232,7 @@ class ManagerClient:
         Raises:
             TimeoutError: no answer within ``timeout``.
         """
-        return self._mesh.call(
+        return self._loop_thread.call(
             checkpoint_metadata(self._addr, rank, ClientToken(), timeout.total_seconds()),
             timeout.total_seconds() + 1,
         )
@@ -240,4 +240,4 @@ class ManagerClient:
     def shutdown(self) -> None:
         """Close all connections and stop the thread."""
         self._clients.leave_all("shutdown")
-        self._mesh.stop()
+        self._loop_thread.stop()

@@ -146,7 +146,7 @@ def _name_of_group() -> str:
 
 
 def connect_group(
-    mesh: LoopThread, settings: LinkSettings, on_failed: Callable[[str], None], on_push: Callable[[Push], None]
+    loop_thread: LoopThread, settings: LinkSettings, on_failed: Callable[[str], None], on_push: Callable[[Push], None]
 ) -> tuple[RankLink, Store | None]:
     """On rank 0, start the group server and its lighthouse session; on other ranks, connect to the server.
 
@@ -177,7 +177,7 @@ def connect_group(
             on_push,
         )
         try:
-            mesh.call(server.start(), limit + CALL_MARGIN_SECONDS)
+            loop_thread.call(server.start(), limit + CALL_MARGIN_SECONDS)
         except Banned as error:
             if store is not None:
                 store.announce_ban(str(error), settings.world_size - 1)
@@ -187,7 +187,7 @@ def connect_group(
         try:
             store.announce_rank_0(server.address, server.replica_id)
         except BaseException:
-            mesh.call(server.close(), CALL_MARGIN_SECONDS)
+            loop_thread.call(server.close(), CALL_MARGIN_SECONDS)
             raise
         return server, store.store
     assert store is not None
@@ -202,7 +202,7 @@ def connect_group(
         settings.quorum_retries,
     )
     limit = _left(deadline)
-    mesh.call(client.start(limit), limit + CALL_MARGIN_SECONDS)
+    loop_thread.call(client.start(limit), limit + CALL_MARGIN_SECONDS)
     return client, store.store
 
 

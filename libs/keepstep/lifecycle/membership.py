@@ -50,8 +50,8 @@ class GroupMembership:
         """Act on pushes and on SIGTERM from now on."""
         self._context = context
         self._termination = TerminationFlag(self.leave_soon)
-        context.mesh.loop.call_soon_threadsafe(self._replay_early)
-        self._watch = context.mesh.spawn(context.evidence.watch())
+        context.loop_thread.loop.call_soon_threadsafe(self._replay_early)
+        self._watch = context.loop_thread.spawn(context.evidence.watch())
 
     def _replay_early(self) -> None:
         self._replayed = True
@@ -61,13 +61,13 @@ class GroupMembership:
     # ---- from the group and the lighthouse
 
     def on_group_failed(self, reason: str) -> None:
-        """End this process, because the group has lost one of its ranks. On the mesh thread."""
+        """End this process, because the group has lost one of its ranks. On the event-loop thread."""
         if not self.ended and self._settings.world_size > 1:
             fatal = self._context.fatal if self._context is not None else None
             end_process(reason, fatal.exit_code if isinstance(fatal, PrintedExit) else EXIT_GROUP_FAILED)
 
     def on_push(self, push: Push) -> None:
-        """Act on a message that the lighthouse sent without a request. On the mesh thread."""
+        """Act on a message that the lighthouse sent without a request. On the event-loop thread."""
         context = self._context
         if context is None or not self._replayed:
             self._early.append(push)
@@ -107,7 +107,7 @@ class GroupMembership:
             self.request_leave(reason)
             return
         context.leaves_soon = f"{reason} with {notice:g} s of notice"
-        loop = context.mesh.loop
+        loop = context.loop_thread.loop
         loop.call_soon_threadsafe(loop.call_later, notice, self.request_leave, reason)
 
     def request_leave(self, reason: str) -> None:
@@ -115,7 +115,7 @@ class GroupMembership:
         context = self._context
         if context is not None and not context.leaving and not self.ended:
             context.leaving = reason
-            context.mesh.loop.call_soon_threadsafe(context.link.request_leave, reason)
+            context.loop_thread.loop.call_soon_threadsafe(context.link.request_leave, reason)
 
     def leave(self, context: StepContext) -> NoReturn:
         """Say goodbye to the lighthouse, and raise Drained."""
@@ -124,7 +124,7 @@ class GroupMembership:
             reason, min(seconds, LEAVE_SECONDS), cause=leave_cause(reason), step=context.progress.step
         )
         with contextlib.suppress(TimeoutError, KeepstepError, OSError):  # the group leaves without confirmation then
-            context.mesh.call(goodbye, seconds)
+            context.loop_thread.call(goodbye, seconds)
         context.end_with(Drained(reason))
 
     def end(self, context: StepContext, limit: float, *, in_step: bool) -> None:
@@ -146,7 +146,7 @@ class GroupMembership:
             elif error:
                 reason, cause = f"the script ended with {error}", "failed"
             try:
-                context.mesh.call(context.link.leave(reason, limit, cause=cause, step=step), limit + 1.0)
+                context.loop_thread.call(context.link.leave(reason, limit, cause=cause, step=step), limit + 1.0)
             except (TimeoutError, KeepstepError, OSError) as problem:
                 context.log.info("left without confirmation", reason=f"{type(problem).__name__}: {problem}")
         elif in_step and self._settings.world_size > 1:

@@ -54,20 +54,20 @@ def connect(
     Raises:
         TimeoutError, KeepstepError, EvictedExit, ValueError: as ``Manager``; all that was opened is closed again.
     """
-    mesh, own = LoopThread(), settings.link
+    loop_thread, own = LoopThread(), settings.link
     with contextlib.ExitStack() as closing:
-        closing.callback(mesh.stop)
+        closing.callback(loop_thread.stop)
         try:
-            link, store = connect_group(mesh, own, membership.on_group_failed, membership.on_push)
+            link, store = connect_group(loop_thread, own, membership.on_group_failed, membership.on_push)
         except Banned as error:
             raise EvictedExit(str(error)) from error
-        closing.callback(lambda: mesh.call(link.close(), CALL_MARGIN_SECONDS))
+        closing.callback(lambda: loop_thread.call(link.close(), CALL_MARGIN_SECONDS))
         if transport is None:
             transport = _relay_transport(settings, link)
             closing.callback(transport.shutdown)
         progress = GroupProgress(link.replica_id, f"{NEW}{link.replica_id}" if settings.init_sync else "")
         context = StepContext(
-            mesh=mesh,
+            loop_thread=loop_thread,
             link=link,
             settings=own,
             reconfigurer=Reconfigurer(
@@ -86,7 +86,7 @@ def connect(
             state=LiveState(progress.state_dict, progress.load),
             progress=progress,
             steps=StepLog(own.job, link.replica_id, own.rank),
-            telemetry=StepTelemetry(mesh, link, own, on_step),
+            telemetry=StepTelemetry(loop_thread, link, own, on_step),
             log=log.bind(replica_id=link.replica_id, rank=own.rank),
             timeout=settings.timeout,
             evidence=FailureEvidence(settings.timeout.total_seconds()),
@@ -136,7 +136,7 @@ def disconnect(context: StepContext, limit: float, *, wait: bool) -> None:
     context.transport.shutdown(wait=wait)
     context.telemetry.close()
     with contextlib.suppress(TimeoutError, concurrent.futures.CancelledError):
-        context.mesh.call(context.link.close(), limit)
-    context.mesh.stop()
+        context.loop_thread.call(context.link.close(), limit)
+    context.loop_thread.stop()
     context.store = None
     context.steps.close()

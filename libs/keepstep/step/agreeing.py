@@ -49,7 +49,7 @@ def decision_on(context: StepContext, vote: RankVote, seconds: float) -> bool:
         GroupFailedExit: this rank cannot learn the decision.
     """
     try:
-        return context.mesh.call(context.link.vote(vote, seconds), seconds + CALL_MARGIN_SECONDS)
+        return context.loop_thread.call(context.link.vote(vote, seconds), seconds + CALL_MARGIN_SECONDS)
     except (TimeoutError, KeepstepError, OSError) as error:
         reason = f"decision of the ranks at step {vote.step} unknown: {type(error).__name__}: {error}"
         context.fail_group(reason)

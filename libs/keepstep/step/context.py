@@ -40,7 +40,7 @@ MAX_UNFIT_HEALS = 3
 class StepContext:
     """Shared by the Manager and all its attempts."""
 
-    mesh: LoopThread
+    loop_thread: LoopThread
     link: RankLink
     settings: LinkSettings
     reconfigurer: Reconfigurer
@@ -160,7 +160,7 @@ class StepContext:
     def fail_group(self, reason: str) -> None:
         """Tell the other ranks of the group that it has failed, if they can be reached within a second."""
         with contextlib.suppress(TimeoutError, KeepstepError, OSError):
-            self.mesh.call(self.link.fail(reason), 1.0)
+            self.loop_thread.call(self.link.fail(reason), 1.0)
 
     def end_group(self, error: ExitWithReason) -> NoReturn:
         """Raise ``error`` now and in every later step, and report its reason as the end of the whole group."""

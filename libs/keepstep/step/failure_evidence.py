@@ -78,7 +78,7 @@ class FailureEvidence:
         """Failed steps of these groups whose probe found nothing. Equal in all of them, so that those of a pair probe
         each other: a group that joins begins with 0, and so do the others then."""
 
-    # ---- the step, on the training thread or the mesh thread
+    # ---- the step, on the training thread or the event-loop thread
 
     def begins(self, plan: QuorumPlan, times: StepTimes) -> None:
         """A quorum has formed."""
@@ -100,7 +100,7 @@ class FailureEvidence:
         """A group of the quorum is lost, which explains that its step failed."""
         self._lost_of = quorum_id
 
-    # ---- on the mesh thread
+    # ---- on the event-loop thread
 
     async def collect(self) -> StepFailure | None:
         """Return the evidence about the step that failed last, once; None: none. Takes up to ``REACH_SECONDS``."""

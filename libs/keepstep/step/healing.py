@@ -165,7 +165,7 @@ class StateExchange:
         """Report the progress and the end of a heal to the lighthouse, and of a long one to the log."""
         context = self._context
         meter = HealMeter(self._plan.max_step, self._plan.members[source].replica_id, time.monotonic())
-        reporting, error = context.mesh.spawn(self._report_progress(meter)), ""
+        reporting, error = context.loop_thread.spawn(self._report_progress(meter)), ""
         try:
             yield meter
         except BaseException as raised:
@@ -175,7 +175,7 @@ class StateExchange:
             if not reporting.cancel():
                 context.log.error("progress of a heal not reported", exc_info=reporting.exception())
             last = meter.last_report(self._via, error, time.monotonic())
-            context.mesh.loop.call_soon_threadsafe(context.link.healing, last)
+            context.loop_thread.loop.call_soon_threadsafe(context.link.healing, last)
 
     async def _report_progress(self, meter: HealMeter) -> None:
         while True:
@@ -199,7 +199,7 @@ class StateExchange:
             context.log.warning("goes back", to_step=plan.max_step, to_lineage=plan.lineage, **given_up)
         request = checkpoint_metadata(member.info.address, settings.rank, settings.token, seconds)
         try:
-            metadata = context.mesh.call(request, seconds + CALL_MARGIN_SECONDS)
+            metadata = context.loop_thread.call(request, seconds + CALL_MARGIN_SECONDS)
         except (KeepstepError, TimeoutError) as error:
             raise KeepstepError(f"{member.replica_id}: {error}") from error
 

@@ -75,7 +75,7 @@ class BackgroundReceive:
     def _receive(self) -> dict[str, Any]:
         context, seconds = self._context, self._context.timeout.total_seconds()
         request = checkpoint_metadata(self._address, context.settings.rank, context.settings.token, seconds)
-        metadata = context.mesh.call(request, seconds + CALL_MARGIN_SECONDS)
+        metadata = context.loop_thread.call(request, seconds + CALL_MARGIN_SECONDS)
         self._check_cancelled()
         return context.transport.recv_checkpoint(
             self._source, metadata, self._plan.max_step, context.timeout, progress=self._progress, limit=LIMIT

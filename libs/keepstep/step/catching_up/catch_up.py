@@ -238,7 +238,7 @@ class CatchUp:
         limit = heal_limit(timeout_ms / 1000, context.late_heals) if timeout_ms else LIMIT.total_seconds()
         late_at = time.monotonic() + limit
         context.log.info("waiting for the state", step=context.progress.step, seconds=limit)
-        reporting = context.mesh.spawn(self._report(meter))
+        reporting = context.loop_thread.spawn(self._report(meter))
         try:
             while not receive.wait(min(RANK_WAIT_SECONDS, max(0.0, late_at - time.monotonic()))):
                 if time.monotonic() >= late_at:
@@ -250,7 +250,7 @@ class CatchUp:
             reporting.cancel()
         error = "" if receive.error is None else str(receive.error)
         last = meter.last_report(context.transport.via, error, time.monotonic())
-        context.mesh.loop.call_soon_threadsafe(context.link.healing, last)
+        context.loop_thread.loop.call_soon_threadsafe(context.link.healing, last)
         self._wait_for_ranks()
 
     def _wait_for_ranks(self) -> None:

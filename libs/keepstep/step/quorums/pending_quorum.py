@@ -1,4 +1,4 @@
-"""A request for a quorum. The mesh thread sends it; the training thread waits only where it needs the answer."""
+"""A request for a quorum. The event-loop thread sends it; the training thread waits only where it needs the answer."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class PendingQuorum:
 
     Args:
         context: of this process.
-        coroutine: requests the quorum and rebuilds the process group; runs on the mesh thread.
+        coroutine: requests the quorum and rebuilds the process group; runs on the event-loop thread.
         timeout: of the request, in seconds.
     """
 
     def __init__(self, context: StepContext, coroutine: Coroutine[Any, Any, QuorumPlan], timeout: float) -> None:
         self._context = context
         self._timeout = timeout
-        self._future: concurrent.futures.Future[QuorumPlan] = context.mesh.spawn(coroutine)
+        self._future: concurrent.futures.Future[QuorumPlan] = context.loop_thread.spawn(coroutine)
 
     @property
     def done(self) -> bool:
@@ -134,7 +134,7 @@ class PendingQuorum:
             context.end_with(GroupFailedExit(str(error)))
         if not error.peer_address:
             context.end_with(MismatchExit(str(error)))
-        difference = context.mesh.call(
+        difference = context.loop_thread.call(
             first_layout_difference(
                 error.peer_address, context.settings.token, context.layout, settings=context.job_settings
             ),

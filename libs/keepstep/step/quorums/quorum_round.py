@@ -55,7 +55,7 @@ class QuorumRound:
         self, context: StepContext, ask: RankAsk, rules: HealRules, times: StepTimes, errors: FirstError
     ) -> None:
         self.answered: QuorumPlan | None = None
-        """Set on the mesh thread, as soon as the quorum has formed."""
+        """Set on the event-loop thread, as soon as the quorum has formed."""
         self.plan: QuorumPlan | None = None
         """Set on the training thread, after it has waited for the quorum and its process group."""
         self.allow_heal = rules.allow_heal
@@ -76,7 +76,7 @@ class QuorumRound:
         self._request = PendingQuorum(context, self._form(ask), ask.timeout_ms / 1000)
 
     async def _form(self, ask: RankAsk) -> QuorumPlan:
-        """Get the quorum and rebuild the process group for it. On the mesh thread."""
+        """Get the quorum and rebuild the process group for it. On the event-loop thread."""
         context, trace = self._context, self._times.trace
         trying = None if trace is None else trace.request(time.monotonic())
         if (evidence := await context.evidence.collect()) is not None:

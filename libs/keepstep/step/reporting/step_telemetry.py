@@ -74,7 +74,7 @@ class StepTelemetry:
     """Reports steps. Rank 0 sends records to the metrics service.
 
     Args:
-        mesh: thread of the sender.
+        loop_thread: thread of the sender.
         link: of this rank.
         settings: of the link.
         on_step: the callback of the script, or None.
@@ -83,8 +83,10 @@ class StepTelemetry:
         ValueError: ``KEEPSTEP_OTEL`` is invalid.
     """
 
-    def __init__(self, mesh: LoopThread, link: RankLink, settings: LinkSettings, on_step: OnStep | None = None) -> None:
-        self._mesh = mesh
+    def __init__(
+        self, loop_thread: LoopThread, link: RankLink, settings: LinkSettings, on_step: OnStep | None = None
+    ) -> None:
+        self._loop_thread = loop_thread
         self._link = link
         self._asked = settings.session.addresses[0]
         self._on_step = on_step
@@ -105,7 +107,7 @@ class StepTelemetry:
         if rank == 0:
             identity = Identity(settings.token, settings.session.tls)
             self._sender = Sender("worker", link.replica_id, self._address, identity, job=settings.job)
-            self._running = mesh.spawn(self._sender.run())
+            self._running = loop_thread.spawn(self._sender.run())
 
     def new_trace(self) -> StepTrace | None:
         """Return the trace of a step that begins; None: no spans are exported."""
@@ -209,7 +211,7 @@ class StepTelemetry:
             return
         self._running.cancel()
         with contextlib.suppress(TimeoutError, KeepstepError, OSError, RuntimeError, concurrent.futures.CancelledError):
-            self._mesh.call(self._flush(self._sender), 2 * GOODBYE_SECONDS)
+            self._loop_thread.call(self._flush(self._sender), 2 * GOODBYE_SECONDS)
 
     @staticmethod
     async def _flush(sender: Sender) -> None:
