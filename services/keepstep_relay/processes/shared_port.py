@@ -45,7 +45,7 @@ class SharedPort(OpenPort):
             self._processes.tell(Message.CERTIFICATES)
             return
         self._is_open = True
-        self._processes.accept = self.accept
+        self._processes.serve_with(self.accept)
         self.listener.setblocking(False)
         self._listen()
 
