@@ -1,1 +1,1 @@
-"""What workers and services share: the protocol, settings, security, connections, and telemetry. Imports no torch."""
+"""The parts that workers and services share: protocol, settings, security, connections, telemetry. Imports no torch."""

@@ -1,4 +1,4 @@
-"""What import-linter cannot see (docs/dependencies.md): rooms and file names, packages without torch, late imports."""
+"""Rules that import-linter cannot see (docs/dependencies.md): file names, rooms, packages without torch."""
 
 import subprocess
 import sys
