@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from keepstep_mesh.config.log_limiter import LogLimiter
 from keepstep_mesh.protocol.messages import MAX_HEAL_ERROR, Healing
 from keepstep_mesh.telemetry.throughput import ThroughputMeter
 
@@ -29,7 +30,9 @@ class HealMeter:
         self._began = now
         self._moved = (0, 0)
         self._throughput = ThroughputMeter(now)
-        self._next_line = LONG_SECONDS
+        self._lines = LogLimiter(LOG_SECONDS)
+        self._event = "heal began"
+        """The event of the next line."""
 
     @property
     def bytes_done(self) -> int:
@@ -57,10 +60,9 @@ class HealMeter:
 
     def line(self, report: Healing) -> str | None:
         """Return the event to log now, with ``log_fields(report)``; None: log nothing."""
-        if report.seconds < self._next_line:
+        if report.seconds < LONG_SECONDS or not self._lines.allows(report.seconds):
             return None
-        event = "heal began" if self._next_line == LONG_SECONDS else "healing"
-        self._next_line = report.seconds + LOG_SECONDS
+        event, self._event = self._event, "healing"
         return event
 
 
