@@ -14,8 +14,9 @@ from collections.abc import Callable
 
 from keepstep_lighthouse.leadership.election import TRY_AGAIN_SECONDS, Election, Leader, Renew, StepDown, Take
 from keepstep_lighthouse.leadership.leader_link import LeaderLink
-from keepstep_lighthouse.leadership.term import EPOCH_KEY, STORE_TIMEOUT, Term, parse_epoch
+from keepstep_lighthouse.leadership.term import EPOCH_KEY, STORE_LOG_SECONDS, STORE_TIMEOUT, Term, parse_epoch
 from keepstep_lighthouse.store.contract import Compare, Store, StoreError, Write
+from keepstep_mesh.config.log_limiter import LogLimiter
 from keepstep_mesh.config.logging import get_logger
 
 LEADER_KEY = "leader"
@@ -233,6 +234,7 @@ class Leadership:
     # ---- what is heard
 
     async def _watch(self) -> None:
+        failures_logged = LogLimiter(STORE_LOG_SECONDS)
         while True:
             try:
                 async with self._store.watch(LEADER_KEY) as watch:
@@ -242,7 +244,8 @@ class Leadership:
                             self._heard(change.value)
                             self._wake.set()
             except StoreError as error:
-                log.warning("watch of the leader broke", reason=str(error))
+                if failures_logged.allows(time.monotonic()):
+                    log.warning("watch of the leader broke; retrying", reason=str(error))
             await asyncio.sleep(WATCH_AGAIN_SECONDS)
 
     def _heard(self, value: bytes | None) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 
-from keepstep_lighthouse.leadership.term import STORE_TIMEOUT
+from keepstep_lighthouse.leadership.term import STORE_LOG_SECONDS, STORE_TIMEOUT
 from keepstep_lighthouse.store.contract import Change, Store, StoreError, Write
+from keepstep_mesh.config.log_limiter import LogLimiter
 from keepstep_mesh.config.logging import get_logger
 
 PREFIX = "lighthouses/"
@@ -55,13 +57,15 @@ class Nodes:
             await asyncio.sleep(NODES_WATCH_RETRY_SECONDS)
 
     async def _follow(self) -> None:
+        failures_logged = LogLimiter(STORE_LOG_SECONDS)
         while True:
             try:
                 async with self._store.watch(PREFIX) as watch:
                     async for change in watch:
                         self._see(change)
             except StoreError as error:
-                log.warning("other lighthouses are not followed", reason=str(error))
+                if failures_logged.allows(time.monotonic()):
+                    log.warning("other lighthouses are not followed; retrying", reason=str(error))
             await asyncio.sleep(NODES_WATCH_RETRY_SECONDS)
 
     def _see(self, change: Change) -> None:

@@ -13,10 +13,11 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 
-from keepstep_lighthouse.leadership.term import EPOCH_KEY, STORE_TIMEOUT, TermOverError
+from keepstep_lighthouse.leadership.term import EPOCH_KEY, STORE_LOG_SECONDS, STORE_TIMEOUT, TermOverError
 from keepstep_lighthouse.registry import service_records
 from keepstep_lighthouse.registry.service_records import PREFIX, ServiceRecord
 from keepstep_lighthouse.store.contract import Change, Compare, Store, StoreError, Write, WriteFailedError
+from keepstep_mesh.config.log_limiter import LogLimiter
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.protocol.messages import Detail, ServiceAddress
 
@@ -130,6 +131,7 @@ class Registry:
                 await follower
 
     async def _follow(self) -> None:
+        failures_logged = LogLimiter(STORE_LOG_SECONDS)
         while True:
             try:
                 async with self._store.watch(PREFIX) as watch:
@@ -138,8 +140,9 @@ class Registry:
                     async for change in watch:
                         self._see(change)
             except (StoreError, TimeoutError) as error:
-                reason = str(error) or "the store does not answer"
-                log.warning("cannot follow the services in the store; the last known ones are kept", reason=reason)
+                if failures_logged.allows(time.monotonic()):
+                    reason = str(error) or "the store does not answer"
+                    log.warning("cannot follow the services in the store; the last known ones are kept", reason=reason)
             await asyncio.sleep(FOLLOW_AGAIN_SECONDS)
 
     def _see_all(self, found: Mapping[str, bytes]) -> None:

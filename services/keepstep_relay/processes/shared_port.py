@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+import time
 from collections.abc import Callable
 
+from keepstep_mesh.config.log_limiter import LogLimiter
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.serving.open_port import OpenPort, adopt
 from keepstep_relay.processes.control import Message
@@ -14,6 +16,8 @@ from keepstep_relay.processes.main_process import Processes
 
 ACCEPT_RETRY_SECONDS = 1.0
 """After an error such as too many open descriptors."""
+ACCEPT_LOG_SECONDS = 60.0
+"""Shortest time between two log lines about such an error."""
 MAX_ACCEPTED = 64
 """Connections that are accepted in a row."""
 
@@ -38,6 +42,7 @@ class SharedPort(OpenPort):
         self._own: set[asyncio.BaseTransport] = set()
         """Connections of this process; closed ones too until the next is accepted."""
         self._accepting: set[asyncio.Task[None]] = set()
+        self._failures_logged = LogLimiter(ACCEPT_LOG_SECONDS)
 
     async def open(self, context: ssl.SSLContext | None) -> None:
         self._context = context
@@ -68,7 +73,9 @@ class SharedPort(OpenPort):
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
-                log.error("cannot accept connections; retrying", reason=str(error), retry_seconds=ACCEPT_RETRY_SECONDS)
+                if self._failures_logged.allows(time.monotonic()):
+                    facts = {"reason": str(error), "retry_seconds": ACCEPT_RETRY_SECONDS}
+                    log.error("cannot accept connections; retrying", **facts)
                 loop = asyncio.get_running_loop()
                 loop.remove_reader(self.listener.fileno())
                 loop.call_later(ACCEPT_RETRY_SECONDS, self._listen)

@@ -301,13 +301,17 @@ def test_random_bytes_never_stop_the_server(transports):
     assert same(transports().recv_checkpoint(0, source.metadata(), 1, MINUTE), state_of(1, 1))
 
 
-def test_idle_connections_are_bounded(transports):
+def test_idle_connections_are_bounded(transports, caplog):
     source = transports()
     source.send_checkpoint([1], 1, state_of(1, 1), MINUTE)
     threads = threading.active_count()
     idle = [socket.create_connection(address(source), timeout=60) for _ in range(MAX_CONNECTIONS + 50)]
     eventually(lambda: len(source.server._connections) == MAX_CONNECTIONS)
     assert threading.active_count() == threads
+    for one in idle[MAX_CONNECTIONS:]:
+        assert not one.recv(1)
+    logged = [record for record in caplog.records if "too many connections" in record.getMessage()]
+    assert len(logged) == 1
     for one in idle:
         one.close()
     eventually(lambda: not source.server._connections)

@@ -251,7 +251,7 @@ class _Log:
     debug = info = warning = error = _note
 
 
-TIMED = (event_log, job, lighthouse_node, campaign, service_registry, term)
+TIMED = (event_log, job, lighthouse_node, campaign, nodes, service_registry, term)
 LOGGING = (
     event_log,
     job,

@@ -35,6 +35,7 @@ from keepstep.checkpointing.direct.sending.leases import LEASE_ENDED, Lease, Lea
 from keepstep.checkpointing.direct.sending.response_writer import ResponseWriter, join_short
 from keepstep.checkpointing.errors import UnsupportedValue
 from keepstep.checkpointing.state.staging import Snapshot
+from keepstep_mesh.config.log_limiter import LogLimiter
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.net.fork_safety import open_socket
 from keepstep_mesh.security.tokens import ClientToken
@@ -42,6 +43,8 @@ from keepstep_mesh.threads.starting import Thread
 
 MAX_CONNECTIONS = 256
 ACCEPT_PAUSE_SECONDS = 0.1
+ACCEPT_LOG_SECONDS = 60.0
+"""Shortest time between two log lines about connections that were not accepted, and between two about too many."""
 SHUTDOWN_TIMEOUT_SECONDS = 10.0
 TURN_SECONDS = 0.15
 """Longest time for which one other joiner has the uplink to itself."""
@@ -78,6 +81,7 @@ class CheckpointServer:
         self._turns = asyncio.Semaphore(PEERS_AT_ONCE)
         self._changed = asyncio.Event()
         self._connections: set[asyncio.Task[None]] = set()
+        self._failures_logged = LogLimiter(ACCEPT_LOG_SECONDS, max_keys=2)
         self._loop = asyncio.new_event_loop()
         self._leases = Leases(self._loop, timeout)
         self._writer = ResponseWriter(self._loop, timeout, limiter or RateLimiter(None))
@@ -155,17 +159,21 @@ class CheckpointServer:
         except BlockingIOError:
             return
         except OSError as error:
-            log.warning("connections not accepted; retrying", port=self.port, reason=str(error))
+            self._warn("connections not accepted; retrying", reason=str(error))
             self._loop.remove_reader(self._listener)
             self._loop.call_later(ACCEPT_PAUSE_SECONDS, self._accept_again)
             return
         if len(self._connections) >= MAX_CONNECTIONS:
-            log.warning("too many connections to the checkpoint server", peer=peer[0], limit=MAX_CONNECTIONS)
+            self._warn("too many connections to the checkpoint server", peer=peer[0], limit=MAX_CONNECTIONS)
             connection.close()
             return
         task = self._loop.create_task(self._handle_connection(connection, peer[0]))
         self._connections.add(task)
         task.add_done_callback(partial(self._remove_connection, connection))
+
+    def _warn(self, event: str, **fields: Any) -> None:
+        if self._failures_logged.take(time.monotonic(), event) is not None:
+            log.warning(event, port=self.port, **fields)
 
     def _accept_again(self) -> None:
         if not self._stopping.is_set():
