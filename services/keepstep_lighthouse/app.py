@@ -100,7 +100,7 @@ class Lighthouse(LighthouseNode, Embedded):
                 yield
             finally:
                 self.serving = False
-                self.events.wake()
+                self.events.notifier.notify_all()
                 await cancelled(keeper)
 
     async def _listen_and_stand_by(self, link: LeaderLink) -> None:

@@ -62,8 +62,7 @@ class EventHandlers:
                     break  # a client that reconnects gets 404
                 else:
                     try:
-                        async with asyncio.timeout(KEEPALIVE_SECONDS):
-                            await events.news(job).wait()
+                        await events.notifier.wait(job, asyncio.get_running_loop().time() + KEEPALIVE_SECONDS)
                         continue
                     except TimeoutError:
                         text = comment("nothing new")

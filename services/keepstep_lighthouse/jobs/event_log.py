@@ -26,6 +26,7 @@ from keepstep_mesh.config.disk_space import write_failure
 from keepstep_mesh.config.log_limiter import LogLimiter
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.protocol.membership import Data
+from keepstep_mesh.serving.notifier import Notifier
 from keepstep_mesh.threads.starting import ThreadPoolExecutor
 
 KEPT_PER_JOB = 10_000
@@ -60,7 +61,7 @@ class Happened:
 
 
 class EventLog:
-    """``on_event`` is called with each event that is added."""
+    """``on_event`` is called with each event that is added; ``notifier`` wakes followers of the job."""
 
     def __init__(self, on_event: Callable[[Happened], None] = lambda _: None) -> None:
         self._on_event = on_event
@@ -74,7 +75,7 @@ class EventLog:
         self._kept_in_all = 0
         self._forgotten: dict[str, int] = {}
         """Number of the last event that was dropped from memory, by job."""
-        self._news: dict[str, asyncio.Event] = {}
+        self.notifier = Notifier()
         self._epoch = 0
         self._last_id = 0
 
@@ -89,8 +90,7 @@ class EventLog:
         happened = Happened(self._last_id, now_unix, job, self._epoch, kind, replica_id, detail)
         self._keep(happened)
         self._on_event(happened)
-        if (news := self._news.pop(job, None)) is not None:
-            news.set()
+        self.notifier.notify(job)
         return happened
 
     def _keep(self, happened: Happened) -> None:
@@ -127,8 +127,7 @@ class EventLog:
             self.endings.move_to_end(job)
             while len(self.endings) > MAX_ENDINGS:
                 self.endings.popitem(last=False)
-        if (news := self._news.pop(job, None)) is not None:
-            news.set()
+        self.notifier.notify(job)
 
     def forget_others(self, jobs: Collection[str]) -> None:
         """Drop jobs that are not among ``jobs``: another leader may have deleted them."""
@@ -155,16 +154,6 @@ class EventLog:
     def latest(self, job: str, kind: str, replica_id: str) -> Happened | None:
         matching = (h for h in reversed(self._kept.get(job, [])) if h.kind == kind and h.replica_id == replica_id)
         return next(matching, None)
-
-    def news(self, job: str) -> asyncio.Event:
-        """Return an event that is set with the next entry of ``job``."""
-        return self._news.setdefault(job, asyncio.Event())
-
-    def wake(self) -> None:
-        """Wake all tasks that wait for an entry, without one."""
-        for news in self._news.values():
-            news.set()
-        self._news.clear()
 
     async def open(self) -> None:
         """Load the events of earlier processes, if a file has them; call it once, first."""

@@ -62,14 +62,13 @@ def test_a_job_keeps_its_last_events_and_says_what_was_missed(monkeypatch: pytes
 
 async def test_a_follower_is_woken_by_events_of_its_job_only() -> None:
     events = EventLog()
-    waiting = asyncio.create_task(events.news("job").wait())
+    waiting = asyncio.create_task(events.notifier.wait("job", asyncio.get_running_loop().time() + DEADLINE))
     await asyncio.sleep(0)
     fill(events, 1, "other")
     _, pending = await asyncio.wait((waiting,), timeout=0.05)  # nothing tells that nothing comes
     assert pending
     fill(events, 1)
-    async with asyncio.timeout(DEADLINE):
-        await waiting
+    await waiting
 
 
 async def written(events: FiledEventLog) -> None:
