@@ -10,7 +10,7 @@ from http import HTTPStatus
 import aiohttp
 from aiohttp import hdrs, web
 
-from keepstep_mesh.net.http import Identity, Problem
+from keepstep_mesh.net.http import Identity, Problem, read_answer
 from keepstep_mesh.security.tls import TlsFiles, explained
 from keepstep_mesh.serving.application import Route
 
@@ -57,7 +57,7 @@ async def _forward(request: web.Request, leader: str, identity: Identity) -> web
         identity: without a token: the client's token is forwarded.
 
     Raises:
-        Problem: the leader does not answer, or does not lead either.
+        Problem: the leader does not answer, answers with more than ``MAX_ANSWER_BYTES``, or does not lead either.
         web.HTTPTemporaryRedirect: the request is not a short read.
     """
     if request.method != hdrs.METH_GET or "follow" in request.query or request.path == "/":
@@ -70,15 +70,8 @@ async def _forward(request: web.Request, leader: str, identity: Identity) -> web
     try:
         async with identity.session(timeout=PASS_ON_SECONDS) as http:
             answer = await http.get(f"{leader}{request.rel_url}", headers=headers, allow_redirects=False)
-            body = bytearray()
-            async for part in answer.content.iter_any():
-                body += part
-                if len(body) > MAX_ANSWER_BYTES:
-                    raise Problem(
-                        HTTPStatus.BAD_GATEWAY,
-                        f"answer too large to forward (limit {MAX_ANSWER_BYTES} bytes); ask {leader}",
-                    )
-            return web.Response(body=bytes(body), status=answer.status, content_type=answer.content_type)
+            body = await read_answer(answer, MAX_ANSWER_BYTES)
+            return web.Response(body=body, status=answer.status, content_type=answer.content_type)
     except (TimeoutError, aiohttp.ClientError, OSError) as error:
         reason = explained(error, leader)
         raise Problem(HTTPStatus.BAD_GATEWAY, f"the leader {leader} does not answer: {reason}") from error

@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 
 from keepstep_lighthouse.app import Lighthouse, LighthouseSettings
+from keepstep_lighthouse.leadership import forwarding
 from keepstep_lighthouse.leadership.campaign import LEADER_KEY
 from keepstep_lighthouse.leadership.election import Leader
 from keepstep_lighthouse.quorum.job_record import Policy
@@ -61,6 +62,19 @@ async def test_reads_are_answered_whole_and_orders_are_sent_on(store: str) -> No
         async with http.get(f"{follower.address}/v1/cluster") as answer:
             nodes = (await answer.json())["nodes"]
         assert {node["address"]: node["leads"] for node in nodes} == {leader.address: True, follower.address: False}
+
+
+async def test_an_answer_too_large_to_forward_is_a_problem_that_names_the_leader(
+    store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forwarding, "MAX_ANSWER_BYTES", 10)
+    async with (
+        two(store) as (leader, follower),
+        aiohttp.ClientSession() as http,
+        http.get(f"{follower.address}/v1/jobs") as answer,
+    ):
+        assert answer.status == 502
+        assert f"answer of {leader.address}/v1/jobs too large (limit 10 bytes)" in await answer.text()
 
 
 async def test_a_leader_that_no_worker_reaches_gives_way_to_where_they_come(store: str) -> None:
