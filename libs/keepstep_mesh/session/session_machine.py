@@ -14,7 +14,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -36,8 +36,8 @@ PASS_BACKOFF = Backoff(first=0.02, most=1.0)
 """Delay before the second and each further pass over the addresses."""
 SESSION_CONNECT_SECONDS = 5.0
 """Limit of TCP, TLS and the WebSocket upgrade of one address."""
-SILENT_FIRST = 0.5
-"""The same after a lighthouse fell silent; doubles up to the other with each attempt that gets no answer."""
+SILENT_CONNECT = Backoff(first=0.5, most=SESSION_CONNECT_SECONDS)
+"""The same after a lighthouse fell silent, by the number of attempts that got no answer."""
 SETTLED_SECONDS = 1.0
 """After a connection that lasted this long, the passes start again without delay."""
 
@@ -60,8 +60,8 @@ class Addresses:
         self._passes = 0
         self._leader = ""
         self._followed: set[str] = set()
-        self._silent: dict[str, float] = {}
-        """Limit of the next attempt for each address that gave no answer to the last one."""
+        self._silent: Counter[str] = Counter()
+        """Attempts in a row without an answer, for each address that gave none to the last one."""
 
     def next(self, chance: float) -> tuple[float, str]:
         """Return (delay in seconds, address). ``chance`` in [0, 1) spreads clients that lost the same lighthouse."""
@@ -76,11 +76,12 @@ class Addresses:
 
     def connect_seconds(self, address: str) -> float:
         """Return the limit of a connection to ``address``."""
-        return self._silent.get(address, SESSION_CONNECT_SECONDS)
+        failures = self._silent[address]
+        return SILENT_CONNECT.seconds(failures) if failures else SESSION_CONNECT_SECONDS
 
     def timed_out(self, address: str) -> None:
         """Note that ``address`` did not answer within ``connect_seconds``."""
-        self._silent[address] = min(SESSION_CONNECT_SECONDS, 2 * self._silent.get(address, SILENT_FIRST / 2))
+        self._silent[address] += 1
 
     def follow(self, leader: str) -> None:
         """Try ``leader`` next, as a lighthouse advised; once in a pass, and last if it fell silent."""
@@ -95,7 +96,7 @@ class Addresses:
     def lost(self, address: str, lasted_seconds: float, *, silent: bool = False) -> None:
         """Note that the session with ``address`` ended. ``silent``: because the lighthouse fell silent."""
         if silent:
-            self._silent[address] = SILENT_FIRST
+            self._silent[address] = 1
         else:
             self._silent.pop(address, None)
         if lasted_seconds < SETTLED_SECONDS:
