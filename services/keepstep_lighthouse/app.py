@@ -17,7 +17,7 @@ from aiohttp import web
 from keepstep_lighthouse.api import prometheus
 from keepstep_lighthouse.api.routes import routes
 from keepstep_lighthouse.jobs.event_log import EventLog, FiledEventLog, Happened
-from keepstep_lighthouse.jobs.lighthouse_node import LighthouseNode, cancelled
+from keepstep_lighthouse.jobs.lighthouse_node import LighthouseNode
 from keepstep_lighthouse.leadership.forwarding import Forwarding
 from keepstep_lighthouse.leadership.leader_link import PATH as LINK_PATH
 from keepstep_lighthouse.leadership.leader_link import LeaderLink
@@ -26,6 +26,7 @@ from keepstep_lighthouse.store.contract import OutcomeUnknownError, WriteFailedE
 from keepstep_lighthouse.store.opening import store_at
 from keepstep_mesh.net.addresses import reachable
 from keepstep_mesh.net.http import Identity, Problem
+from keepstep_mesh.net.tasks import cancelled
 from keepstep_mesh.protocol import names
 from keepstep_mesh.protocol.telemetry_records import EventRecord
 from keepstep_mesh.security.tokens import Access

@@ -8,7 +8,6 @@ all logs are checked as ``keepstep check-history`` does.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import json
 import os
@@ -29,6 +28,7 @@ from keepstep_cli.running.ranks import JobSpec, command_line, free_port
 from keepstep_cli.running.supervisor_events import Restarts
 from keepstep_history.reading import check_files
 from keepstep_history.report import summary_lines, verdict, violation_lines
+from keepstep_mesh.net.tasks import cancelled
 from keepstep_mesh.protocol.names import name_of
 
 DEMO_POLL_SECONDS = 0.05
@@ -123,9 +123,7 @@ async def _run(
                 launcher.stop()
             return await job
     finally:
-        director.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await director
+        await cancelled(director)
         log.read()
 
 

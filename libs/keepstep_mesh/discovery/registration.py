@@ -21,6 +21,7 @@ from keepstep_mesh.config.log_limiter import LogLimiter
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.net.http import Identity, leader_of, raise_for_problem, read_json_answer
+from keepstep_mesh.net.tasks import cancelled
 from keepstep_mesh.security.tls import TlsFiles, as_safe, explained
 from keepstep_mesh.security.tokens import ClientToken
 from keepstep_mesh.session.session_machine import Addresses
@@ -172,7 +173,5 @@ async def registered(
     try:
         yield registrar
     finally:
-        keeper.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await keeper
+        await cancelled(keeper)
         await registrar.say_goodbye()

@@ -1,1 +1,1 @@
-"""Open connections: HTTP client and errors, addresses, WebSocket frames, the event loop."""
+"""Open connections: HTTP client and errors, addresses, WebSocket frames, the event loop and its tasks."""

@@ -40,6 +40,7 @@ from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.net import websocket
 from keepstep_mesh.net.backoff import Backoff
 from keepstep_mesh.net.http import Problem
+from keepstep_mesh.net.tasks import cancelled
 from keepstep_mesh.protocol import codec
 from keepstep_mesh.protocol.messages import Hello, Services
 
@@ -401,10 +402,3 @@ def _no_room(job: str, limit: int) -> str:
         f"job {job!r} cannot be created: the limit of {limit} jobs is reached; delete those that are no longer "
         f"needed (keepstep jobs shows them, keepstep job rm JOB deletes one), or raise the limit (--max-jobs)"
     )
-
-
-async def cancelled(task: asyncio.Task[None]) -> None:
-    """Cancel ``task`` and wait for its end."""
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from keepstep_lighthouse.jobs.lighthouse_node import cancelled
 from keepstep_lighthouse.leadership import campaign, nodes
 from keepstep_lighthouse.leadership.campaign import Leadership
 from keepstep_lighthouse.leadership.leader_link import LeaderLink
@@ -18,6 +17,7 @@ from keepstep_lighthouse.registry.service_registry import Registry
 from keepstep_lighthouse.store.contract import Store, StoreError, Watch
 from keepstep_lighthouse.store.memory_store import MemoryStore
 from keepstep_mesh.net.http import Identity
+from keepstep_mesh.net.tasks import cancelled
 from tests.support.services.lighthouse_driver import eventually
 
 
