@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import ssl
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -194,6 +195,23 @@ def leader_of(answer: aiohttp.ClientResponse) -> str | None:
     except ValueError as error:
         raise ProtocolError(f"{answer.url.origin()} redirects to an invalid address: {error}") from error
     return as_safe(leader, str(answer.url))
+
+
+@contextlib.asynccontextmanager
+async def answer_of_leader(
+    http: aiohttp.ClientSession, method: str, lighthouse: str, path: str, **how: Any
+) -> AsyncIterator[aiohttp.ClientResponse]:
+    """Send a request to ``lighthouse``, or to the leader that it names, and yield the answer.
+
+    ``how``: as for ``http.request``. Raises ``Problem`` 503 if the other lighthouse does not lead either.
+    """
+    for _ in range(2):
+        async with http.request(method, f"{lighthouse}{path}", allow_redirects=False, **how) as answer:
+            if (leader := leader_of(answer)) is None:
+                yield answer
+                return
+            lighthouse = leader
+    raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, "no lighthouse leads yet; retry", retry_after=1.0)
 
 
 def _phrase(status: int) -> str:

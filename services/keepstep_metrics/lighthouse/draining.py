@@ -15,7 +15,7 @@ import aiohttp
 
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError
-from keepstep_mesh.net.http import Identity, raise_for_problem, read_json_answer
+from keepstep_mesh.net.http import Identity, answer_of_leader, raise_for_problem, read_json_answer
 from keepstep_mesh.security.tls import explained
 from keepstep_metrics.history.findings import straggler_view
 from keepstep_metrics.history.job import Job
@@ -48,14 +48,15 @@ class Drainer:
                 if address is None or job.name in self._again_at or job.straggler(0) is None:
                     continue
                 try:
-                    await self._look(f"{address}/v1/jobs/{job.name}", job)
+                    await self._look(address, job)
                 except (aiohttp.ClientError, KeepstepError, OSError, LookupError, TypeError, ValueError) as error:
                     self._again_at[job.name] = now + DRAIN_RETRY_SECONDS
                     log.warning("could not drain a straggler; retrying", job=job.name, reason=explained(error, address))
 
-    async def _look(self, url: str, job: Job) -> None:
+    async def _look(self, address: str, job: Job) -> None:
+        path = f"/v1/jobs/{job.name}"
         async with self._identity.session(timeout=ANSWER_SECONDS) as http:
-            async with http.get(url) as answer:
+            async with http.get(f"{address}{path}") as answer:
                 await raise_for_problem(answer)
                 after = (await read_json_answer(answer))["policy"]["drain_straggler_after"]
             group = job.straggler(after) if after else None
@@ -63,9 +64,7 @@ class Drainer:
                 return
             found = straggler_view.stragglers_view(job)
             report = next(one for one in found.groups if one.name == group.name)
-            async with http.post(
-                f"{url}/replicas/{quote(group.replica_id, safe='')}/straggler",
-                json={"steps": report.steps, "seconds": report.seconds, "median_seconds": found.median_seconds},
-                allow_redirects=False,
-            ) as answer:
+            order = f"{path}/replicas/{quote(group.replica_id, safe='')}/straggler"
+            body = {"steps": report.steps, "seconds": report.seconds, "median_seconds": found.median_seconds}
+            async with answer_of_leader(http, "POST", address, order, json=body) as answer:
                 await raise_for_problem(answer)

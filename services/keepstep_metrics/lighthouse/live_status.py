@@ -19,7 +19,7 @@ from aiohttp import hdrs, web
 from keepstep_mesh.config.log_limiter import LogLimiter
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError
-from keepstep_mesh.net.http import Identity, Problem, leader_of, raise_for_problem, read_answer, read_json_answer
+from keepstep_mesh.net.http import Identity, Problem, answer_of_leader, raise_for_problem, read_answer, read_json_answer
 from keepstep_mesh.protocol.names import name_of
 from keepstep_mesh.security.tls import TlsFiles, as_safe, explained
 from keepstep_mesh.serving.application import read_whole
@@ -227,22 +227,12 @@ class LiveStatusPoller:
         headers[hdrs.CONTENT_TYPE] = "application/json"
         try:
             async with self._for_others.session(timeout=ANSWER_SECONDS) as http:
-                for _ in range(2):
-                    async with http.request(
-                        request.method,
-                        f"{address}{request.rel_url.raw_path}",
-                        data=body,
-                        headers=headers,
-                        allow_redirects=False,
-                    ) as answer:
-                        if (leader := leader_of(answer)) is not None:
-                            address = leader
-                            continue
-                        text = await read_answer(answer)
-                        return web.Response(body=text, status=answer.status, content_type=answer.content_type)
+                path = request.rel_url.raw_path
+                async with answer_of_leader(http, request.method, address, path, data=body, headers=headers) as answer:
+                    text = await read_answer(answer)
+                    return web.Response(body=text, status=answer.status, content_type=answer.content_type)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise Problem(502, f"lighthouse unreachable: {explained(error, address)}") from error
-        raise Problem(503, "no lighthouse leads yet; retry", retry_after=1.0)
 
     def _known(self) -> str:
         if (address := self._address()) is None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
+from aiohttp import web
 
 from keepstep.group import group_peers
 from keepstep.group.group_peers import checkpoint_metadata, first_layout_difference
@@ -18,7 +19,17 @@ from keepstep.rendezvous.store_client import RendezvousStore
 from keepstep_mesh.discovery.registration import Registration, registered
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.net import http
-from keepstep_mesh.net.http import Problem, client_session, raise_for_problem, read_answer, read_json_answer
+from keepstep_mesh.net.http import (
+    Problem,
+    answer_of_leader,
+    client_session,
+    raise_for_problem,
+    read_answer,
+    read_json_answer,
+)
+from keepstep_mesh.security.tokens import Access
+from keepstep_mesh.serving.application import Route
+from keepstep_mesh.serving.service import Service, serving
 from keepstep_metrics.lighthouse import live_status
 from tests.services.cli.scene import keepstep
 from tests.support.network.hostile_server import KINDS, hostile
@@ -98,6 +109,21 @@ def _answering(answer: bytes) -> Iterator[str]:
         thread.start()
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         thread.join()
+
+
+async def test_a_lighthouse_that_redirects_without_end_is_asked_twice() -> None:
+    asked = []
+
+    async def elsewhere(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        raise web.HTTPTemporaryRedirect(request.path)
+
+    route = Route("POST", "/order", elsewhere, Access.OPEN)
+    async with serving(Service("lighthouse", [route]), "127.0.0.1", 0) as endpoint, client_session() as asking:
+        with pytest.raises(Problem, match="no lighthouse leads yet"):
+            async with answer_of_leader(asking, "POST", endpoint.url, "/order"):
+                pass
+    assert asked == ["/order", "/order"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

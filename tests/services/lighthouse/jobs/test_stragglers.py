@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import time
+import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,7 +15,9 @@ import pytest
 from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_mesh.protocol.messages import Drain, Welcome
 from keepstep_mesh.security.tokens import ClientToken, Tokens
+from keepstep_metrics.app import Metrics
 from keepstep_metrics.lighthouse import draining
+from tests.support.services.etcd_server import EtcdCluster
 from tests.support.services.lighthouse_driver import DEADLINE, Worker, connection, eventually, lighthouse, round_of
 from tests.support.services.metrics_driver import JOB, Client, Teller, client, metrics, step
 
@@ -96,6 +99,22 @@ async def test_a_straggler_that_cannot_be_spared_stays_and_is_asked_for_again_la
         assert "drain" not in [it["kind"] for it in (await admin.get("events"))["events"]]
         await admin.call("PATCH", f"/v1/jobs/{JOB}", 202, json={"min_replicas": 2})
         await members[2].until(Drain)
+
+
+async def test_a_drain_that_comes_to_a_standby_goes_on_to_the_leader(
+    etcd: EtcdCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = Policy(min_replicas=2, drain_straggler_after=3, **SILENT)
+    mesh = {"store": f"{etcd.address}/{uuid.uuid4()}", "tokens": TOKENS, "policy": policy}
+    async with lighthouse(**mesh) as leader, lighthouse(**mesh) as standby:
+        monkeypatch.setattr(Metrics, "_lighthouse", lambda _: standby.address)
+        async with (
+            metrics(tokens=TOKENS, token=ClientToken.of(TOKENS.service)) as one,
+            client(one.address, TOKENS.worker) as worker,
+            members_at(leader.address) as members,
+        ):
+            await until_slow(worker)
+            assert (await members[2].until(Drain)).reason.startswith("it was a straggler for ")
 
 
 async def test_a_worker_token_drains_nobody() -> None:
