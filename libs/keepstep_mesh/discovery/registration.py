@@ -20,7 +20,7 @@ import aiohttp
 from keepstep_mesh.config.log_limiter import LogLimiter
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError
-from keepstep_mesh.net.http import Identity, leader_of, raise_for_problem, read_json_answer
+from keepstep_mesh.net.http import Identity, answer_of_leader, leader_of, raise_for_problem, read_json_answer
 from keepstep_mesh.net.tasks import cancelled
 from keepstep_mesh.security.tls import TlsFiles, as_safe, explained
 from keepstep_mesh.security.tokens import ClientToken
@@ -92,7 +92,7 @@ class Registrar:
     async def _put(self, http: aiohttp.ClientSession, lighthouse: str) -> None:
         what = self._registration
         body = {"address": what.address, "ttl_seconds": what.ttl, "details": dict(what.details)}
-        async with http.put(self._url(lighthouse), json=body, allow_redirects=False) as answer:
+        async with http.put(f"{lighthouse}{self._path}", json=body, allow_redirects=False) as answer:
             if (leader := leader_of(answer)) is not None:
                 self._addresses.follow(leader)
                 raise ConnectionRefusedError(f"it does not lead; {leader} does")
@@ -117,7 +117,7 @@ class Registrar:
         try:
             async with (
                 self._identity.session(timeout=DEREGISTER_SECONDS) as http,
-                http.delete(self._url(self.lighthouse)) as answer,
+                answer_of_leader(http, "DELETE", self.lighthouse, self._path) as answer,
             ):
                 await raise_for_problem(answer)
         except (aiohttp.ClientError, KeepstepError, TimeoutError, OSError) as error:
@@ -127,8 +127,9 @@ class Registrar:
                 reason=str(error) or type(error).__name__,
             )
 
-    def _url(self, lighthouse: str) -> str:
-        return f"{lighthouse}/v1/services/{quote(self._registration.kind)}/{quote(self._registration.name, safe='')}"
+    @property
+    def _path(self) -> str:
+        return f"/v1/services/{quote(self._registration.kind)}/{quote(self._registration.name, safe='')}"
 
     def _taken_by(self, lighthouse: str) -> None:
         if self.lighthouse != lighthouse:

@@ -6,6 +6,7 @@ import socket
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 from aiohttp import web
@@ -125,6 +126,21 @@ async def test_a_lighthouse_that_does_not_lead_sends_the_service_to_the_one_that
             assert registrar.lighthouse == leader.address
             assert leader.registry.addresses() == (TOLD,)
         assert leader.registry.addresses() == ()
+
+
+async def test_a_goodbye_that_comes_to_a_standby_goes_on_to_the_leader(etcd: EtcdCluster) -> None:
+    mesh = {"store": f"{etcd.address}/{uuid.uuid4()}", "tokens": TOKENS}
+    async with lighthouse(**mesh) as first, lighthouse(**mesh) as second:
+        async with registered([first.address], replace(RELAY, ttl=600.0), token=TOKENS.service) as registrar:
+            await known(registrar)
+            assert registrar.lighthouse == first.address
+            assert first.leadership is not None
+            first.leadership.give_up("planted", stand_back=True)
+            await eventually(lambda: second.term is not None)
+            await eventually(lambda: first.leadership is not None and first.leadership.leader is not None)
+            assert second.registry.addresses() == (TOLD,)
+            assert registrar.lighthouse == first.address, "it has not renewed yet"
+        assert second.registry.addresses() == ()
 
 
 async def test_a_wrong_token_is_reported_and_retried() -> None:
