@@ -25,6 +25,7 @@ DEFAULT = (
     "tests",
     "README.md",
     "CONTRIBUTING.md",
+    "CHANGELOG.md",
 )
 SUFFIXES = (".py", ".md", ".js", ".html", ".sh", ".yml", ".toml")
 IGNORED = ("/vendor/", "/node_modules/", "docs/reference.md", "docs/python.md", "docs/prose.py", "test_prose.py")
