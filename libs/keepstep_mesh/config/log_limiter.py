@@ -24,9 +24,9 @@ class LogLimiter:
         self._written[key] = now, 0
         return suppressed
 
-    def allows(self, now: float) -> bool:
-        """Return whether the line may be written; for a limiter without keys."""
-        return self.take(now) is not None
+    def allows(self, now: float, key: str = "") -> bool:
+        """Return whether the line may be written, for lines that do not name the number of suppressed ones."""
+        return self.take(now, key) is not None
 
     def reset(self) -> None:
         """Let the next line of every key pass."""

@@ -116,6 +116,7 @@ class Registrar:
             return
         try:
             async with (
+                asyncio.timeout(DEREGISTER_SECONDS),
                 self._identity.session(timeout=DEREGISTER_SECONDS) as http,
                 answer_of_leader(http, "DELETE", self.lighthouse, self._path) as answer,
             ):

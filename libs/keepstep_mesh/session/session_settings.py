@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from dataclasses import dataclass, field
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 from keepstep_mesh.config.settings import from_environment
 from keepstep_mesh.security.tls import TlsFiles, tls_of_client
@@ -58,10 +58,18 @@ class SessionSettings:
             token=ClientToken(),
             connect_timeout=connect_timeout,
             heartbeat_interval=heartbeat_interval,
-            library=f"keepstep {version('keepstep')}",
+            library=_library(),
             tls=tls_of_client(),
             about=About(socket.gethostname(), runtime, max(0, _groups() - spares), standby=spares > 0),
         )
+
+
+def _library() -> str:
+    """Return name and version of this package; only the name where it runs without having been installed."""
+    try:
+        return f"keepstep {version('keepstep')}"
+    except PackageNotFoundError:
+        return "keepstep"
 
 
 def _groups() -> int:

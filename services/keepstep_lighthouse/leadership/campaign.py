@@ -234,7 +234,7 @@ class Leadership:
     # ---- what is heard
 
     async def _watch(self) -> None:
-        failures_logged = LogLimiter(STORE_LOG_SECONDS)
+        failures_logged = LogLimiter(STORE_LOG_SECONDS, max_keys=4)
         while True:
             try:
                 async with self._store.watch(LEADER_KEY) as watch:
@@ -244,7 +244,7 @@ class Leadership:
                             self._heard(change.value)
                             self._wake.set()
             except StoreError as error:
-                if failures_logged.allows(time.monotonic()):
+                if failures_logged.allows(time.monotonic(), str(error)):
                     log.warning("watch of the leader broke; retrying", reason=str(error))
             await asyncio.sleep(WATCH_AGAIN_SECONDS)
 

@@ -57,14 +57,14 @@ class Nodes:
             await asyncio.sleep(NODES_WATCH_RETRY_SECONDS)
 
     async def _follow(self) -> None:
-        failures_logged = LogLimiter(STORE_LOG_SECONDS)
+        failures_logged = LogLimiter(STORE_LOG_SECONDS, max_keys=4)
         while True:
             try:
                 async with self._store.watch(PREFIX) as watch:
                     async for change in watch:
                         self._see(change)
             except StoreError as error:
-                if failures_logged.allows(time.monotonic()):
+                if failures_logged.allows(time.monotonic(), str(error)):
                     log.warning("other lighthouses are not followed; retrying", reason=str(error))
             await asyncio.sleep(NODES_WATCH_RETRY_SECONDS)
 

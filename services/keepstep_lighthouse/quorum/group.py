@@ -81,7 +81,7 @@ class Exclusion(Enum):
     PARTED = "parted"
     """It is on probation (``rules.parted``)."""
     SPARE = "spare"
-    """It stands by (``rules.spares``)."""
+    """It stands by (``rules.spare_groups``)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,7 +130,7 @@ class Registry:
             await cancelled(follower)
 
     async def _follow(self) -> None:
-        failures_logged = LogLimiter(STORE_LOG_SECONDS)
+        failures_logged = LogLimiter(STORE_LOG_SECONDS, max_keys=4)
         while True:
             try:
                 async with self._store.watch(PREFIX) as watch:
@@ -139,8 +139,8 @@ class Registry:
                     async for change in watch:
                         self._see(change)
             except (StoreError, TimeoutError) as error:
-                if failures_logged.allows(time.monotonic()):
-                    reason = str(error) or "the store does not answer"
+                reason = str(error) or "the store does not answer"
+                if failures_logged.allows(time.monotonic(), reason):
                     log.warning("cannot follow the services in the store; the last known ones are kept", reason=reason)
             await asyncio.sleep(FOLLOW_AGAIN_SECONDS)
 

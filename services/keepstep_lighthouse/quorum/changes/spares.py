@@ -1,7 +1,7 @@
 """Let spares in where groups are missing, and replace groups that have to leave. Pure.
 
-* A group that may stand by is a spare from its arrival on (``rules.spares``). It is let in when it asks and the job
-  has fewer groups than it should have: at the start the first ones that ask, later after a loss. The spare with the
+* A group that may stand by is a spare from its arrival on (``rules.spare_groups``). It is let in when it asks and the
+  job has fewer groups than it should have: at the start the first ones that ask, later after a loss. The spare with the
   newest state comes first, then the one that arrived first.
 * A group with an order to replace it counts as missing, and stays. When so many others have committed a step that the
   job has all its groups without it, it is drained: it leaves between two steps, and no step is lost. The order is
