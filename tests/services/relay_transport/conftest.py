@@ -12,7 +12,6 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a wait for who is silent would be all that a test does: less of it."""
     monkeypatch.setattr(relay_fetch, "FETCH_PATIENCE_SECONDS", 0.5)
     monkeypatch.setattr(relay_fetch, "CHUNK_WAIT_SECONDS", 0.5)
-    monkeypatch.setattr(relay_fetch, "LOST_SECONDS", 1.5)
     monkeypatch.setattr(relay_upload, "STALL_SECONDS", 1.0)
 
 

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from keepstep.checkpointing import TransferError
+from keepstep.checkpointing.relayed import relay_fetch
 from tests.services.relay_transport.scene import (
     CHUNK_MIB,
     Groups,
@@ -65,7 +66,8 @@ async def test_the_source_of_the_manifest_killed_in_the_middle_costs_nothing_whi
 
 
 @pytest.mark.parametrize("told", [True, False])
-async def test_a_source_killed_with_nobody_else_is_an_error_soon(told):
+async def test_a_source_killed_with_nobody_else_is_an_error_soon(told, monkeypatch):
+    monkeypatch.setattr(relay_fetch, "LOST_SECONDS", 1.5)
     async with relay() as url:
         with (
             Groups([url], sources=0, others=1, mib=64) as groups,
