@@ -86,7 +86,8 @@ class Processes:
         self._running: set[Further] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = asyncio.Event()
-        self._accept: Callable[[], asyncio.BaseProtocol] | None = None
+        self.accept: Callable[[], asyncio.BaseProtocol] | None = None
+        """Creates the protocol of a connection to this process; None: the port is not open yet."""
 
     @asynccontextmanager
     async def running(self, settings: FurtherSettings) -> AsyncIterator[None]:
@@ -107,10 +108,6 @@ class Processes:
         counts = [own_connections, *(one.connections for one in serving)]
         fewest = min(counts)
         return random.choice([one for one, count in zip((None, *serving), counts, strict=True) if count == fewest])  # noqa: S311
-
-    def serve_with(self, accept: Callable[[], asyncio.BaseProtocol]) -> None:
-        """Serve requests that the processes pass on, from now on. ``accept`` creates the protocol of a connection."""
-        self._accept = accept
 
     def tell(self, message: Message) -> None:
         """Send a message to all processes."""
@@ -170,8 +167,8 @@ class Processes:
             case Message.READY:
                 one.ready = True
                 self._changed()
-            case Message.REQUESTS if passed is not None and self._accept is not None:
-                task = asyncio.get_running_loop().create_task(self._serve(passed, self._accept))
+            case Message.REQUESTS if passed is not None and self.accept is not None:
+                task = asyncio.get_running_loop().create_task(self._serve(passed, self.accept))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
             case Message.REQUESTS if passed is not None:

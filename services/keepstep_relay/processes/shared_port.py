@@ -50,7 +50,7 @@ class SharedPort(OpenPort):
             self._processes.tell(Message.CERTIFICATES)
             return
         self._is_open = True
-        self._processes.serve_with(self.accept)
+        self._processes.accept = self.accept
         self.listener.setblocking(False)
         self._listen()
 
