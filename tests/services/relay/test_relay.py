@@ -172,9 +172,11 @@ async def test_a_reader_that_takes_nothing_is_cut_off() -> None:
     big = state(9, 8 * CHUNK_BYTES)
     async with relay() as one, client(one.address) as worker:
         await worker.store(big)
-        one.settings = replace(one.settings, body_timeout=0.2)
+        patient = one.settings
+        one.settings = replace(patient, body_timeout=0.2)
         async with raw(one.address, get(f"{worker.checkpoints}/c1/packs/0")):
             await eventually(lambda: one.traffic.cut_off == 1)
+        one.settings = patient
         await eventually(lambda: one.traffic.downloads == 0)
         assert await worker.pack() == big.pack, "others are served"
 

@@ -138,9 +138,9 @@ async def test_a_goodbye_that_comes_to_a_standby_goes_on_to_the_leader(etcd: Etc
             first.leadership.give_up("planted", stand_back=True)
             await eventually(lambda: second.term is not None)
             await eventually(lambda: first.leadership is not None and first.leadership.leader is not None)
-            assert second.registry.addresses() == (TOLD,)
+            await eventually(lambda: second.registry.addresses() == (TOLD,))
             assert registrar.lighthouse == first.address, "it has not renewed yet"
-        assert second.registry.addresses() == ()
+        await eventually(lambda: second.registry.addresses() == ())
 
 
 async def test_a_wrong_token_is_reported_and_retried() -> None:
