@@ -87,7 +87,7 @@ async def test_port_zero_is_any_free_one_and_it_is_told() -> None:
 
 @pytest.mark.parametrize("sent", [b"", b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n"])
 async def test_a_connection_that_asks_nothing_is_cut(sent: bytes) -> None:
-    async with serving(Service("test", []), "127.0.0.1", 0, first_request_seconds=0.2) as endpoint:
+    async with serving(Service("test", []), "127.0.0.1", 0, first_request_seconds=1.0) as endpoint:
         reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
         writer.write(sent)
         async with asyncio.timeout(DEADLINE), client_session() as http:

@@ -285,7 +285,7 @@ async def test_old_ones_go_and_the_list_says_what_is_there(tmp_path) -> None:
 
 
 async def test_an_upload_whose_rank_vanished_is_aborted() -> None:
-    async with relay(limits=Limits(upload_seconds=0.2)) as one, client(one.address) as worker:
+    async with relay(limits=Limits(upload_seconds=1.0)) as one, client(one.address) as worker:
         await worker.upload(ONE, chunks=[0])
         problem = await worker.call(
             "GET", f"{worker.checkpoints}/c1/packs/0?wait=60", 410, headers={"Range": "bytes=-1"}
