@@ -112,8 +112,15 @@ class CheckpointStore:
 
     # ---- an upload
 
-    async def begin(self, key: Key, facts: Facts, rank: int | None = None) -> bool:
-        """Return False if the checkpoint exists already. Raises ``RefusedError``, ``DiskError``."""
+    async def begin(self, key: Key, facts: Facts, rank: int | None = None, *, again: bool = True) -> bool:
+        """Return False if the checkpoint exists already. Raises ``RefusedError``, ``DiskError``.
+
+        Args:
+            key: of the checkpoint.
+            facts: that all ranks have in common.
+            rank: the one that begins; None: the request does not name it.
+            again: begin a checkpoint that was deleted. False: refuse it, with the reason of the deletion.
+        """
         if facts.kind is Kind.DURABLE and not self._accepts_durable:
             raise RefusedError(
                 Cause.CONFLICT,
@@ -121,7 +128,7 @@ class CheckpointStore:
                 f"--memory-checkpoints",
             )
         async with self.chunks.locks(key):
-            decisions = self.step(Begun(key, facts, rank))
+            decisions = self.step(Begun(key, facts, rank, again))
             for one in decisions:
                 if isinstance(one, TooLate):
                     raise RefusedError(Cause.GONE, f"{key} was deleted: {one.reason}")

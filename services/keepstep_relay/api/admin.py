@@ -78,11 +78,15 @@ class HolderBody:
 
 WAIT = {"wait": "seconds to wait for a missing chunk or manifest, up to --max-wait"}
 RANK = {"rank": "default: 0"}
+BEGINNING = {
+    "rank": "rank that begins",
+    "again": "0: refuse a checkpoint that was deleted (410), with the reason; default 1: begin it",
+}
 CHECKPOINTS = "/v1/jobs/{job}/checkpoints"
 ONE = f"{CHECKPOINTS}/{{id}}"
 SHAPES = {
     f"GET {CHECKPOINTS}": Shape(CheckpointsView, query={"step": "only checkpoints of this step"}),
-    f"POST {CHECKPOINTS}": Shape(CheckpointView, status=201, body=BeginBody, query={"rank": "rank that begins"}),
+    f"POST {CHECKPOINTS}": Shape(CheckpointView, status=201, body=BeginBody, query=BEGINNING),
     f"GET {ONE}": Shape(CheckpointDetail),
     f"DELETE {ONE}": Shape(None, status=204),
     f"POST {ONE}/plan": Shape(PlanView, body=PlanBody),
@@ -155,7 +159,10 @@ class _Admin:
                 raise bad(f"invalid {name} {value!r:.40}: expected {lowest} <= {name} < 2^53")
         facts = Facts(body.step, Kind(body.kind), body.ranks, body.quorum_id, body.one_producer)
         rank = requests.rank(request) if "rank" in request.query else None
-        new = await self._store.begin(key, facts, rank)
+        again = request.query.get("again", "1")
+        if again not in ("0", "1"):
+            raise bad(f"invalid again {again[:40]!r}: expected 0 or 1")
+        new = await self._store.begin(key, facts, rank, again=again == "1")
         return self._view(key, HTTPStatus.CREATED if new else HTTPStatus.OK)
 
     async def plan(self, request: web.Request) -> web.Response:

@@ -145,6 +145,8 @@ class Begun:
     facts: Facts
     rank: int | None = None
     """The rank that begins; None: the request does not name it."""
+    again: bool = True
+    """Whether to begin a checkpoint that was deleted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +328,7 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class TooLate:
-    """Refuse a ``Begun``, which changes nothing: another rank failed before this one began."""
+    """Refuse a ``Begun``, which changes nothing: the checkpoint ended before this rank began."""
 
     reason: str
 

@@ -92,8 +92,8 @@ class RelayCore(RelayState):
             RefusedError: The event is refused, and nothing has changed.
         """
         match event:
-            case Begun(key, facts, rank):
-                return self._begin(key, facts, rank, now)
+            case Begun():
+                return self._begin(event, now)
             case RootReported():
                 return self._root(event, now)
             case LayoutReported(key, rank, digest):
@@ -154,7 +154,8 @@ class RelayCore(RelayState):
 
     # ---- an upload
 
-    def _begin(self, key: Key, facts: Facts, rank: int | None, now: float) -> list[Decision]:
+    def _begin(self, begun: Begun, now: float) -> list[Decision]:
+        key, facts, rank = begun.key, begun.facts, begun.rank
         known = self.checkpoints.get(key)
         if known is not None:
             if known.facts != facts:
@@ -168,6 +169,8 @@ class RelayCore(RelayState):
         one = Checkpoint(key, facts, now)
         self._rank_begins(one, rank, now)
         ended = self.ended.get(key)
+        if ended is not None and not begun.again:
+            return [TooLate(ended.reason)]
         if ended is not None and rank is not None and ended.absent >> rank & 1:
             self.ended[key] = replace(ended, absent=ended.absent & ~(1 << rank))
             if now < ended.at + self.limits.upload_seconds:

@@ -326,6 +326,12 @@ async def test_a_number_that_is_none_is_refused(scene, query: str) -> None:
     assert repr(query.partition("=")[2]) in problem["detail"]
 
 
+async def test_a_flag_that_is_neither_0_nor_1_is_refused(scene) -> None:
+    _, worker = scene
+    problem = await worker.call("POST", f"{worker.checkpoints}?again=x", 400, json={"id": "c2", "step": 2})
+    assert problem["detail"] == "invalid again 'x': expected 0 or 1"
+
+
 async def test_a_wait_is_bounded(scene) -> None:
     one, worker = scene
     one.settings = replace(one.settings, max_wait=0.05)

@@ -338,3 +338,13 @@ def test_a_rank_that_begins_soon_after_another_failed_gets_the_reason_once():
     relay(RankReported(C1, 0, "no memory"))
     assert relay(Begun(C1, facts, 1), at=relay.now + 60.0) == [Keep(C1), Wake((C1,))], "too long ago"
     relay.refused(Begun(C1, facts, 3), Cause.CONFLICT, "has no rank 3: expected 0 to 2")
+
+
+def test_a_deleted_checkpoint_begins_again_unless_the_request_forbids_it():
+    relay = Driver()
+    assert relay(Begun(C1, ONE, again=False)) == [Keep(C1), Wake((C1,))], "it is new"
+    assert relay(Begun(C1, ONE, again=False)) == [], "it joins"
+    relay(Aborted(C1, "no memory"))
+    for _ in range(2):
+        assert relay(Begun(C1, ONE, 0, again=False)) == [TooLate("no memory")]
+    assert relay(Begun(C1, ONE, 0)) == [Keep(C1), Wake((C1,))]

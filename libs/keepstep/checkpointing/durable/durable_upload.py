@@ -36,6 +36,8 @@ DURABLE_ABORT_SECONDS = 2.0
 """To tell the relays that checkpoints have failed."""
 FINAL = frozenset({400, 401, 403, 410, 413, 507})
 """Answers that do not change when the request is sent again."""
+OVER = frozenset({409, 410})
+"""Answers to the abort of a checkpoint that is committed or has been aborted."""
 
 log = get_logger("keepstep.durable")
 
@@ -167,7 +169,8 @@ class DurableUpload:
         if self._staged is None or self._share is None:
             return self._look(connection)
         if not self._begun:
-            self._begin(connection)
+            self._checkpoint.begin(connection, self._ticket.facts, again=False)  # another rank may have aborted it
+            self._begun = True
         plan = self._plan(connection, self._staged)
         if not plan.agrees:
             self._share = None
@@ -181,16 +184,6 @@ class DurableUpload:
             self._note(plan.missing)
             return False
         return self._is_committed(self._checkpoint.report(connection))
-
-    def _begin(self, connection: Connection) -> None:
-        """Begin or join the upload. A checkpoint that another rank has aborted does not begin again."""
-        try:
-            self._checkpoint.show(connection)
-        except Refusal as refusal:
-            if refusal.status != HTTPStatus.NOT_FOUND:
-                raise
-            self._checkpoint.begin(connection, self._ticket.facts)
-        self._begun = True
 
     def _plan(self, connection: Connection, staged: StagedState) -> Plan:
         try:
@@ -303,16 +296,24 @@ def _tell(relay: Endpoint, failures: Sequence[tuple[Ticket, str]]) -> None:
         connection.connect()
         for ticket, reason in sorted(failures, key=lambda one: one[0].step, reverse=True):
             try:
-                ticket.checkpoint.abort(connection, reason)
+                _abort(connection, ticket, reason)
             except Refusal as refusal:
-                if refusal.status != HTTPStatus.NOT_FOUND:
+                if refusal.status not in OVER:
                     raise
-                ticket.checkpoint.begin(connection, ticket.facts)  # a rank that is slower finds it aborted
-                ticket.checkpoint.abort(connection, reason)
     except (BrokenConnection, TransferError) as error:
         log.info("failures of durable checkpoints did not reach a relay", relay=relay.address, reason=str(error))
     finally:
         connection.close()
+
+
+def _abort(connection: Connection, ticket: Ticket, reason: str) -> None:
+    try:
+        ticket.checkpoint.abort(connection, reason)
+    except Refusal as refusal:
+        if refusal.status != HTTPStatus.NOT_FOUND:
+            raise
+        ticket.checkpoint.begin(connection, ticket.facts, again=False)  # a rank that is slower finds it aborted
+        ticket.checkpoint.abort(connection, reason)
 
 
 def run_all(uploads: list[DurableUpload]) -> dict[str, Exception | None]:

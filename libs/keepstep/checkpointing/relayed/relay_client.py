@@ -79,9 +79,15 @@ class RelayCheckpoint:
         """Return the relay's view of the checkpoint."""
         return _view(connection.ask_json("GET", self._path).get("checkpoint"))
 
-    def begin(self, connection: Connection, facts: Mapping[str, Any]) -> None:
-        """Begin the checkpoint, unless another process has. ``facts``: fields of the request."""
-        connection.ask_json("POST", self._all, {"id": self.id, **facts})
+    def begin(self, connection: Connection, facts: Mapping[str, Any], *, again: bool = True) -> None:
+        """Begin the checkpoint, unless another process has.
+
+        Args:
+            connection: to the relay.
+            facts: fields of the request.
+            again: begin it also if it was deleted. False: ``Refusal`` 410, with the reason of the deletion.
+        """
+        connection.ask_json("POST", self._all if again else f"{self._all}?again=0", {"id": self.id, **facts})
 
     def plan(self, connection: Connection, root: bytes) -> Plan:
         """Report the root digest of this rank's state."""

@@ -1,23 +1,25 @@
-"""Back-pressure of the writer of durable checkpoints, at a relay that accepts no connection."""
+"""The writer of durable checkpoints: back-pressure at a relay that accepts no connection, and aborts of other ranks."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
-from keepstep.checkpointing.direct.http_connection import Endpoint
+from keepstep.checkpointing.direct.http_connection import Connection, Endpoint
 from keepstep.checkpointing.direct.rate_limiter import RateLimiter
 from keepstep.checkpointing.durable import durable_upload, durable_writer
-from keepstep.checkpointing.durable.durable_upload import Ticket
+from keepstep.checkpointing.durable.durable_upload import Ticket, tell_failures
 from keepstep.checkpointing.durable.durable_writer import DurableWriter
 from keepstep.checkpointing.relayed.relay_client import RelayCheckpoint
 from tests.services.relay_transport.scene import switched_off
 from tests.support.checkpoints.checkpoint_ends import eventually
+from tests.support.services.relay_driver import client, relay
 
 
 def ticket(step: int, uploader: str = "a") -> Ticket:
@@ -32,6 +34,16 @@ def writer(*, seconds: float, newest_wins: bool) -> Iterator[DurableWriter]:
         yield one
     finally:
         one.close()
+
+
+class AbortedBefore(RelayCheckpoint):
+    """Another rank aborts the checkpoint just before the relay hears that this one begins."""
+
+    url = ""
+
+    def begin(self, connection: Connection, facts: Mapping[str, Any], *, again: bool = True) -> None:
+        tell_failures({self.url: Endpoint.of(self.url, dict)}, [(ticket(1), "no memory")])
+        super().begin(connection, facts, again=again)
 
 
 def offer(one: DurableWriter, url: str, step: int, uploader: str = "a") -> None:
@@ -95,3 +107,29 @@ def test_the_end_waits_once_for_relays_that_hang_whatever_was_replaced(monkeypat
         one.close()
         assert time.monotonic() - began < 5, "18 aborts, one after the other, take 9 s"
         assert one._thread is None
+
+
+async def test_an_upload_that_another_rank_aborts_just_before_it_begins_does_not_begin_again() -> None:
+    checkpoint = AbortedBefore("job", "step-1", 1, "a")
+    facts = {**ticket(1).facts, "ranks": 2}
+
+    def upload() -> str:
+        with writer(seconds=30.0, newest_wins=False) as one:
+            late = Ticket("job", checkpoint, 1, facts, ("a",), "a", 0.5)
+            one.offer(late, [Endpoint.of(checkpoint.url, dict)], {"w": torch.ones(10)})
+            assert one.finish(60)
+            return one.last.error
+
+    async with relay(memory_checkpoints=True) as one:
+        checkpoint.url = one.address
+        for _ in range(2):  # ranks of two groups
+            assert "step-1 of job job was deleted: no memory" in await asyncio.to_thread(upload)
+
+
+async def test_a_relay_hears_of_each_failure_also_if_other_ranks_have_told_it_the_newest_one() -> None:
+    async with relay(memory_checkpoints=True) as one, client(one.address) as reader:
+        relays = {one.address: Endpoint.of(one.address, dict)}
+        await asyncio.to_thread(tell_failures, relays, [(ticket(2), "no memory")])
+        await asyncio.to_thread(tell_failures, relays, [(ticket(1), "no room"), (ticket(2), "no memory")])
+        for name, reason in (("step-1", "no room"), ("step-2", "no memory")):
+            assert reason in (await reader.show(name, 410))["detail"]
