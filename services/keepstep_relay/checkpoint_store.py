@@ -232,7 +232,7 @@ class CheckpointStore:
 
     async def _write(self, key: Key, rank: int) -> None:
         disk, one = self.chunks.disk, self.core.checkpoints.get(key)
-        if disk is None or (key, rank) in self._written or one is None:
+        if disk is None or (key, rank) in self._written or one is None or one.committed_at is not None:
             return
         if rank == RECORD:
             await self.chunks.to_disk(disk.begin, key, self.records[key])

@@ -54,7 +54,10 @@ async def _recover_durable(store: CheckpointStore, durable: DurableTier) -> None
             continue
         if key not in checkpoints:
             store.restore(key, record, tables, manifests, on_disk=False)
-        store.copies.found(key)
+        if (checkpoints[key].facts, checkpoints[key].tables) == (record.facts, tables):
+            store.copies.found(key)
+        else:
+            store.copies.outdated(key)
     for key, one in checkpoints.items():
         if one.committed_at is not None and one.facts.kind is Kind.DURABLE:
             store.copies.follow(key)

@@ -53,6 +53,10 @@ class DurableCopies:
         self.complete.add(key)
         self._on_copied(key)
 
+    def outdated(self, key: Key) -> None:
+        """Note that the durable tier has an earlier checkpoint of this name, which could not be deleted."""
+        self._stored.add(key)
+
     async def run(self, source: Callable[[Key], tuple[Record, dict[int, bytes]]]) -> None:
         """Copy and delete, one checkpoint at a time, until cancelled. A failure is logged and retried.
 

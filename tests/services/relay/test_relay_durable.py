@@ -169,3 +169,39 @@ async def test_a_copy_that_was_not_completed_is_no_checkpoint_and_a_damaged_chun
         assert await worker.chunk(TWO.digests[0]) == TWO.chunks[0]
         await worker.chunk(TWO.digests[1], 410)
         assert one.chunks.damaged["durable"] == 1
+
+
+async def test_a_copy_of_an_earlier_checkpoint_of_the_same_name_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: object) -> None:
+        raise DurableError("it is away")
+
+    local, url, key = tmp_path / "local", f"file://{tmp_path}/bucket", Key("job", "c1")
+    async with relay(data_dir=local, durable=url) as one, client(one.address) as worker:
+        await store_durable(worker, ONE, "c1", 1)
+        await until(lambda: key in one.checkpoints.copies.complete)
+        with monkeypatch.context() as patch:
+            patch.setattr(DurableTier, "forget", away)
+            patch.setattr(DurableTier, "_write", away)
+            await worker.call("DELETE", f"{worker.checkpoints}/c1", 204)
+            await store_durable(worker, TWO, "c1", 1)
+            await one.stop()
+    async with relay(data_dir=local, durable=url) as one:
+        await until(lambda: key in one.checkpoints.copies.complete)
+    shutil.rmtree(local)
+    async with relay(data_dir=local, durable=url) as one, client(one.address) as worker:
+        assert await worker.pack() == TWO.pack
+
+
+async def test_a_begin_of_a_committed_checkpoint_that_only_the_durable_tier_has_writes_nothing(tmp_path: Path) -> None:
+    local, url = tmp_path / "local", f"file://{tmp_path}/bucket"
+    async with relay(data_dir=local, durable=url) as one, client(one.address) as worker:
+        await store_durable(worker, ONE, "c1", 1, quorum_id=0)
+        await until(lambda: Key("job", "c1") in one.checkpoints.copies.complete)
+    shutil.rmtree(local)
+    async with relay(data_dir=local, durable=url) as one, client(one.address) as worker:
+        assert (await worker.begin("c1", 1, 200, kind="durable"))["state"] == "committed"
+    async with relay(data_dir=local, durable=url) as one:
+        assert one.chunks.disk is not None
+        assert one.chunks.disk.unreadable == 0

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from keepstep import checkpoint
-from keepstep.checkpoint import CheckpointError
+from keepstep.checkpoint import CheckpointAborted, CheckpointError
 from keepstep.checkpoint.places.at_relay import RelayTarget
 from keepstep.checkpoint.saving import open_target, save_facts
 from keepstep.checkpointing.direct.http_connection import BrokenConnection, Connection
 from keepstep.checkpointing.errors import TransferTimeout
-from keepstep_relay.core.events import ChunkLost, Limits, Tier
+from keepstep_relay.core.events import ChunkLost, Limits, State, Tier
 from tests.support.services.relay_driver import client, relay, state
 
 TIMEOUT = timedelta(seconds=30)
@@ -37,6 +37,48 @@ async def test_a_failure_after_the_deadline_reaches_the_relay_at_once():
                 checkpoint.load({"a": 1}, place)
 
         await asyncio.to_thread(fails_late)
+
+
+def two_ranks(place):
+    targets = [open_target(place, save_facts(rank, 2, 0, "live"), timeout=TIMEOUT) for rank in range(2)]
+    for target in targets:
+        target.begin()
+    return targets
+
+
+async def test_a_rank_that_is_told_of_an_abort_does_not_abort_the_next_attempt():
+    async with relay() as one:
+        place = f"{one.address}/v1/jobs/j/checkpoints/c"
+
+        def attempts():
+            told, failing = two_ranks(place)
+            failing.fail("no memory")
+            with pytest.raises(CheckpointAborted, match="rank 1 failed: no memory") as error:
+                told.exchange(b"layout")
+            again = two_ranks(place)
+            told.fail(str(error.value))
+            for target in (told, failing, *again):
+                target.close()
+
+        await asyncio.to_thread(attempts)
+        assert [upload.state for upload in one.core.checkpoints.values()] == [State.BEGUN]
+
+
+async def test_a_failure_reaches_the_other_ranks_also_after_the_relay_has_restarted():
+    async with relay() as one:
+        place = f"{one.address}/v1/jobs/j/checkpoints/c"
+        goes_on, failing = await asyncio.to_thread(two_ranks, place)
+        await one.stop()
+        async with relay(bind=one.address.removeprefix("http://")):
+
+            def fails_first():
+                failing.fail("no memory")
+                with pytest.raises(CheckpointAborted, match="rank 1 failed: no memory"):
+                    goes_on.exchange(b"layout")
+
+            await asyncio.to_thread(fails_first)
+            failing.close()
+            goes_on.close()
 
 
 async def test_a_relay_without_the_exchange_is_named_soon(monkeypatch):

@@ -60,6 +60,8 @@ class RelayTarget:
         self._link = RelayLink(location, deadline, token)
         self._layout = b""
         self._stored: Callable[[], None]
+        self._ended = False
+        """The relay has told this rank that the upload ended, by another rank or its timeout."""
 
     def begin(self) -> None:
         """See ``CheckpointTarget``."""
@@ -155,12 +157,14 @@ class RelayTarget:
 
     def fail(self, error: str) -> None:
         """See ``CheckpointTarget``."""
+        if self._ended:  # the others know; a quick one may have begun the next attempt already
+            return
         self._link.close()  # its connections have the deadline of the save, which may have passed
         self._link.deadline = Deadline(FAIL_SECONDS, "the failure did not reach the relay")
         try:
             text = error[:1000].encode(errors="backslashreplace").decode()
             body = {"rank": self._facts.rank, "error": text or "unknown error"}
-            self._ask("POST", f"{self._link.path}/result", body)
+            self._again(lambda: self._ask("POST", f"{self._link.path}/result", body))
         except CheckpointAborted:
             pass
         except (CheckpointError, TransferError, BrokenConnection) as problem:
@@ -212,6 +216,7 @@ class RelayTarget:
         if refusal.status in lost:
             raise _LostError(str(refusal)) from refusal
         if refusal.status == GONE:
+            self._ended = True
             raise CheckpointAborted(f"{self._location} was aborted: {refusal}") from refusal
         raise CheckpointError(f"{self._location} was not saved: {refusal}") from refusal
 

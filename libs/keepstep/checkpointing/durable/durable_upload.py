@@ -36,8 +36,6 @@ DURABLE_ABORT_SECONDS = 2.0
 """To tell the relays that checkpoints have failed."""
 FINAL = frozenset({400, 401, 403, 410, 413, 507})
 """Answers that do not change when the request is sent again."""
-OVER = frozenset({409, 410})
-"""Answers to the abort of a checkpoint that is committed or has been aborted."""
 
 log = get_logger("keepstep.durable")
 
@@ -297,9 +295,8 @@ def _tell(relay: Endpoint, failures: Sequence[tuple[Ticket, str]]) -> None:
         for ticket, reason in sorted(failures, key=lambda one: one[0].step, reverse=True):
             try:
                 _abort(connection, ticket, reason)
-            except Refusal as refusal:
-                if refusal.status not in OVER:
-                    raise
+            except Refusal as refusal:  # it is committed, another rank has aborted it, or the disk is full
+                log.info("relay refused an abort", relay=relay.address, step=ticket.step, reason=str(refusal))
     except (BrokenConnection, TransferError) as error:
         log.info("failures of durable checkpoints did not reach a relay", relay=relay.address, reason=str(error))
     finally:
