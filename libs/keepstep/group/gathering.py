@@ -27,7 +27,7 @@ class GatheredAsks:
         self,
         settings: GroupSettings,
         request: Callable[[dict[int, RankAsk]], Coroutine[object, object, QuorumPlan]],
-        start_task: Callable[[Coroutine[object, object, None]], None],
+        start_task: Callable[[Coroutine[object, object, None]], asyncio.Task[None]],
     ) -> None:
         self.waiting: dict[int, _Ask] = {}
         """The requests of the next round, which begins when all ranks have asked."""
@@ -37,6 +37,9 @@ class GatheredAsks:
         self._request = request
         self._start_task = start_task
         self._gone: set[int] = set()
+        self._round_task: asyncio.Task[None] | None = None
+        self._for_next: set[int] = set()
+        """Ranks that gave up on the open round, and have asked again."""
 
     async def ask(self, rank: int, ask: RankAsk) -> QuorumPlan:
         """Add the request of a rank, and wait for the plan. See ``RankLink.ask`` for errors."""
@@ -46,10 +49,12 @@ class GatheredAsks:
         asks = self.in_round or self.waiting
         if rank in asks:  # the rank gave up on that request
             asks[rank][1].cancel()
+            self._for_next.add(rank)
         asks[rank] = (ask, future)
         if len(self.waiting) == self._settings.world_size:
             self.in_round, self.waiting = self.waiting, {}
-            self._start_task(self._round(self.in_round))
+            self._for_next.clear()
+            self._round_task = self._start_task(self._round(self.in_round))
         try:
             async with asyncio.timeout(ask.timeout_ms / 1000 * (1 + self._settings.quorum_retries) + 1.0):
                 return await asyncio.shield(future)
@@ -60,6 +65,24 @@ class GatheredAsks:
             reason = f"waited {ask.timeout_ms / 1000:g} s for ranks {missing} of this group to start the step"
             self.deny("deadline", reason)
             raise TimeoutError(reason) from None
+
+    def withdraw(self, rank: int, ask: RankAsk) -> None:
+        """Take back a request, and end the round that answers it.
+
+        Ranks that have asked again since wait for the next round. The others get ``TimeoutError``.
+        """
+        asks = self.in_round or self.waiting
+        if rank not in asks or asks[rank][0] is not ask:
+            return
+        del asks[rank]
+        if asks is not self.in_round or self._round_task is None:
+            return
+        self._round_task.cancel()
+        self.in_round, self.waiting = {}, {other: asks.pop(other) for other in self._for_next & asks.keys()}
+        for _, future in asks.values():
+            if not future.done():
+                future.set_exception(TimeoutError(f"rank {rank} of this group withdrew its request"))
+                future.exception()
 
     def rank_left(self, rank: int, reason: str) -> None:
         """Deny all requests from now on: a group does not train without one of its ranks."""
@@ -88,7 +111,8 @@ class GatheredAsks:
                     future.exception()
             return
         finally:
-            self.in_round = {}
+            if self.in_round is asks:
+                self.in_round = {}
         for _, future in asks.values():
             if not future.done():
                 future.set_result(plan)

@@ -174,7 +174,14 @@ class GroupServer:
 
     async def ask(self, ask: RankAsk) -> QuorumPlan:
         """See ``RankLink``."""
-        return await self.ask_of(0, ask)
+        before = self._attempt
+        try:
+            return await self.ask_of(0, ask)
+        except asyncio.CancelledError:
+            self._asks.withdraw(0, ask)
+            if self._attempt > before:
+                self._session.give_up_answer()
+            raise
 
     async def vote(self, vote: RankVote, timeout: float) -> bool:
         """See ``RankLink``."""

@@ -35,7 +35,7 @@ class SlowQuorumLog:
     """
 
     def __init__(
-        self, session: LighthouseSession, replica_id: str, run: Callable[[Coroutine[object, object, None]], None]
+        self, session: LighthouseSession, replica_id: str, run: Callable[[Coroutine[object, object, None]], object]
     ) -> None:
         self._session = session
         self._replica_id = replica_id

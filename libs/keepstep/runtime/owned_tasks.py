@@ -17,11 +17,12 @@ class OwnedTasks:
         self._on_error = on_error
         self._running: set[asyncio.Task[None]] = set()
 
-    def start(self, coroutine: Coroutine[object, object, None]) -> None:
+    def start(self, coroutine: Coroutine[object, object, None]) -> asyncio.Task[None]:
         """Run ``coroutine`` as a task."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self._running.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._running.discard(task)

@@ -21,6 +21,7 @@ from keepstep_mesh.protocol import codec
 from keepstep_mesh.protocol.membership import Quorum
 from keepstep_mesh.protocol.messages import (
     PROTOCOL_VERSION,
+    CancelRequest,
     Closed,
     Denied,
     Drain,
@@ -226,7 +227,7 @@ class LighthouseSession:
         try:
             return await answer
         except asyncio.CancelledError:
-            self._core.finished_step()  # the answer may have arrived before the cancellation
+            self.give_up_answer()  # it may have arrived before the cancellation
             raise
 
     def request_quorum(self, request: QuorumRequest) -> asyncio.Future[Quorum]:
@@ -252,6 +253,12 @@ class LighthouseSession:
     def finished_step(self) -> None:
         """Forget the last answer, because its step was committed or has failed. May be called from any thread."""
         self._core.finished_step()
+
+    def give_up_answer(self) -> None:
+        """Let the lighthouse end the quorum of the last answer, unless its step is over: this group takes no part."""
+        if self._core.held is not None:
+            self._core.finished_step()
+            self._send(CancelRequest(self._core.number))
 
     def healing(self, progress: Healing) -> None:
         """Report the progress of a heal. Dropped while disconnected; the next report replaces it."""

@@ -107,7 +107,7 @@ async def test_an_answer_to_nobody_is_ignored() -> None:
         await asking
 
 
-async def test_a_request_cancelled_after_its_answer_arrived_holds_no_answer(
+async def test_a_request_cancelled_after_its_answer_arrived_holds_no_answer_and_the_lighthouse_hears_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with scripted_lighthouse() as lighthouse, in_session(lighthouse) as (worker, peer):
@@ -124,6 +124,7 @@ async def test_a_request_cancelled_after_its_answer_arrived_holds_no_answer(
         peer.answer(request)
         with pytest.raises(asyncio.CancelledError):
             await asking
+        assert await peer.next(CancelRequest) == CancelRequest(request.request)
         peer.link.abort("test")
         assert (await lighthouse.session()).hello.held is None
 

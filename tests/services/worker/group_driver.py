@@ -25,6 +25,7 @@ class Group:
         self, lighthouse: Lighthouse, world_size: int, name: str = "a:1", token: str | ClientToken | None = None
     ) -> None:
         self.failed: list[str] = []
+        self.pushes: list[Push] = []
         self.lost: asyncio.Future[MemberLost] = asyncio.get_running_loop().create_future()
         self.server = GroupServer(
             GroupSettings(world_size, "127.0.0.1"),
@@ -37,6 +38,7 @@ class Group:
         self.clients: list[RankClient] = []
 
     def hear(self, push: Push) -> None:
+        self.pushes.append(push)
         if isinstance(push, MemberLost) and not self.lost.done():
             self.lost.set_result(push)
 

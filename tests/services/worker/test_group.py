@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
 
 from keepstep.group import slow_quorum_log
 from keepstep.group.group_peers import checkpoint_metadata, first_layout_difference
+from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.group.ranks.rank_link import Leaving
 from keepstep_lighthouse.app import Lighthouse
 from keepstep_lighthouse.quorum.events import EvictOrdered
 from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_lighthouse.quorum.views import HealView
 from keepstep_lighthouse.registry.service_registry import new_record
-from keepstep_mesh.errors import KeepstepError, LayoutMismatch, SessionClosed
-from keepstep_mesh.protocol.group_messages import RankVote
-from keepstep_mesh.protocol.messages import Evicted, Healing, ServiceAddress
+from keepstep_mesh.errors import KeepstepError, LayoutMismatch, SessionClosed, StartRefused
+from keepstep_mesh.protocol.group_messages import RankAsk, RankVote
+from keepstep_mesh.protocol.messages import Evicted, Healing, QuorumAnswer, RoundBroken, ServiceAddress
 from keepstep_mesh.session.session_events import Push
 from tests.services.worker.group_driver import DEADLINE, Group, ask
 from tests.support.services.lighthouse_driver import eventually
@@ -79,6 +82,60 @@ async def test_a_rank_that_asks_again_while_the_round_is_open_gets_its_answer():
         assert answers[0].attempt == answers[1].attempt
         await pair.close()
         await other.close()
+
+
+@asynccontextmanager
+async def waiting_pair() -> AsyncIterator[tuple[Lighthouse, Group, Group, list[asyncio.Task[QuorumPlan]]]]:
+    """A group of two ranks whose request waits for another group; and the requests of its ranks."""
+    async with in_loop(policy=Policy(min_replicas=2)) as lighthouse:
+        pair, other = Group(lighthouse, 2), Group(lighthouse, 1, "b:1")
+        await pair.start()
+        await other.start()
+        asking = [asyncio.create_task(link.ask(ask())) for link in pair.links]
+        await eventually(lambda: is_asking(lighthouse))
+        yield lighthouse, pair, other, asking
+        await pair.close()
+        await other.close()
+
+
+def is_asking(lighthouse: Lighthouse) -> bool:
+    return bool(lighthouse.jobs["default"].core._groups.asking)
+
+
+async def test_a_request_that_rank_0_withdraws_ends_for_all_ranks_and_at_the_lighthouse():
+    async with waiting_pair() as (lighthouse, pair, other, asking):
+        asking[0].cancel()
+        with pytest.raises(TimeoutError, match="rank 0 of this group withdrew its request"):
+            await asyncio.wait_for(asking[1], DEADLINE)
+        await eventually(lambda: not is_asking(lighthouse))
+        answers = await asyncio.gather(pair.ask(request=2), other.ask())
+        assert [one.attempt for one in answers[0]] == [2, 2]
+
+
+async def test_a_rank_that_asked_again_before_rank_0_withdrew_waits_for_the_next_request():
+    async with waiting_pair() as (_, pair, other, asking):
+        asking[1].cancel()
+        again = [asyncio.create_task(pair.clients[0].ask(ask(request=2)))]
+        await eventually(lambda: 2 in [one.request for one, _ in pair.server._asks.in_round.values()])
+        asking[0].cancel()
+        await eventually(lambda: list(pair.server._asks.waiting) == [1])
+        again.append(asyncio.create_task(pair.server.ask(ask(request=2))))
+        await other.ask()
+        assert [(await asyncio.wait_for(one, DEADLINE)).attempt for one in again] == [2, 2]
+
+
+async def test_a_quorum_that_forms_while_rank_0_withdraws_is_ended_by_the_lighthouse(monkeypatch):
+    async with waiting_pair() as (_, pair, other, asking):
+        answered = pair.server._session._request.answered
+
+        def withdrawn_at_once(answer: QuorumAnswer) -> None:
+            answered(answer)
+            asking[0].cancel()
+
+        monkeypatch.setattr(pair.server._session._request, "answered", withdrawn_at_once)
+        await other.ask()
+        await eventually(lambda: any(isinstance(one, RoundBroken) for one in other.pushes))
+        assert asking[0].cancelled()
 
 
 async def test_votes_are_counted_by_attempt_and_all_must_be_yes(pair):
@@ -257,6 +314,23 @@ async def test_the_ranks_of_a_refused_group_end_in_any_order_and_none_has_failed
         await assert_not_failed_by_the_end_of_a_rank(other)
     finally:
         await other.close()
+
+
+async def test_a_group_that_lost_a_rank_after_its_start_was_refused_does_not_wait_for_it(pair, monkeypatch):
+    async def refuse(_asks: dict[int, RankAsk]) -> QuorumPlan:
+        raise StartRefused("the job is at step 7")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.server, "_request", refuse)
+        assert [type(answer) for answer in await pair.ask()] == [StartRefused] * 2
+    asking = asyncio.create_task(pair.server.ask(ask(request=2)))
+    await eventually(lambda: list(pair.server._asks.waiting) == [0])
+    await pair.clients[0]._socket.close()
+    with pytest.raises(SessionClosed, match="rank 1 has left this group: rank 1 of 2 died"):
+        await asyncio.wait_for(asking, DEADLINE)
+    with pytest.raises(SessionClosed, match=r"ranks \[1\] of this group have left it"):
+        await pair.server.ask(ask(request=3))
+    assert pair.server._failed == ""
 
 
 async def test_every_rank_knows_the_services_whenever_it_came(lighthouse):

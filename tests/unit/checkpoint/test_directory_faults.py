@@ -14,8 +14,12 @@ import pytest
 import torch
 
 from keepstep import checkpoint
-from keepstep.checkpoint import CheckpointError, CheckpointNotFound
+from keepstep.checkpoint import CheckpointAborted, CheckpointError, CheckpointNotFound
+from keepstep.checkpoint.places import rank_files
 from keepstep.checkpoint.places.directory import DirectoryTarget
+from keepstep.checkpoint.places.rank_files import RankFiles
+from keepstep.checkpoint.saving import save_facts
+from keepstep.checkpointing.direct.http_connection import Deadline
 
 TIMEOUT = timedelta(seconds=30)
 STATE = {"w": torch.arange(3000.0), "v": torch.ones(5)}
@@ -151,3 +155,31 @@ def test_a_full_disk_at_any_moment_is_an_error_that_leaves_nothing_or_comes_afte
     assert len(errors) >= 8
     for error in errors:
         assert "No space left on device; earlier checkpoints are intact: free space there" in error
+
+
+@pytest.mark.parametrize("fails", [0, 1])
+def test_a_failure_at_the_end_of_the_exchange_reaches_the_ranks_that_are_past_it(tmp_path, monkeypatch, fails):
+    usual = rank_files.write_whole
+
+    def is_interrupted_after_seen(path, content, **how):
+        usual(path, content, **how)
+        if path.name == f"seen-{fails}":
+            raise InterruptedError("SIGTERM")
+
+    def rank(number):
+        deadline = Deadline(TIMEOUT.total_seconds(), "not saved")
+        return RankFiles(tmp_path, save_facts(number, 2, 0, "durable"), deadline, lambda: None)
+
+    monkeypatch.setattr(rank_files, "write_whole", is_interrupted_after_seen)
+    ranks = [rank(0), rank(1)]
+    for one in ranks:
+        one.begin()
+    with ThreadPoolExecutor(1) as pool:
+        failing = pool.submit(ranks[fails].exchange, b"layout")
+        ranks[1 - fails].exchange(b"layout")
+        ranks[fails].fail(repr(failing.exception()))
+    with pytest.raises(CheckpointAborted, match="SIGTERM"):
+        if fails == 1:
+            ranks[0].roots()
+        else:
+            ranks[1].wait_for_commit(lambda: False)

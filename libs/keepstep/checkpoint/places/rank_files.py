@@ -5,8 +5,8 @@
   all ranks are equal, all have read the layouts of this attempt, because each of them has its own random bytes. The
   digest names the attempt from then on.
 * ``failed-N``: the error of rank N before that.
-* ``result-N``: JSON with the attempt, and the root of the manifest, or the error of rank N. Rank 0 reads all of them,
-  and commits, or writes ``aborted`` with the reason.
+* ``result-N``: JSON with the attempt, and the root of the manifest, or the error of rank N after its ``seen``. Rank 0
+  reads all of them, and commits, or writes ``aborted`` with the reason.
 * ``conflict``: two processes save as the same rank. Rank 0 does not commit then.
 
 They are not synced to disk: the save ends with its processes.
@@ -66,6 +66,8 @@ class RankFiles:
         """Identities of the errors that were there when this rank began."""
         self._tells = True
         """Whether an error of this rank before the end of the exchange is news to the other ranks."""
+        self._seen = b""
+        """Digest in the ``seen-N`` of this rank; empty: it has written none."""
         self.attempt = ""
         """Equal at all ranks after the exchange. Empty before."""
         self.may_be_committed = False
@@ -98,10 +100,9 @@ class RankFiles:
         with self._not_removed():
             if not create_whole(self._file("layout"), self._layout, sync=False):
                 self._conflict()
-        seen, began = b"", time.monotonic()
+        began = time.monotonic()
 
         def agreed() -> list[bytes] | None:
-            nonlocal seen
             self._check_failed(time.monotonic() - began)
             layouts = [read(self._file("layout", rank)) for rank in self._ranks]
             if layouts[self._facts.rank] != self._layout:
@@ -110,13 +111,13 @@ class RankFiles:
             if len(found) < len(layouts):
                 return None
             digest = chunk_digest(b"".join(chunk_digest(one) for one in found))
-            if digest != seen:
-                seen = digest
+            if digest != self._seen:
+                self._seen = digest
                 write_whole(self._file("seen"), digest, sync=False)
             return found if all(read(self._file("seen", rank)) == digest for rank in self._ranks) else None
 
-        self._agreed = self._wait(agreed, lambda: f"layouts of ranks {self._absent('seen', seen)}")
-        self.attempt = seen.hex()
+        self._agreed = self._wait(agreed, lambda: f"layouts of ranks {self._absent('seen', self._seen)}")
+        self.attempt = self._seen.hex()
         self._check_steps()
         layouts = [one[_NONCE_BYTES + _STEP_BYTES :] for one in self._agreed]
         different = {one: number for number, one in enumerate(dict.fromkeys(layouts))}
@@ -213,11 +214,11 @@ class RankFiles:
     def fail(self, error: str) -> None:
         """Tell the other ranks why this one failed. Never raises."""
         try:
-            if self.attempt:
-                name = "aborted" if self._facts.rank == 0 else self._file("result").name
-                write_json(self.folder / name, {"attempt": self.attempt, "error": error})
-            elif self._tells:
+            if not self.attempt and self._tells:
                 write_whole(self._file("failed"), error.encode(errors="backslashreplace"), sync=False)
+            if attempt := self.attempt or (self._seen.hex() if self._tells else ""):  # others may be past the exchange
+                name = "aborted" if self._facts.rank == 0 else self._file("result").name
+                write_json(self.folder / name, {"attempt": attempt, "error": error})
         except OSError as problem:
             log.warning("the failure did not reach the other ranks", reason=str(problem))
 

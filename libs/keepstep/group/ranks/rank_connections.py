@@ -61,7 +61,7 @@ class RankHost(Protocol):
         """Take a rank's report on its heal."""
 
     def rank_left(self, rank: int, reason: str) -> None:
-        """A rank has said goodbye."""
+        """A rank has said goodbye, or is lost while the group ends."""
 
     async def fail(self, reason: str) -> None:
         """The group is lost."""
@@ -144,8 +144,9 @@ class RankConnections:
                     peer.heard = loop.time()
                 silent = loop.time() - peer.heard
                 if silent > self.silence:
-                    await self._host.fail(f"rank {peer.rank} was silent for {silent:.1f} s")
-                    return
+                    await self._lost(peer.rank, f"rank {peer.rank} was silent for {silent:.1f} s")
+                    if not self._host.leaving:
+                        return
                 await peer.send(Heartbeat())
                 if sent != before:
                     await peer.send(sent)
@@ -181,10 +182,17 @@ class RankConnections:
         finally:
             if self._ranks.get(peer.rank) is peer:
                 del self._ranks[peer.rank]
-            if not peer.said_goodbye and not self._host.leaving:
+            if not peer.said_goodbye:
                 died = f"rank {peer.rank} of {self._settings.world_size} died: its connection ended"
-                self._tasks.start(self._host.fail(died))
+                self._tasks.start(self._lost(peer.rank, died))
         return socket
+
+    async def _lost(self, rank: int, reason: str) -> None:
+        """Fail the group. A group that ends or was refused has not failed, but cannot ask again without this rank."""
+        if self._host.leaving:
+            self._host.rank_left(rank, reason)
+        else:
+            await self._host.fail(reason)
 
     def _check_hello(self, hello: object) -> None:
         if not isinstance(hello, RankHello):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
+import contextlib
 import time
 from collections.abc import Coroutine
 from typing import Any, NoReturn
@@ -64,8 +66,10 @@ class PendingQuorum:
         return future.done() and (future.cancelled() or future.exception() is not None)
 
     def withdraw(self) -> None:
-        """Cancel the request."""
-        self._future.cancel()
+        """Cancel the request. When this returns, its coroutine has heard of it."""
+        if self._future.cancel():
+            with contextlib.suppress(TimeoutError, RuntimeError):  # the loop is busy, or has ended
+                self._context.loop_thread.call(asyncio.sleep(0), CALL_MARGIN_SECONDS)
 
     def wait(self, times: StepTimes, *, may_resume: bool = False) -> QuorumPlan:
         """Wait for the plan. If the job is closed and a relay has its final state, return a plan that loads it.
