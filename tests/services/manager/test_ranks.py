@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from keepstep_mesh.errors import KeepstepError
-from tests.services.manager.groups import SECOND, Flaky, manager, place_to_meet, together
+from tests.services.manager.groups import SECOND, Flaky, manager, place_to_meet, together, until_connected
 
 
 def what_comes_of(work: Callable[[], Any]) -> Any:
@@ -190,3 +190,17 @@ def test_a_group_with_a_torn_rank_and_nobody_to_heal_from_ends(lighthouse, ended
 
     for error in together(lambda: rank(0), lambda: rank(1)):
         assert "no healthy group to heal from" in error
+
+
+def test_ranks_that_withdraw_their_request_finish_without_it(lighthouse):
+    place = place_to_meet()
+
+    def rank(number: int) -> int:
+        with manager(lighthouse, "a", rank=number, **place) as m:
+            m.train_while_quorum_forms(2, SECOND)  # no other group comes
+            m.request_quorum()
+            until_connected(lighthouse, "a", asked=True)
+            m.withdraw_quorum()
+            return m.finish(30 * SECOND).groups
+
+    assert together(lambda: rank(0), lambda: rank(1)) == [1, 1]
