@@ -160,7 +160,8 @@ class DurableWriter:
             if self._newest_wins:
                 if self._next is not None and self._next.snapshot is not None:
                     self._next.withdrawn = f"replaced by the checkpoint of step {ticket.step}"
-                    self._replaced.append(self._next)
+                    if len(self._next.ticket.uploaders) == 1:  # else other groups may store it
+                        self._replaced.append(self._next)
                     self._next.snapshot.release()
                 self._next = None
                 return

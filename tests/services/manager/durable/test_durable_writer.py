@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -81,6 +82,18 @@ def test_the_newest_one_replaces_the_one_that_waits_and_training_never_does(monk
         assert one._next is not None
         assert one._next.ticket.step == 4
         assert [work.ticket.step for work in one._replaced] == [2, 3]
+
+
+def test_a_checkpoint_that_one_group_replaces_is_not_aborted_for_the_groups_that_upload_it_too() -> None:
+    with switched_off() as url, writer(seconds=60.0, newest_wins=True) as one:
+        offer(one, url, 1)
+        eventually(lambda: one.last.uploading == 1)
+        for step in (2, 3):
+            shared = replace(ticket(step), uploaders=("a", "b"))
+            one.offer(shared, [Endpoint.of(url, dict)], {"w": torch.ones(1)})
+        assert one._next is not None
+        assert one._next.ticket.step == 3
+        assert one._replaced == []
 
 
 def test_an_upload_that_waits_is_not_given_up_for_the_outcome_of_another_group(monkeypatch: pytest.MonkeyPatch) -> None:
