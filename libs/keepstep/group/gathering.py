@@ -38,8 +38,6 @@ class GatheredAsks:
         self._start_task = start_task
         self._gone: set[int] = set()
         self._round_task: asyncio.Task[None] | None = None
-        self._for_next: set[int] = set()
-        """Ranks that gave up on the open round, and have asked again."""
 
     async def ask(self, rank: int, ask: RankAsk) -> QuorumPlan:
         """Add the request of a rank, and wait for the plan. See ``RankLink.ask`` for errors."""
@@ -49,12 +47,9 @@ class GatheredAsks:
         asks = self.in_round or self.waiting
         if rank in asks:  # the rank gave up on that request
             asks[rank][1].cancel()
-            self._for_next.add(rank)
         asks[rank] = (ask, future)
-        if len(self.waiting) == self._settings.world_size:
-            self.in_round, self.waiting = self.waiting, {}
-            self._for_next.clear()
-            self._round_task = self._start_task(self._round(self.in_round))
+        if self._is_complete():
+            self._begin_round()
         try:
             async with asyncio.timeout(ask.timeout_ms / 1000 * (1 + self._settings.quorum_retries) + 1.0):
                 return await asyncio.shield(future)
@@ -62,27 +57,53 @@ class GatheredAsks:
             if self.waiting.get(rank, (ask, None))[1] is not future:
                 return await future  # the round has begun, and has its own deadline
             missing = [r for r in range(self._settings.world_size) if r not in self.waiting]
+            if not missing:
+                self._begin_round()  # which tells the ranks that they disagree
+                return await future
             reason = f"waited {ask.timeout_ms / 1000:g} s for ranks {missing} of this group to start the step"
             self.deny("deadline", reason)
             raise TimeoutError(reason) from None
 
-    def withdraw(self, rank: int, ask: RankAsk) -> None:
-        """Take back a request, and end the round that answers it.
+    def _is_complete(self) -> bool:
+        """Return whether all ranks have asked, and for the same.
 
-        Ranks that have asked again since wait for the next round. The others get ``TimeoutError``.
+        While quorums form in the background, a rank may call ``finish`` when another one still has a request for a
+        step. That one is about to withdraw it.
+        """
+        asks = [ask for ask, _ in self.waiting.values()]
+        if len(asks) < self._settings.world_size:
+            return False
+        return len({ask.final for ask in asks}) == 1 or not any(ask.min_groups and not ask.final for ask in asks)
+
+    def _begin_round(self) -> None:
+        self.in_round, self.waiting = self.waiting, {}
+        self._round_task = self._start_task(self._round(self.in_round))
+
+    def withdraw(self, rank: int, request: int) -> None:
+        """Take back a request that was made in the background, and end the round that answers it.
+
+        The other ranks get ``TimeoutError``.
+
+        Args:
+            rank: made the request.
+            request: its number.
         """
         asks = self.in_round or self.waiting
-        if rank not in asks or asks[rank][0] is not ask:
+        if rank not in asks or asks[rank][0].request != request or not asks[rank][0].min_groups:
             return
-        del asks[rank]
+        asks.pop(rank)[1].cancel()
         if asks is not self.in_round or self._round_task is None:
             return
         self._round_task.cancel()
-        self.in_round, self.waiting = {}, {other: asks.pop(other) for other in self._for_next & asks.keys()}
+        self.in_round = {}
         for _, future in asks.values():
             if not future.done():
                 future.set_exception(TimeoutError(f"rank {rank} of this group withdrew its request"))
                 future.exception()
+
+    def rank_came(self, rank: int) -> None:
+        """Take requests again, if this rank was the one that had left."""
+        self._gone.discard(rank)
 
     def rank_left(self, rank: int, reason: str) -> None:
         """Deny all requests from now on: a group does not train without one of its ranks."""

@@ -178,7 +178,7 @@ class GroupServer:
         try:
             return await self.ask_of(0, ask)
         except asyncio.CancelledError:
-            self._asks.withdraw(0, ask)
+            self.withdraw_of(0, ask.request)
             if self._attempt > before:
                 self._session.give_up_answer()
             raise
@@ -250,6 +250,10 @@ class GroupServer:
         if self._settings.world_size == 1:
             return await self._request({0: ask})
         return await self._asks.ask(rank, ask)
+
+    def withdraw_of(self, rank: int, request: int) -> None:
+        """Take back a request of ``rank``."""
+        self._asks.withdraw(rank, request)
 
     async def _request_of_ranks(self, asks: dict[int, RankAsk]) -> QuorumPlan:
         self._refused = False
@@ -353,6 +357,10 @@ class GroupServer:
         return self._votes.cast(rank, vote)
 
     # ---- the other ranks (RankHost)
+
+    def rank_came(self, rank: int) -> None:
+        """See ``RankHost``."""
+        self._asks.rank_came(rank)
 
     def rank_left(self, rank: int, reason: str) -> None:
         """Deny all requests from now on: a group does not train without one of its ranks."""

@@ -39,6 +39,8 @@ class DurableCopies:
         self._on_copied = on_copied
         self._stored: set[Key] = set()
         """Checkpoints that the durable tier has in full or in part."""
+        self._outdated: set[Key] = set()
+        """Checkpoints whose copy in the durable tier is one of an earlier checkpoint."""
         self._to_follow: asyncio.Queue[Key] = asyncio.Queue()
         """Checkpoints to copy or to delete."""
 
@@ -56,6 +58,7 @@ class DurableCopies:
     def outdated(self, key: Key) -> None:
         """Note that the durable tier has an earlier checkpoint of this name, which could not be deleted."""
         self._stored.add(key)
+        self._outdated.add(key)
 
     async def run(self, source: Callable[[Key], tuple[Record, dict[int, bytes]]]) -> None:
         """Copy and delete, one checkpoint at a time, until cancelled. A failure is logged and retried.
@@ -99,6 +102,9 @@ class DurableCopies:
         if durable is None:
             return
         async with self._chunks.locks((key, "durable")):
+            if key in self._outdated:
+                await self._write(durable.forget, key)
+                self._outdated.discard(key)
             for digest in one.digests():
                 self._check_exists(one)
                 self._stored.add(key)

@@ -192,15 +192,21 @@ def test_a_group_with_a_torn_rank_and_nobody_to_heal_from_ends(lighthouse, ended
         assert "no healthy group to heal from" in error
 
 
-def test_ranks_that_withdraw_their_request_finish_without_it(lighthouse):
-    place = place_to_meet()
+@pytest.mark.parametrize("behind", [None, 0, 1])
+def test_ranks_that_withdraw_their_request_finish_without_it(lighthouse, behind):
+    place, both_asked, other_left = place_to_meet(), threading.Barrier(2), threading.Event()
 
     def rank(number: int) -> int:
         with manager(lighthouse, "a", rank=number, **place) as m:
             m.train_while_quorum_forms(2, SECOND)  # no other group comes
             m.request_quorum()
             until_connected(lighthouse, "a", asked=True)
+            both_asked.wait(30)
+            if number == behind:  # in its last local steps, when the other rank has ended its loop
+                assert other_left.wait(30)
+                m.request_quorum()
             m.withdraw_quorum()
+            other_left.set()
             return m.finish(30 * SECOND).groups
 
     assert together(lambda: rank(0), lambda: rank(1)) == [1, 1]

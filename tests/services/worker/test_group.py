@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from keepstep_lighthouse.quorum.events import EvictOrdered
 from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_lighthouse.quorum.views import HealView
 from keepstep_lighthouse.registry.service_registry import new_record
-from keepstep_mesh.errors import KeepstepError, LayoutMismatch, SessionClosed, StartRefused
+from keepstep_mesh.errors import JobClosed, KeepstepError, LayoutMismatch, SessionClosed, StartRefused
 from keepstep_mesh.protocol.group_messages import RankAsk, RankVote
 from keepstep_mesh.protocol.messages import Evicted, Healing, QuorumAnswer, RoundBroken, ServiceAddress
 from keepstep_mesh.session.session_events import Push
@@ -84,48 +85,78 @@ async def test_a_rank_that_asks_again_while_the_round_is_open_gets_its_answer():
         await other.close()
 
 
+BACKGROUND = {"min_groups": 2, "grace_ms": 0}
+
+
 @asynccontextmanager
-async def waiting_pair() -> AsyncIterator[tuple[Lighthouse, Group, Group, list[asyncio.Task[QuorumPlan]]]]:
-    """A group of two ranks whose request waits for another group; and the requests of its ranks."""
+async def background_pair() -> AsyncIterator[tuple[Lighthouse, Group, Group]]:
+    """A group of two ranks, and another group, without which no quorum forms."""
     async with in_loop(policy=Policy(min_replicas=2)) as lighthouse:
         pair, other = Group(lighthouse, 2), Group(lighthouse, 1, "b:1")
         await pair.start()
         await other.start()
-        asking = [asyncio.create_task(link.ask(ask())) for link in pair.links]
-        await eventually(lambda: is_asking(lighthouse))
-        yield lighthouse, pair, other, asking
-        await pair.close()
-        await other.close()
+        try:
+            yield lighthouse, pair, other
+        finally:
+            await pair.close()
+            await other.close()
+
+
+def begin_ask(pair: Group, rank: int, request: int = 1, **changes: Any) -> asyncio.Task[QuorumPlan]:
+    return asyncio.create_task(pair.links[rank].ask(ask(request=request, **BACKGROUND, **changes)))
 
 
 def is_asking(lighthouse: Lighthouse) -> bool:
     return bool(lighthouse.jobs["default"].core._groups.asking)
 
 
-async def test_a_request_that_rank_0_withdraws_ends_for_all_ranks_and_at_the_lighthouse():
-    async with waiting_pair() as (lighthouse, pair, other, asking):
-        asking[0].cancel()
-        with pytest.raises(TimeoutError, match="rank 0 of this group withdrew its request"):
-            await asyncio.wait_for(asking[1], DEADLINE)
+async def plans(*asking: asyncio.Task[Any]) -> list[Any]:
+    return await asyncio.wait_for(asyncio.gather(*asking), DEADLINE)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_a_request_that_a_rank_withdraws_ends_for_all_ranks_and_at_the_lighthouse(rank):
+    async with background_pair() as (lighthouse, pair, other):
+        asking = [begin_ask(pair, 0), begin_ask(pair, 1)]
+        await eventually(lambda: is_asking(lighthouse))
+        asking[rank].cancel()
+        with pytest.raises(TimeoutError, match=f"rank {rank} of this group withdrew its request"):
+            await plans(asking[1 - rank])
         await eventually(lambda: not is_asking(lighthouse))
-        answers = await asyncio.gather(pair.ask(request=2), other.ask())
-        assert [one.attempt for one in answers[0]] == [2, 2]
+        other_ask = asyncio.create_task(other.ask(**BACKGROUND))
+        assert [one.attempt for one in await plans(begin_ask(pair, 0, 2), begin_ask(pair, 1, 2))] == [2, 2]
+        await other_ask
 
 
-async def test_a_rank_that_asked_again_before_rank_0_withdrew_waits_for_the_next_request():
-    async with waiting_pair() as (_, pair, other, asking):
-        asking[1].cancel()
-        again = [asyncio.create_task(pair.clients[0].ask(ask(request=2)))]
-        await eventually(lambda: 2 in [one.request for one, _ in pair.server._asks.in_round.values()])
-        asking[0].cancel()
-        await eventually(lambda: list(pair.server._asks.waiting) == [1])
-        again.append(asyncio.create_task(pair.server.ask(ask(request=2))))
-        await other.ask()
-        assert [(await asyncio.wait_for(one, DEADLINE)).attempt for one in again] == [2, 2]
+@pytest.mark.parametrize("late", [0, 1])
+async def test_a_rank_that_finishes_waits_for_one_that_has_still_a_request_in_the_background(late):
+    async with background_pair() as (_, pair, other):
+        first = begin_ask(pair, 1 - late, 1, final=True)
+        await eventually(lambda: list(pair.server._asks.waiting) == [1 - late])
+        behind = begin_ask(pair, late)
+        await eventually(lambda: len(pair.server._asks.waiting) == 2)
+        behind.cancel()
+        await eventually(lambda: list(pair.server._asks.waiting) == [1 - late])
+        then = begin_ask(pair, late, 2, final=True)
+        other_ask = asyncio.create_task(other.ask(final=True, **BACKGROUND))
+        for one in (first, then):
+            with pytest.raises(JobClosed):
+                await plans(one)
+        await other_ask
+
+
+async def test_ranks_that_do_not_agree_on_the_end_are_told_so_at_the_deadline():
+    async with background_pair() as (_, pair, _):
+        asking = [begin_ask(pair, 0, final=True, timeout_ms=200), begin_ask(pair, 1, timeout_ms=60_000)]
+        for one in asking:
+            with pytest.raises(KeepstepError, match=r"ranks \[0\] call finish\(\) and the others begin another step"):
+                await plans(one)
 
 
 async def test_a_quorum_that_forms_while_rank_0_withdraws_is_ended_by_the_lighthouse(monkeypatch):
-    async with waiting_pair() as (_, pair, other, asking):
+    async with background_pair() as (lighthouse, pair, other):
+        asking = [begin_ask(pair, 0), begin_ask(pair, 1)]
+        await eventually(lambda: is_asking(lighthouse))
         answered = pair.server._session._request.answered
 
         def withdrawn_at_once(answer: QuorumAnswer) -> None:
@@ -133,9 +164,10 @@ async def test_a_quorum_that_forms_while_rank_0_withdraws_is_ended_by_the_lighth
             asking[0].cancel()
 
         monkeypatch.setattr(pair.server._session._request, "answered", withdrawn_at_once)
-        await other.ask()
+        await other.ask(**BACKGROUND)
         await eventually(lambda: any(isinstance(one, RoundBroken) for one in other.pushes))
         assert asking[0].cancelled()
+        await plans(asking[1])  # it has the plan or not, and hears of the broken round too
 
 
 async def test_votes_are_counted_by_attempt_and_all_must_be_yes(pair):
@@ -331,6 +363,9 @@ async def test_a_group_that_lost_a_rank_after_its_start_was_refused_does_not_wai
     with pytest.raises(SessionClosed, match=r"ranks \[1\] of this group have left it"):
         await pair.server.ask(ask(request=3))
     assert pair.server._failed == ""
+    await pair.clients.pop().close()
+    pair.clients.append(await pair.connect(1))
+    assert [one.attempt for one in await pair.ask(request=4)] == [1, 1]
 
 
 async def test_every_rank_knows_the_services_whenever_it_came(lighthouse):

@@ -7,6 +7,7 @@ import errno
 import itertools
 import os
 import signal
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -157,23 +158,32 @@ def test_a_full_disk_at_any_moment_is_an_error_that_leaves_nothing_or_comes_afte
         assert "No space left on device; earlier checkpoints are intact: free space there" in error
 
 
-@pytest.mark.parametrize("fails", [0, 1])
-def test_a_failure_at_the_end_of_the_exchange_reaches_the_ranks_that_are_past_it(tmp_path, monkeypatch, fails):
-    usual = rank_files.write_whole
-
-    def is_interrupted_after_seen(path, content, **how):
-        usual(path, content, **how)
-        if path.name == f"seen-{fails}":
-            raise InterruptedError("SIGTERM")
-
-    def rank(number):
-        deadline = Deadline(TIMEOUT.total_seconds(), "not saved")
-        return RankFiles(tmp_path, save_facts(number, 2, 0, "durable"), deadline, lambda: None)
-
-    monkeypatch.setattr(rank_files, "write_whole", is_interrupted_after_seen)
-    ranks = [rank(0), rank(1)]
+def rank_files_of(place, world_size):
+    deadline = Deadline(TIMEOUT.total_seconds(), "not saved")
+    ranks = [
+        RankFiles(place, save_facts(rank, world_size, 0, "durable"), deadline, lambda: None)
+        for rank in range(world_size)
+    ]
     for one in ranks:
         one.begin()
+    return ranks
+
+
+def interrupt_after_seen(monkeypatch, rank):
+    usual = rank_files.write_whole
+
+    def write_whole(path, content, **how):
+        usual(path, content, **how)
+        if path.name == f"seen-{rank}":
+            raise InterruptedError("SIGTERM")
+
+    monkeypatch.setattr(rank_files, "write_whole", write_whole)
+
+
+@pytest.mark.parametrize("fails", [0, 1])
+def test_a_failure_at_the_end_of_the_exchange_reaches_the_rank_that_is_past_it(tmp_path, monkeypatch, fails):
+    interrupt_after_seen(monkeypatch, fails)
+    ranks = rank_files_of(tmp_path, 2)
     with ThreadPoolExecutor(1) as pool:
         failing = pool.submit(ranks[fails].exchange, b"layout")
         ranks[1 - fails].exchange(b"layout")
@@ -183,3 +193,26 @@ def test_a_failure_at_the_end_of_the_exchange_reaches_the_ranks_that_are_past_it
             ranks[0].roots()
         else:
             ranks[1].wait_for_commit(lambda: False)
+
+
+def test_rank_0_tells_the_ranks_that_are_past_the_exchange_of_a_failure_that_it_finds_in_it(tmp_path, monkeypatch):
+    rank_0, usual = threading.local(), rank_files.read
+
+    def exchange_of_rank_0():
+        rank_0.is_here = True
+        ranks[0].exchange(b"layout")
+
+    def read(path):  # a shared file system shows rank 0 the last file late
+        late = path.name == "seen-1" and hasattr(rank_0, "is_here")
+        return None if late else usual(path)
+
+    monkeypatch.setattr(rank_files, "read", read)
+    interrupt_after_seen(monkeypatch, 1)
+    ranks = rank_files_of(tmp_path, 3)
+    with ThreadPoolExecutor(2) as pool:
+        waiting, failing = pool.submit(exchange_of_rank_0), pool.submit(ranks[1].exchange, b"layout")
+        ranks[2].exchange(b"layout")
+        ranks[1].fail(repr(failing.exception()))
+        ranks[0].fail(str(waiting.exception()))
+    with pytest.raises(CheckpointAborted, match="rank 1 failed: InterruptedError"):
+        ranks[2].wait_for_commit(lambda: False)

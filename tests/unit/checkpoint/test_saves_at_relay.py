@@ -75,10 +75,10 @@ async def test_a_failure_reaches_the_other_ranks_also_after_the_relay_has_restar
                 failing.fail("no memory")
                 with pytest.raises(CheckpointAborted, match="rank 1 failed: no memory"):
                     goes_on.exchange(b"layout")
+                for target in (failing, goes_on, *two_ranks(place)):  # which begin again
+                    target.close()
 
             await asyncio.to_thread(fails_first)
-            failing.close()
-            goes_on.close()
 
 
 async def test_a_relay_without_the_exchange_is_named_soon(monkeypatch):

@@ -20,7 +20,7 @@ from keepstep.checkpoint.places.target import Exchanged, SaveFacts
 from keepstep.checkpoint.reading import Fill, StoredManifest
 from keepstep.checkpointing.direct.http_connection import BrokenConnection, Connection, Deadline, Refusal
 from keepstep.checkpointing.errors import TransferError
-from keepstep.checkpointing.relayed.relay_client import put_chunk
+from keepstep.checkpointing.relayed.relay_client import RelayCheckpoint, put_chunk
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import ManifestError
 from keepstep_mesh.protocol.manifest import (
@@ -162,13 +162,20 @@ class RelayTarget:
         self._link.close()  # its connections have the deadline of the save, which may have passed
         self._link.deadline = Deadline(FAIL_SECONDS, "the failure did not reach the relay")
         try:
-            text = error[:1000].encode(errors="backslashreplace").decode()
-            body = {"rank": self._facts.rank, "error": text or "unknown error"}
-            self._again(lambda: self._ask("POST", f"{self._link.path}/result", body))
+            self._tell(error[:1000].encode(errors="backslashreplace").decode() or "unknown error")
         except CheckpointAborted:
             pass
         except (CheckpointError, TransferError, BrokenConnection) as problem:
             log.warning("the failure did not reach the other ranks", reason=str(problem))
+
+    def _tell(self, error: str) -> None:
+        rank, location = self._facts.rank, self._location
+        try:
+            self._ask("POST", f"{self._link.path}/result", {"rank": rank, "error": error})
+        except _LostError:  # the relay has restarted, and the others begin again
+            self._begin()
+            one = RelayCheckpoint(location.job, location.id, rank, self._facts.producer)
+            self._link.ask(lambda connection: one.abort(connection, f"rank {rank} failed: {error}"))
 
     def close(self) -> None:
         """See ``CheckpointTarget``."""

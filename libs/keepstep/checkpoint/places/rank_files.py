@@ -216,8 +216,9 @@ class RankFiles:
         try:
             if not self.attempt and self._tells:
                 write_whole(self._file("failed"), error.encode(errors="backslashreplace"), sync=False)
-            if attempt := self.attempt or (self._seen.hex() if self._tells else ""):  # others may be past the exchange
-                name = "aborted" if self._facts.rank == 0 else self._file("result").name
+            is_first = self._facts.rank == 0  # the others wait for its word, also on the failure of another rank
+            if attempt := self.attempt or (self._seen.hex() if self._tells or is_first else ""):
+                name = "aborted" if is_first else self._file("result").name
                 write_json(self.folder / name, {"attempt": attempt, "error": error})
         except OSError as problem:
             log.warning("the failure did not reach the other ranks", reason=str(problem))

@@ -32,6 +32,7 @@ from keepstep_mesh.protocol.group_messages import (
 )
 from keepstep_mesh.protocol.messages import (
     PROTOCOL_VERSION,
+    CancelRequest,
     Failed,
     Goodbye,
     Healing,
@@ -230,6 +231,10 @@ class RankClient:
         await self._send(ask)
         try:
             answer = await self._answer(future, 2 * ask.timeout_ms / 1000 * self._tries + 10.0)
+        except asyncio.CancelledError:
+            if ask.min_groups:
+                self._tasks.start(self._send_if_open(CancelRequest(ask.request)))
+            raise
         finally:
             self._asks.pop(ask.request, None)
         self._plan = plan = make_plan(

@@ -18,6 +18,7 @@ from keepstep_mesh.protocol import codec
 from keepstep_mesh.protocol.group_messages import RankAsk, RankDecision, RankHello, RankQuorum, RankReady, RankVote
 from keepstep_mesh.protocol.messages import (
     PROTOCOL_VERSION,
+    CancelRequest,
     Failed,
     Goodbye,
     Healing,
@@ -54,11 +55,17 @@ class RankHost(Protocol):
     async def ask_of(self, rank: int, ask: RankAsk) -> QuorumPlan:
         """Add the request of a rank, and wait for the group's plan."""
 
+    def withdraw_of(self, rank: int, request: int) -> None:
+        """Take back a request of a rank."""
+
     def vote_of(self, rank: int, vote: RankVote) -> asyncio.Future[bool]:
         """Count the vote of a rank. The future completes with the group's decision."""
 
     def healing_of(self, rank: int, progress: Healing) -> None:
         """Take a rank's report on its heal."""
+
+    def rank_came(self, rank: int) -> None:
+        """A rank has connected."""
 
     def rank_left(self, rank: int, reason: str) -> None:
         """A rank has said goodbye, or is lost while the group ends."""
@@ -174,6 +181,7 @@ class RankConnections:
         assert isinstance(hello, RankHello)
         peer = _Rank(hello, socket, loop.time())
         self._ranks[peer.rank] = peer
+        self._host.rank_came(peer.rank)
         await peer.send(RankReady(PROTOCOL_VERSION, self._host.replica_id))
         await peer.send(Services(self._host.services))
         await peer.send(self._timing())
@@ -227,6 +235,8 @@ class RankConnections:
             match message:
                 case RankAsk():
                     self._tasks.start(self._answer_ask(peer, message))
+                case CancelRequest(request):
+                    self._host.withdraw_of(peer.rank, request)
                 case RankVote():
                     self._tasks.start(self._answer_vote(peer, message))
                 case Healing():

@@ -38,6 +38,8 @@ MISMATCH_LINGER_SECONDS = 0.5
 """Time that a refused group still serves its parameters, for another refused group that looks for the difference."""
 REPORT_WAIT_SECONDS = 0.5
 """After this time the metrics service learns that the group waits for a quorum."""
+WITHDRAW_SECONDS = 2.0
+"""Limit for the event loop thread to hear that a request is withdrawn."""
 
 
 class PendingQuorum:
@@ -68,8 +70,9 @@ class PendingQuorum:
     def withdraw(self) -> None:
         """Cancel the request. When this returns, its coroutine has heard of it."""
         if self._future.cancel():
-            with contextlib.suppress(TimeoutError, RuntimeError):  # the loop is busy, or has ended
-                self._context.loop_thread.call(asyncio.sleep(0), CALL_MARGIN_SECONDS)
+            ended = (concurrent.futures.CancelledError, RuntimeError)
+            with contextlib.suppress(TimeoutError, *ended):  # the loop is busy, ends, or has ended
+                self._context.loop_thread.call(asyncio.sleep(0), WITHDRAW_SECONDS)
 
     def wait(self, times: StepTimes, *, may_resume: bool = False) -> QuorumPlan:
         """Wait for the plan. If the job is closed and a relay has its final state, return a plan that loads it.

@@ -114,6 +114,7 @@ class QuorumRound:
         together = self.heals_first or plan.finishing
         self._exchange = StateExchange(context, plan, self._times, allow_heal=self.allow_heal, together=together)
         self._objection = context.follower.objection(plan) if context.follower is not None else None
+        self.answered = plan
         self.begins_to_follow = self._objection is None and self._can_follow(plan)
         if plan.destinations or not plan.followers:  # else a follower may still have to begin to read its base
             context.transport.disallow_checkpoint()  # readers of the last step's state are done, or too late
@@ -123,7 +124,6 @@ class QuorumRound:
             context.source = plan.members[plan.source].replica_id
             if not self.begins_to_follow and self._objection is None:
                 context.link.healing(Healing(0, 0, 0.0, plan.max_step, context.source))
-        self.answered = plan  # last: from now on, the training thread may refuse the joiners
 
     def _can_follow(self, plan: QuorumPlan) -> bool:
         follower = self._context.follower
