@@ -70,9 +70,9 @@ class GatheredAsks:
         While quorums form in the background, a rank may call ``finish`` when another one still has a request for a
         step. That one is about to withdraw it.
         """
-        asks = [ask for ask, _ in self.waiting.values()]
-        if len(asks) < self._settings.world_size:
+        if len(self.waiting) < self._settings.world_size:
             return False
+        asks = [ask for ask, _ in self.waiting.values()]
         return len({ask.final for ask in asks}) == 1 or not any(ask.min_groups and not ask.final for ask in asks)
 
     def _begin_round(self) -> None:
