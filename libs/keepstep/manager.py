@@ -11,9 +11,10 @@ training thread. ``step/attempt.py`` has the course of a step, ``lifecycle/`` ho
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -485,11 +486,50 @@ class Manager(Finishing, BackgroundQuorum, Rehearsing, StateAndProgress):
         if self._attempt is not None:
             self._attempt.cancel()
 
+    @contextlib.contextmanager
+    def committing(self, timeout: timedelta | None = None) -> Iterator[bool]:
+        """End the step, and guard the change of the weights in the block::
+
+            with manager.committing() as committed:
+                if committed:
+                    optimizer_d.optim.step()
+                    optimizer_g.optim.step()
+
+        A committed step counts, so the weights must change with it. From the commit to the end of the block, signals
+        are held back, such as Ctrl-C and SIGTERM; their handlers run right after the block. A second Ctrl-C or SIGTERM
+        is handled at once. After an error in the block the state is torn: this group heals from another one at the
+        next step, and no group heals from it. Put nothing else into the block, in which no state can be read.
+
+        Args:
+            timeout: as of ``should_commit``.
+
+        Returns:
+            Whether the step commits, as of ``should_commit``.
+
+        Raises:
+            Exception: as ``should_commit``, and as the block.
+        """
+        context = self._context
+        try:
+            committed = self._conclude(timeout or self._settings.timeout)
+            if committed:
+                self.disallow_state_dict_read()
+            yield committed
+        except BaseException:
+            if context.signals.holding:  # the step counts, and no other group has these weights
+                self.mark_torn()
+            raise
+        finally:
+            if context.signals.holding:
+                self.allow_state_dict_read()
+            context.signals.release()
+
     def should_commit(self, timeout: timedelta | None = None) -> bool:
         """End the step, and return whether it commits. Step the optimizer only if it does.
 
         Wait for the collectives of the step, exchange live state with other groups, and vote with the other ranks of
-        this group.
+        this group. Prefer ``committing``: an error or a Ctrl-C between this and the end of the change of the weights
+        leaves a step that counts and weights that did not move.
 
         Args:
             timeout: of the vote; default: ``timeout`` of the Manager.
@@ -501,9 +541,21 @@ class Manager(Finishing, BackgroundQuorum, Rehearsing, StateAndProgress):
             GroupFailedExit: the outcome of the vote is unknown, and the process must end.
             RuntimeError: no step has begun, or more than ``max_retries`` steps in a row failed.
         """
+        committed = False
+        try:
+            with self.committing(timeout) as committed:
+                pass
+        except BaseException:
+            if committed:  # a signal came after the commit, and the weights have not changed
+                self.mark_torn()
+            raise
+        return committed
+
+    def _conclude(self, limit: timedelta) -> bool:
+        """End the step, and return whether it commits."""
         attempt = self._current()
         self._context.raise_fatal()
-        committed = attempt.conclude(timeout or self._settings.timeout)
+        committed = attempt.conclude(limit)
         if committed and attempt.plan is not None:
             if not self.catching_up:
                 self._durability.committed(attempt.plan)
@@ -513,9 +565,9 @@ class Manager(Finishing, BackgroundQuorum, Rehearsing, StateAndProgress):
                 collectives=attempt.collectives,
                 synchronized=attempt.synchronized,
             )
-        failures, limit = self._context.progress.commit_failures, self._settings.max_retries
-        if not committed and limit is not None and failures > limit:
-            raise RuntimeError(f"{failures} steps in a row failed (max_retries={limit}); the last one: {attempt.error}")
+        failures, most = self._context.progress.commit_failures, self._settings.max_retries
+        if not committed and most is not None and failures > most:
+            raise RuntimeError(f"{failures} steps in a row failed (max_retries={most}); the last one: {attempt.error}")
         return committed
 
     # ---- the end

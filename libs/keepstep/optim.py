@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.amp.grad_scaler import GradScaler, OptState
@@ -134,22 +133,23 @@ class OptimizerWrapper(Optimizer):
             )
         if grad_scaler is not None:
             return self._step_scaled(grad_scaler)
-        if not self._commits():
+        with self.manager.committing() as committed:
+            follows = self._follower is not None and self.manager.catching_up
+            if committed and not follows:
+                self._step()
+        if not committed:
+            self._discarded()
             return False
-        if self._follower is not None and self.manager.catching_up:
+        if self._follower is None:
+            return True
+        if follows:
             return self._follower.advance()
-        with changing_weights(self.manager):
-            self._step()
-        if self._follower is not None:
-            self._follower.stepped()
+        self._follower.stepped()
         return True
 
-    def _commits(self) -> bool:
-        if self.manager.should_commit():
-            return True
+    def _discarded(self) -> None:
         if self.manager.rehearsing:
             self.optim.step()  # undone at the end of the rehearsal
-        return False
 
     def _step(self) -> None:
         self.optim.step()
@@ -169,38 +169,31 @@ class OptimizerWrapper(Optimizer):
         seen = scaler._per_optimizer_states[id(self)]  # noqa: SLF001  as other optimizers that take the scaler
         unscaled_by = scaler.get_scale() if seen["stage"] is OptState.UNSCALED else None
         self.manager.expect_overflow()
-        committed = self._commits()
-        if committed and unscaled_by not in (None, scaler.get_scale()):
-            # the script used the unscaled gradients already, to clip them for example
-            log.info("scale changed by a heal after unscale_; the group heals again", scale=unscaled_by)
-            self.manager.mark_torn()
-            committed = False
-        if not committed:
+        used = overflow = False
+        try:
+            with self.manager.committing() as committed:
+                used = committed and unscaled_by in (None, scaler.get_scale())
+                if used:
+                    if unscaled_by is None:
+                        scaler.unscale_(self)
+                    overflow = any(found_inf.item() for found_inf in seen["found_inf_per_device"].values())
+                    if not overflow:
+                        self._step()
+                elif committed:  # the script used the unscaled gradients already, to clip them for example
+                    log.info("scale changed by a heal after unscale_; the group heals again", scale=unscaled_by)
+                    self.manager.mark_torn()
+        except BaseException:
+            if used and seen["found_inf_per_device"]:
+                scaler.update()  # belongs to the step, and the script does not come to it
+            scaler._per_optimizer_states.clear()  # noqa: SLF001  else the next gradients count as unscaled
+            raise
+        if not used:
+            self._discarded()
             _skip_next_update(scaler)
-            return False
-        with changing_weights(self.manager):
-            if unscaled_by is None:
-                scaler.unscale_(self)
-            if any(found_inf.item() for found_inf in seen["found_inf_per_device"].values()):
-                return False
-            self._step()
-        return True
+        return used and not overflow
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optim!r})"
-
-
-@contextlib.contextmanager
-def changing_weights(manager: Manager) -> Iterator[None]:
-    """Change the weights of a committed step. After an error in the block they are torn."""
-    manager.disallow_state_dict_read()
-    try:
-        yield
-    except BaseException:
-        manager.mark_torn()  # the step is committed and incomplete: no other group has these weights
-        raise
-    finally:
-        manager.allow_state_dict_read()
 
 
 def _skip_next_update(scaler: GradScaler) -> None:

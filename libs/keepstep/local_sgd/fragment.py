@@ -17,7 +17,6 @@ from keepstep.data_parallel.synced_buffers import SyncedBuffers
 from keepstep.local_sgd.buckets import allocate
 from keepstep.local_sgd.local_tensors import extract_local_tensor, local_tensor
 from keepstep.local_sgd.outer_optimizer import OuterOptimizer
-from keepstep.optim import changing_weights
 from keepstep_mesh.text import listed
 
 if TYPE_CHECKING:
@@ -112,9 +111,8 @@ class Fragment:
             self.wait()
             trained = [extract_local_tensor(one) for one in self._parameters.values()] if self._alpha else []
             self._restore()
-            committed = self._manager.should_commit()
-            if committed:
-                with changing_weights(self._manager):
+            with self._manager.committing() as committed:
+                if committed:
                     self._outer_optimizer.step(self._pseudo_gradients)
                     self._keep_originals()
                     self._merge(trained)

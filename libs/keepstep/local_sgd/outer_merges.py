@@ -20,7 +20,6 @@ from torch.distributed import ReduceOp, Work
 from keepstep.checkpointing.state.state_bytes import load_state, save_state
 from keepstep.local_sgd.decoupled import Decoupled, fragment_of, share_of
 from keepstep.local_sgd.merged_fragment import MergedFragment
-from keepstep.optim import changing_weights
 
 if TYPE_CHECKING:
     from keepstep.manager import Manager
@@ -122,13 +121,12 @@ class OuterMerges:
                     received, copied = self._copy(state, int(size))
                     copied.wait()
                 fragment.wait()
-            committed = manager.should_commit()
-            if committed:
-                with changing_weights(manager):
+            with manager.committing() as committed:
+                if committed:
                     if standing.behind and received is not None:
                         self._catch_up(received)
                     fragment.adopt()
-            elif contributed:
+            if not committed and contributed:
                 fragment.fail(standing.step)
         finally:
             fragment.settle(committed=committed)

@@ -15,7 +15,6 @@ from keepstep.local_sgd.layout import parameter_lines, parameters_of_model
 from keepstep.local_sgd.local_tensors import local_tensor
 from keepstep.local_sgd.outer_steps import OuterSteps
 from keepstep.local_sgd.schedule import Schedule
-from keepstep.optim import changing_weights
 
 if TYPE_CHECKING:
     from keepstep.manager import Manager
@@ -90,9 +89,8 @@ class LocalSGD(OuterSteps):
         try:
             for work in self._works:
                 work.wait()
-            committed = self._manager.should_commit()
-            if committed:
-                with changing_weights(self._manager), torch.no_grad():
+            with self._manager.committing() as committed, torch.no_grad():
+                if committed:
                     for parameter, average in zip(self._parameters, self._averages, strict=True):
                         local_tensor(parameter).copy_(average)
         finally:

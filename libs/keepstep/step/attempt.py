@@ -370,7 +370,9 @@ class Attempt:
         self._context.last_step = self._collectives.report(plan, committed=committed)
 
     def _settle(self, plan: QuorumPlan | None, *, committed: bool) -> None:
-        """Count the step as committed or discarded, and log it."""
+        """Count the step as committed or discarded, and log it. From a commit on, signals are held back."""
+        if committed:
+            self._context.signals.hold()
         context, participation = self._context, self.participation(plan) if plan is not None else (None, 0)
         self._end(participation)
         if plan is not None:

@@ -17,6 +17,7 @@ from keepstep.group.group_link import LinkSettings
 from keepstep.group.quorum_plan import QuorumPlan, WorldSizeMode
 from keepstep.group.ranks.rank_link import RankLink
 from keepstep.runtime.exits import StateMismatchExit
+from keepstep.runtime.held_signals import HeldSignals
 from keepstep.runtime.loop_thread import LoopThread
 from keepstep.step.failure_evidence import FailureEvidence
 from keepstep.step.following import Follower
@@ -55,6 +56,8 @@ class StepContext:
     evidence: FailureEvidence
     min_replica_size: int
     world_size_mode: WorldSizeMode
+    signals: HeldSignals = field(default_factory=HeldSignals)
+    """Holds signals back from the commit of a step to the end of the change of the weights."""
     fatal: BaseException | None = None
     """The error that ended training in this process; every later step raises it."""
     job_settings: str = ""

@@ -11,7 +11,7 @@ Equal (step, lineage) means equal weights. A lineage names the origin of weights
 * ``follows:<lineage>``: not here yet. The group takes part without weights in the steps of the groups at ``<lineage>``,
   and keeps the averaged gradients until the weights arrive (``Optimizer(catch_up=True)``). No other group has it, so
   such a group is never a source, and does not count in an average.
-* ``torn:<replica_id>``: incomplete, because a heal failed.
+* ``torn:<replica_id>``: incomplete, because a heal, or the change of the weights after a commit, failed.
 
 The job continues from the soundest state, among these from the last one resumed, among these from the highest step.
 The highest step alone is not enough: a group that was frozen or partitioned while the job was resumed from an older

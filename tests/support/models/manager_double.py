@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 from keepstep.script_checks.script_checker import ScriptChecker
 from keepstep.step.live_state import LiveState
 from keepstep_mesh.config.logging import get_logger
@@ -23,6 +26,14 @@ class ManagerDouble:
         self.rank = rank
         self.layout: list[str] = []
         self.script_checker = ScriptChecker(LiveState(dict, lambda _: None), get_logger("keepstep.tests"), 0, 1)
+
+    def should_commit(self) -> bool:
+        """Return whether the step commits."""
+        raise NotImplementedError
+
+    @contextlib.contextmanager
+    def committing(self) -> Iterator[bool]:
+        yield self.should_commit()
 
     def participating_rank(self) -> int | None:
         return self.rank

@@ -127,10 +127,6 @@ class Member(ManagerDouble):
         self.step += committed
         return committed
 
-    def disallow_state_dict_read(self) -> None: ...
-
-    def allow_state_dict_read(self) -> None: ...
-
 
 Form = tuple[tuple[int, ...], torch.dtype]
 

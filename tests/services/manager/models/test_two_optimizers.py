@@ -56,11 +56,11 @@ def one_step_for_both(m: Manager, gan: Gan) -> Callable[[], bool]:
         fake = ddp_g(gan.z())
         ddp_d(fake.detach()).mean().backward()
         (-gan.d(fake).mean()).backward(inputs=list(gan.g.parameters()))
-        if not m.should_commit():
-            return False
-        gan.adam_d.step()
-        gan.adam_g.step()
-        return True
+        with m.committing() as committed:
+            if committed:
+                gan.adam_d.step()
+                gan.adam_g.step()
+        return committed
 
     return step
 
