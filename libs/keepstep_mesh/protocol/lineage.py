@@ -122,8 +122,12 @@ def soundness(step: int, lineage: Lineage) -> Soundness:
 
 def is_live(step: int, lineage: Lineage) -> bool:
     """Return whether this state comes from training since the job began or resumed."""
-    is_loaded = isinstance(lineage, str) and lineage.startswith(LOADED)
-    return soundness(step, lineage) is Soundness.SOUND and not is_loaded
+    return soundness(step, lineage) is Soundness.SOUND and not is_loaded(lineage)
+
+
+def is_loaded(lineage: Lineage) -> bool:
+    """Return whether the state was loaded from a checkpoint, and no step was committed since."""
+    return isinstance(lineage, str) and lineage.startswith(LOADED)
 
 
 def repeats_steps(lineage: Lineage) -> bool:
@@ -133,7 +137,7 @@ def repeats_steps(lineage: Lineage) -> bool:
 
 def loaded(lineage: Lineage) -> Lineage:
     """Return the lineage of a state loaded from a checkpoint of ``lineage``; empty: the checkpoint has none."""
-    return lineage if isinstance(lineage, str) and lineage.startswith(LOADED) else f"{LOADED}{lineage}"
+    return lineage if is_loaded(lineage) else f"{LOADED}{lineage}"
 
 
 def saved(lineage: Lineage) -> Lineage | None:
@@ -155,8 +159,7 @@ def same_weights(one: Lineage, other: Lineage) -> bool:
 
 def committed(reference: Lineage, quorum_id: int, *, synchronized: bool = False) -> Lineage:
     """Return the lineage after a commit under ``quorum_id`` on a state of lineage ``reference``."""
-    is_loaded = isinstance(reference, str) and reference.startswith(LOADED)
-    resumed = quorum_id if is_loaded else origin(reference).resumed
+    resumed = quorum_id if is_loaded(reference) else origin(reference).resumed
     if not resumed and not synchronized:
         return quorum_id
     return f"{f'resumed:{resumed}:' if resumed else ''}{'synchronized:' if synchronized else ''}{quorum_id}"
@@ -166,8 +169,7 @@ def worth(state: State) -> tuple[int, ...]:
     """Return the sort key of states. A live state is worth more than an equal one from a checkpoint."""
     lineage = state.lineage
     came = origin(lineage)
-    live = not (isinstance(lineage, str) and lineage.startswith(LOADED))
-    return soundness(state.step, lineage), came.resumed, state.step, came.quorum_id, live
+    return soundness(state.step, lineage), came.resumed, state.step, came.quorum_id, not is_loaded(lineage)
 
 
 def reference_state(members: Sequence[State]) -> tuple[int, Lineage]:

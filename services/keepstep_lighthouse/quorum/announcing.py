@@ -7,7 +7,17 @@ from keepstep_lighthouse.quorum.group import Group
 from keepstep_lighthouse.quorum.job_record import JobRecord
 from keepstep_lighthouse.quorum.rules.verification import is_due
 from keepstep_mesh.protocol.frozen_records import maker
-from keepstep_mesh.protocol.lineage import DIVERGED, is_following, reference_state
+from keepstep_mesh.protocol.lineage import (
+    BEHIND,
+    DIVERGED,
+    LOADED,
+    Soundness,
+    is_following,
+    is_live,
+    is_loaded,
+    reference_state,
+    soundness,
+)
 from keepstep_mesh.protocol.membership import Lineage, Member
 from keepstep_mesh.protocol.messages import QuorumRequest
 
@@ -94,16 +104,36 @@ class Announcer:
 
 def members_of(chosen: list[Group]) -> tuple[Member, ...]:
     """Return the members of a quorum of ``chosen``, which all ask."""
-    return tuple(_member(group, group.request) for group in chosen if group.request is not None)
+    behind = _highest_behind(chosen)
+    return tuple(_member(group, group.request, behind) for group in chosen if group.request is not None)
 
 
-def _member(group: Group, said: QuorumRequest) -> Member:
-    lineage, batches = _lineage(group, said), said.batches_committed
+def _member(group: Group, said: QuorumRequest, behind: int) -> Member:
+    lineage, batches = _lineage(group, said, behind), said.batches_committed
     return Member(group.replica_id, said.step, lineage, said.commit_failures, said.shrink_only, group.info, batches)
 
 
-def _lineage(group: Group, request: QuorumRequest) -> Lineage:
-    return f"{DIVERGED}{group.replica_id}" if group.diverged else request.lineage
+def _lineage(group: Group, request: QuorumRequest, behind: int) -> Lineage:
+    """Return the lineage that counts in the quorum. ``behind``: see ``_highest_behind``."""
+    if group.diverged:
+        return f"{DIVERGED}{group.replica_id}"
+    if request.step <= behind and not group.committed and is_loaded(request.lineage):
+        return f"{LOADED}{BEHIND}{group.replica_id}"
+    return request.lineage
+
+
+def _highest_behind(chosen: list[Group]) -> int:
+    """Return the highest step of the groups that took part without healing, if these are all that have trained; else 0.
+
+    The job goes on from them then: a checkpoint from which no step was committed takes it to no lower step.
+    """
+    highest = 0
+    for group in chosen:
+        if is_live(group.step, group.lineage):
+            return 0
+        if soundness(group.step, group.lineage) is Soundness.BEHIND and not is_loaded(group.lineage):
+            highest = max(highest, group.step)
+    return highest
 
 
 def _holds(member: Member, step: int, lineage: Lineage) -> bool:

@@ -23,7 +23,9 @@ MUTATIONS = (
         RULES,
         "    return stays and group.committed > 0 and",
         "    return stays and",
-        Test(SIMULATION),
+        Test(
+            f"{CORE}::test_a_group_is_not_drained_for_a_spare_that_holds_the_state_of_the_job_and_has_committed_no_step"
+        ),
     ),
     Mutation(
         "a group that asks at its old state again has committed a step",
@@ -35,9 +37,29 @@ MUTATIONS = (
     Mutation(
         "a group is drained for a spare that has not healed",
         RULES,
-        " and soundness(group.step, group.lineage) is Soundness.SOUND",
+        " and holds_newest(group)",
         "",
         Test(f"{CORE}::test_a_group_is_not_drained_for_a_spare_that_has_not_healed"),
+    ),
+    Mutation(
+        "a group is drained for one that has weights of a history that the job has left",
+        "services/keepstep_lighthouse/quorum/rules/newest_state.py",
+        "    return took_step and origin(group.lineage).quorum_id == last.quorum_id\n",
+        "    return is_committed(group.lineage)\n",
+        Test(
+            f"{CORE}::"
+            "test_a_group_is_not_drained_while_another_one_still_has_weights_of_a_history_that_the_job_has_left"
+        ),
+    ),
+    Mutation(
+        "the unused checkpoint of a spare takes the job back from groups that took part without healing",
+        "services/keepstep_lighthouse/quorum/announcing.py",
+        "    if request.step <= behind and not group.committed and is_loaded(request.lineage):\n",
+        "    if request.step < 0 and not group.committed and is_loaded(request.lineage):\n",
+        Test(
+            f"{CORE}::"
+            "test_the_unused_checkpoint_of_a_spare_takes_no_steps_from_groups_that_took_part_without_healing[1]"
+        ),
     ),
     Mutation(
         "one spare too many is let in",

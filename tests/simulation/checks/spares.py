@@ -2,8 +2,9 @@
 
 * A quorum has no more groups than the job should have, plus those that wait for their replacement. Groups that were
   lost or missed a quorum, and came back with the same process, are additional ones.
-* A group that is replaced is drained when the job has all its groups without it, and each of them has committed;
-  one group less if ``max_replicas`` has no room for another, but never the last one.
+* A group that is replaced is drained when the job has all its groups without it, and each of them has committed and
+  holds the state of the job, also in the step that it takes; one group less if ``max_replicas`` has no room for
+  another, but never the last one.
 * When the faults are over, the job has all its groups, and no group waits for its replacement.
 """
 
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from keepstep_lighthouse.jobs.job import Job
 from keepstep_lighthouse.quorum.events import Announce, LogEntry
-from keepstep_mesh.protocol.lineage import is_following
+from keepstep_mesh.protocol.lineage import Soundness, soundness
 from keepstep_mesh.session.session_machine import About
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class SpareChecks:
     def _on_replaced(self, job: Job, replica_id: str) -> None:
         self._replaced.add(replica_id)
         others = [self._workers[one] for one in job.core.record.members if one not in self._replaced]
-        good = [one.replica_id for one in others if one.commits and not is_following(one.lineage)]
+        good = [one.replica_id for one in others if one.commits and _holds_a_state(one)]
         if len(good) < max(1, self.about.groups - (job.core.record.policy.max_replicas == self.about.groups)):
             self._violated(f"{replica_id} is replaced, and only {good} of {self.about.groups} groups train without it")
 
@@ -82,3 +83,9 @@ class SpareChecks:
         self._trained.update(members)
         if job not in self._members_unknown and len(members) > self._most + len(record.replacing) + came_back:
             self._violated(f"{members} train in a job of {self._most} groups, {len(record.replacing)} to be replaced")
+
+
+def _holds_a_state(worker: Worker) -> bool:
+    """Return whether the group has weights that the job may go on from."""
+    without = worker.plan is not None and worker.plan.behind
+    return soundness(worker.step, worker.lineage) >= Soundness.BEHIND and not without

@@ -34,7 +34,7 @@ from keepstep_lighthouse.quorum.job_state import JobState
 from keepstep_lighthouse.quorum.rules import reasons
 from keepstep_lighthouse.quorum.rules.quorum_rules import Verdict, choose
 from keepstep_lighthouse.quorum.rules.reasons import named
-from keepstep_mesh.protocol.lineage import Soundness, reference_state, same_weights, soundness
+from keepstep_mesh.protocol.lineage import Soundness, origin, reference_state, same_weights, soundness
 from keepstep_mesh.protocol.membership import PUBLISHED, TO_PUBLISH, UNPUBLISHED, FinalState, Lineage
 from keepstep_mesh.protocol.messages import Closed, Denied, QuorumRequest
 
@@ -113,6 +113,8 @@ def _refuse_any(state: JobState, chosen: list[Group], step: int, lineage: Lineag
 def _other_scripts(chosen: list[Group]) -> tuple[list[Group], str]:
     """Return the groups that are refused because their last step differs from that of others, and why."""
     sound = [group for group in chosen if soundness(group.step, group.lineage) is Soundness.SOUND]
+    resumed = max((origin(group.lineage).resumed for group in sound), default=0)
+    sound = [group for group in sound if origin(group.lineage).resumed == resumed]  # the job has left older histories
     final = [group for group in sound if _is_final(group)]
     if not final:
         return [], ""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from keepstep_lighthouse.quorum.changes import orders
 from keepstep_lighthouse.quorum.events import DrainOrdered, StragglerFound
-from keepstep_lighthouse.quorum.group import HEALING
 from keepstep_lighthouse.quorum.job_state import JobState
+from keepstep_lighthouse.quorum.rules.newest_state import holds_newest
 
 
 def log_wait(state: JobState) -> None:
@@ -46,7 +46,7 @@ def refusal(state: JobState, found: StragglerFound) -> str | None:
     if group.committed < after:
         return f"it has committed {group.committed} steps since it connected, and drain_straggler_after is {after}"
     others = (one for one in groups if one is not group)
-    stay = sum(one.member and one.session is not None and one.state is not HEALING for one in others)
+    stay = sum(one.member and one.session is not None and holds_newest(one) for one in others)
     if stay < policy.min_replicas:
         return f"{stay} would be left, and min_replicas is {policy.min_replicas}"
     return None

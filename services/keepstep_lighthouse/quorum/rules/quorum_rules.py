@@ -34,6 +34,7 @@ from typing import Literal, NamedTuple
 from keepstep_lighthouse.quorum.group import Group
 from keepstep_lighthouse.quorum.groups import Groups
 from keepstep_lighthouse.quorum.job_record import Policy
+from keepstep_lighthouse.quorum.rules.newest_state import holds_newest
 from keepstep_mesh.protocol.heal_limit import heal_limit
 
 Code = Literal[
@@ -140,24 +141,18 @@ def end_of_grace(groups: Groups) -> float | None:
     if not groups.min_groups or groups.final:
         return None
     asking = [*groups.passed_over.values(), *groups.asking.values()]
-    if not any(map(_holds_newest, asking)):
+    if not any(map(_asks_with_newest, asking)):
         return None
     last_needed = sorted(asking, key=lambda one: one.asked_at)[groups.min_groups - 1]
     return last_needed.asked_at + max(one.request.grace_ms for one in asking if one.request is not None) / 1000
 
 
-def _holds_newest(group: Group) -> bool:
-    """Return whether the group asks with the state of the last quorum, or with the step that followed it.
-
-    A member that was behind in that quorum has neither, if it asks again without having taken the step.
-    """
+def _asks_with_newest(group: Group) -> bool:
+    """Return whether the group asks with the state of the job; after a takeover, whether it may."""
     request = group.request
     if not group.member or request is None or request.commit_failures:
         return False
-    if group.answer is None:
-        return True
-    last = group.answer.announce
-    return request.step > last.step or (request.step, request.lineage) == (last.step, last.lineage)
+    return group.answer is None or holds_newest(group)
 
 
 def initial_count(groups: Groups, policy: Policy) -> int:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from keepstep_lighthouse.quorum.group import Exclusion, Group
 from keepstep_lighthouse.quorum.groups import Groups
 from keepstep_lighthouse.quorum.job_record import Policy
+from keepstep_lighthouse.quorum.rules.newest_state import holds_newest
 from keepstep_lighthouse.quorum.rules.parted import Probation
-from keepstep_mesh.protocol.lineage import Soundness, soundness, worth
+from keepstep_mesh.protocol.lineage import worth
 
 
 def target(groups: Groups, policy: Policy) -> int:
@@ -36,4 +37,4 @@ def ready(groups: Groups, probation: Probation) -> list[Group]:
 def trains_well(group: Group) -> bool:
     """Return whether the group has committed a step, holds the state of the job, and stays."""
     stays = group.member and group.excluded is None and group.draining is None
-    return stays and group.committed > 0 and soundness(group.step, group.lineage) is Soundness.SOUND
+    return stays and group.committed > 0 and holds_newest(group)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from keepstep_lighthouse.jobs import records
 from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_lighthouse.quorum.views import ReplicaState
@@ -237,3 +239,49 @@ def test_an_order_for_a_group_that_left_before_a_takeover_is_dropped_with_a_poli
     decisions = driver.asks("r1:1", 1, 1)
     assert not driver.record.replacing
     assert "not_replaced" not in [kind for kind, _ in logged(decisions)], "it has left already"
+
+
+def test_a_group_is_not_drained_while_another_one_still_has_weights_of_a_history_that_the_job_has_left() -> None:
+    driver = job_of(3, 0)
+    driver.all_ask(("r0:1", "r1:1", "r2:1"), 1, 1)
+    driver.opens("r3:1", standby=True, groups=3)
+    driver.asks("r3:1", 9, "loaded:9")
+    driver.replaces("r2")
+    driver.asks("r0:1", 9, "loaded:9")
+    assert announced(driver.all_ask(("r1:1", "r2:1"), 2, 1)).step == 9
+    for name in ("r0:1", "r2:1", "r3:1"):
+        assert "r2:1" not in told(driver, driver.asks(name, 10, "resumed:10:10")), "r1 heals"
+    assert isinstance(told(driver, driver.asks("r1:1", 10, "resumed:10:10"))["r2:1"][0], Drain)
+
+
+def test_a_group_is_not_drained_for_a_spare_that_holds_the_state_of_the_job_and_has_committed_no_step() -> None:
+    driver = job_of(2, 0)
+    driver.opens("r2:1", standby=True, groups=2)
+    driver.asks("r2:1", 9, "loaded:9")
+    driver.replaces("r1")
+    driver.asks("r0:1", 9, "loaded:9")
+    assert announced(driver.asks("r1:1", 1, 1)).lineage == "loaded:9"
+    assert not told(driver, driver.asks("r0:1", 10, "resumed:10:10"))
+    assert isinstance(told(driver, driver.asks("r2:1", 10, "resumed:10:10"))["r1:1"][0], Drain)
+
+
+@pytest.mark.parametrize("checkpoint", [1, 6])
+def test_the_unused_checkpoint_of_a_spare_takes_no_steps_from_groups_that_took_part_without_healing(
+    checkpoint: int,
+) -> None:
+    driver = job_of(2, 0)
+    driver.opens("r2:1", standby=True, groups=2)
+    driver.asks("r2:1", checkpoint, f"loaded:{checkpoint}")
+    driver.leaves("r0:1", "told to")
+    announce = announced(driver.asks("r1:1", 6, "behind:r1:1:4"))
+    assert members(announce) == ["r1:1", "r2:1"]
+    assert (announce.step, announce.lineage) == (6, "behind:r1:1:4")
+
+
+def test_a_later_checkpoint_than_the_state_of_groups_that_took_part_without_healing_takes_them_on() -> None:
+    driver = job_of(2, 0)
+    driver.opens("r2:1", standby=True, groups=2)
+    driver.asks("r2:1", 7, "loaded:7")
+    driver.leaves("r0:1", "told to")
+    announce = announced(driver.asks("r1:1", 6, "behind:r1:1:4"))
+    assert (announce.step, announce.lineage) == (7, "loaded:7")

@@ -54,6 +54,11 @@ def heal_one(driver: Driver) -> None:
     driver.heals("a:1")
 
 
+def let_one_follow(driver: Driver) -> None:
+    for name, lineage in (("a:1", "follows:1"), ("b:1", 1), ("c:1", 1), ("d:1", 1)):
+        driver.asks(name, 6, lineage)
+
+
 def join(driver: Driver) -> None:
     driver.opens("e:1")
 
@@ -73,6 +78,7 @@ def nothing(_: Driver) -> None: ...
         ({"min_replicas": 4}, nothing, "c:1", 9, "3 would be left, and min_replicas is 4"),
         ({"min_replicas": 3}, lose_a_connection, "c:1", 9, "2 would be left, and min_replicas is 3"),
         ({"min_replicas": 3}, heal_one, "c:1", 9, "2 would be left, and min_replicas is 3"),
+        ({"min_replicas": 3}, let_one_follow, "c:1", 9, "2 would be left, and min_replicas is 3"),
         ({"drain_straggler_after": 6}, nothing, "c:1", 9, "committed 5 steps since it connected"),
     ],
 )
