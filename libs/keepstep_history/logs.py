@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from keepstep_history.quorums import Quorums, named
 from keepstep_history.records import ANSWERED, FOLLOWING, EventRecord, Place, StepRecord
 from keepstep_history.rules import Violations
+from keepstep_mesh.protocol.lineage import BEHIND
 
 
 class EventLogCheck:
@@ -64,7 +65,9 @@ class Run:
     first_place: Place
     last_place: Place
     forgotten_in: int | None = None
-    """The quorum in which the process discarded the resulting state, for a checkpoint or because it broke."""
+    """The quorum in which the process discarded the resulting state, for a checkpoint or because it broke, or after
+    which it was no longer the job's, because the process took part behind.
+    """
 
     def lineage_before(self, step: int) -> int | str:
         return self.lineage if step == self.first else self.new_lineage
@@ -174,6 +177,8 @@ class ProcessCheck:
             self._violated("one_state", what, place)
         if not record.behind and self.rolled_back is None:
             self._append(place, record)
+        elif self.runs and isinstance(record.new_lineage, str) and record.new_lineage.startswith(BEHIND):
+            self.runs[-1].forgotten_in = self.runs[-1].forgotten_in or record.quorum_id
         self._step, self._lineage = record.step, record.new_lineage
 
     def _append(self, place: Place, record: StepRecord) -> None:

@@ -4,6 +4,7 @@
 * All groups take the same groups for the members of a quorum.
 * A group that allows no heal is in no round with healing.
 * A quorum goes on from a sound state if a member has one: from the one that was resumed last, then of the highest step.
+* No checkpoint from which no step was committed takes back groups that took part without healing.
 * Groups whose states are compared are found equal, as long as no bit flipped.
 * The logs of lighthouses and groups pass ``keepstep check-history``.
 * Groups that finish do so at one step, with one state, and take no step beyond it.
@@ -17,8 +18,17 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from keepstep.group.quorum_plan import QuorumPlan
-from keepstep_mesh.protocol.lineage import LOADED, Soundness, followed, is_following, same_weights, soundness
-from keepstep_mesh.protocol.membership import FinalState, Lineage, Quorum
+from keepstep_mesh.protocol.lineage import (
+    BEHIND,
+    Soundness,
+    followed,
+    is_following,
+    is_live,
+    is_loaded,
+    same_weights,
+    soundness,
+)
+from keepstep_mesh.protocol.membership import FinalState, Lineage, Member, Quorum
 from keepstep_mesh.protocol.messages import QuorumRequest
 from tests.simulation.checks.history import Logs
 
@@ -71,6 +81,10 @@ class StateChecks:
         if quorum.uniform:  # steps in the list are old
             return
         reference = self._rank(plan.max_step, plan.lineage)
+        if is_loaded(plan.lineage) and not any(is_live(one.step, one.lineage) for one in quorum.listed):
+            later = [one for one in quorum.listed if _is_behind(one) and one.step >= plan.max_step]
+            if later:
+                self._violated(f"quorum {plan.quorum_id} goes back to a checkpoint of {plan.max_step}, and has {later}")
         for member in quorum.listed:
             if self._rank(member.step, member.lineage) > reference:
                 state = f"step {plan.max_step}, lineage {plan.lineage!r}"
@@ -91,11 +105,10 @@ class StateChecks:
             self._violated(f"{worker.replica_id} commits step {worker.step}, and the last step is {last}")
         if not behind:
             before = self._resumed.get((plan.max_step, plan.lineage), 0)
-            is_loaded = isinstance(plan.lineage, str) and plan.lineage.startswith(LOADED)
             lineage = worker.lineage
             if isinstance(lineage, str) and is_following(lineage):  # the next quorum may go on from this group alone
                 lineage = followed(lineage)
-            self._resumed[worker.step, lineage] = plan.quorum_id if is_loaded else before
+            self._resumed[worker.step, lineage] = plan.quorum_id if is_loaded(plan.lineage) else before
         self.check_state(worker)
 
     def finished(self, worker: Worker, final: FinalState) -> None:
@@ -128,3 +141,7 @@ class StateChecks:
         if any(one.commits - self._commits_before.get(one.replica_id, 0) < COMMITS_AFTER for one in training):
             return False
         return len({(worker.step, worker.lineage, worker.state) for worker in training}) == 1
+
+
+def _is_behind(member: Member) -> bool:
+    return isinstance(member.lineage, str) and member.lineage.startswith(BEHIND)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
+
 from tests.simulation.checks.history import report_on
 from tests.unit.history.history_story import Story
 
@@ -73,6 +75,21 @@ def test_a_group_that_took_part_behind_has_a_lineage_of_its_own() -> None:
     story.heal("b:1", "a:1")
     story.commit("a:1", "b:1")
     assert not rules(story)
+
+
+@pytest.mark.parametrize("falls_behind", [True, False])
+def test_others_may_commit_a_step_again_that_a_group_had_committed_if_it_took_part_behind_since(
+    falls_behind: bool,
+) -> None:
+    story = behind()
+    story.heal("b:1", "a:1")
+    story.commit("a:1", "b:1")
+    if falls_behind:
+        commit(story, "b:1", "behind:b:1:1", 2, behind=True)
+    story.start("c:1")
+    story.quorum(EVENTS, 1, 2, "b:1", "c:1")
+    commit(story, "c:1", 2, 2)
+    assert rules(story).keys() == (set() if falls_behind else {"one_quorum"})
 
 
 def test_a_group_that_took_part_behind_and_has_the_lineage_of_others_is_found() -> None:

@@ -5,7 +5,8 @@
   newest state comes first, then the one that arrived first.
 * A group with an order to replace it counts as missing, and stays. When so many others have committed a step that the
   job has all its groups without it, it is drained: it leaves between two steps, and no step is lost. The order is
-  stored until the group has left. A group that has to leave soon is drained when the spare for it is gone. If
+  stored until the group has left. If the group comes back as a spare, it is drained at once. A group that has to leave
+  soon is drained when the spare for it is gone. If
   ``max_replicas`` has no room for the spare beside it, it is drained first. With ``max_replicas`` 1 no group would be
   left: orders are refused, and those that wait are dropped.
 * Nothing is decided during the grace of a takeover, in which the groups that train may not have reconnected.
@@ -40,6 +41,7 @@ def settle(state: JobState, now: float) -> None:
     if state.finished_step and state.record.ended is None:
         return
     _drop_old_orders(state)
+    _drain_spares_with_orders(state)
     _let_in(state, now)
     _drain_replaced(state)
 
@@ -132,6 +134,14 @@ def _drop_old_orders(state: JobState) -> None:
     state.persist(changed(state.record, replacing=replacing))
     for group, _ in waiting:
         state.log("not_replaced", group.replica_id, reason=_no_room(group))
+
+
+def _drain_spares_with_orders(state: JobState) -> None:
+    """Drain the groups with an order that came back as spares, because they were not yet members: no place is lost."""
+    for order in state.record.replacing:
+        group = state.groups.by_id.get(order.replica_id)
+        if group is not None and group.stands_by and group.draining is None:
+            orders.drain(state, DrainOrdered(group.replica_id, f"it stands by: {order.reason}", order.by))
 
 
 def _no_room(group: Group) -> str:

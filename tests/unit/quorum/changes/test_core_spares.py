@@ -147,6 +147,18 @@ def test_a_group_is_not_drained_for_a_spare_that_has_not_healed() -> None:
     assert isinstance(told(driver, driver.asks("r2:1", 4, 2))["r1:1"][0], Drain)
 
 
+def test_a_group_with_an_order_that_stands_by_after_a_change_of_leader_leaves_at_once() -> None:
+    driver = job_of(2, 1)
+    driver.replaces("r1")
+    driver.replaces("r2")
+    driver.restart()
+    for name in ("r2:1", "r0:1", "r1:1"):
+        decisions = driver.opens(name, standby=True, groups=2)
+    assert isinstance(told(driver, decisions)["r2:1"][0], Drain)
+    driver.leaves("r2:1")
+    assert [one.replica_id for one in driver.record.replacing] == ["r1:1"]
+
+
 def test_a_replaced_group_that_is_lost_needs_no_second_spare() -> None:
     driver = job_of(2, 2)
     driver.replaces("r1")
