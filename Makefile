@@ -8,10 +8,11 @@ TESTS ?= tests
 PROCESSES ?= 4
 SECONDS ?= 600
 SEED ?= 1
+GPU_PYTHON ?= 3.12
 # The tests start hundreds of Python processes: without stored byte code each would compile all of keepstep.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo demo-resume test coverage lint reference site wheel bench simulate mutants faults upgrade month soak gpu clean
+.PHONY: help setup demo demo-resume test coverage lint reference site wheel bench simulate mutants faults upgrade month soak gpu gpu-bundle clean
 .DEFAULT_GOAL := help
 
 help: ## what there is to do
@@ -84,6 +85,9 @@ soak: $(STAMP) ## a real job under faults of a seed, with `keepstep chaos`: make
 
 gpu: $(STAMP) ## checks with NCCL on the GPUs of this machine: make gpu GPU="--only collectives"; GPU="--device cpu"
 	@$(BIN)/python -m tests.gpu $(GPU)
+
+gpu-bundle: $(STAMP) ## what a machine with a GPU and without a registry lacks, in .gpu-bundle
+	@$(BIN)/python -m tests.gpu.bundle --python $(GPU_PYTHON)
 
 bench: $(STAMP) ## side by side with torchft, table and JSON
 	@$(BIN)/python benchmarks/run.py $(BENCH)

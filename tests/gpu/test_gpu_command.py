@@ -14,6 +14,7 @@ import pytest
 from tests.gpu import __main__ as command
 from tests.gpu import running
 from tests.gpu.budget import END_SECONDS, Budget
+from tests.gpu.bundle import OF_THE_MACHINE, needed
 from tests.gpu.check import Check, Outcome
 from tests.gpu.checks import CHECKS
 from tests.gpu.environment import device_of, environment_of
@@ -181,3 +182,9 @@ def test_different_weights_fail_a_check(tmp_path: Path, monkeypatch) -> None:
 def test_a_rank_that_ends_early_fails_a_check_with_its_last_output(code, sentence, tmp_path: Path, monkeypatch) -> None:
     outcome = outcome_of([0, code], tmp_path, monkeypatch)
     assert (outcome.state, outcome.reason) == ("failed", f"{sentence}:\nno memory")
+
+
+def test_a_bundle_has_what_keepstep_needs_and_leaves_pytorch_to_the_machine() -> None:
+    found = {line.partition("==")[0] for line in needed("keepstep", ("train", "services"))}
+    assert {"aiohttp", "yarl", "multidict", "structlog", "etcd3", "tenacity", "xxhash"} <= found
+    assert not found & (OF_THE_MACHINE | {"pytest", "triton", "scikit-learn"})

@@ -239,6 +239,32 @@ def test_a_dtype_that_nccl_does_not_have_is_refused_by_name_before_the_collectiv
     group.shutdown()
 
 
+@pytest.mark.usefixtures("stream")
+def test_an_even_exchange_of_rows_has_sizes_because_torch_takes_ncclalltoall_in_progress_for_an_error(
+    monkeypatch,
+) -> None:
+    """torch 2.11 with NCCL 2.28 on an H200: ``NCCL Error 7: NCCL operation in progress``, only without sizes."""
+    seen: list[tuple[list[int], list[int]]] = []
+
+    def exchange(
+        _self: Backend, _out: object, _in: object, outgoing: list[int], incoming: list[int], _: object
+    ) -> Work:
+        seen.append((outgoing, incoming))
+        return Operation()
+
+    monkeypatch.setattr(TorchClass, "alltoall_base", exchange, raising=False)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", TorchClass, raising=False)
+    monkeypatch.setattr(AcceleratorCommunicator, "mark", lambda _self: torch.Event())
+    group = ProcessGroupNCCL(LONG)
+    group.configure("", "r0", 0, 2, 1, store=dist.HashStore())
+    rows = torch.zeros(6, 3)
+    group.alltoall_base(torch.zeros(6, 3), rows, [], [])
+    group.alltoall_base(torch.zeros(2, 3), rows, [1, 1], [2, 4])
+    group.alltoall_base(torch.zeros(5), torch.zeros(5), [], [])
+    assert seen == [([3, 3], [3, 3]), ([1, 1], [2, 4]), ([], [])], "torch refuses the last one"
+    group.shutdown()
+
+
 # ---- streams
 
 

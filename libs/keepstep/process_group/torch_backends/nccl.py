@@ -76,6 +76,8 @@ class ProcessGroupNCCL(BackendProcessGroup):
                     f"cannot run {operation} with {tensor.dtype}: {self._backend_name} does not have it; convert the "
                     f"tensor to {larger} first"
                 )
+        if operation == "alltoall_base":
+            args = _with_sizes(args, self.size())
         return super()._run(operation, *args)
 
     def errored(self) -> Exception | None:
@@ -129,6 +131,18 @@ class ProcessGroupNCCL(BackendProcessGroup):
 
     def _wrap(self, communicator: Communicator, raw: Work, operation: str, tensors: Any) -> AcceleratorWork:
         return AcceleratorWork(cast("AcceleratorCommunicator", communicator), raw, operation, tensors)
+
+
+def _with_sizes(args: tuple[Any, ...], parts: int) -> tuple[Any, ...]:
+    """Give an even split its sizes.
+
+    Without them torch 2.11 calls ``ncclAlltoAll`` of NCCL 2.28, and takes the answer of a communicator that does not
+    block ("operation in progress") for an error. With them it sends and receives, which it awaits.
+    """
+    output, rows, received, sent, options = args
+    if not (received or sent) and output.dim() and rows.dim() and len(output) % parts == len(rows) % parts == 0:
+        received, sent = [len(output) // parts] * parts, [len(rows) // parts] * parts
+    return output, rows, received, sent, options
 
 
 def require_accelerator(backend: str, name: str) -> Any:
