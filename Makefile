@@ -86,7 +86,7 @@ soak: $(STAMP) ## a real job under faults of a seed, with `keepstep chaos`: make
 gpu: $(STAMP) ## checks with NCCL on the GPUs of this machine: make gpu GPU="--only collectives"; GPU="--device cpu"
 	@$(BIN)/python -m tests.gpu $(GPU)
 
-gpu-bundle: $(STAMP) ## what a machine with a GPU and without a registry lacks, in .gpu-bundle
+gpu-bundle: $(STAMP) ## the checks and packages for a GPU machine without a registry, in .gpu-bundle
 	@$(BIN)/python -m tests.gpu.bundle --python $(GPU_PYTHON)
 
 bench: $(STAMP) ## side by side with torchft, table and JSON

@@ -1,4 +1,4 @@
-"""Gather what a machine with a GPU and without a package registry lacks for the checks, in one folder.
+"""Gather the checks and the packages that a GPU machine without a package registry needs, in one folder.
 
 make gpu-bundle                      the folder .gpu-bundle, for Python 3.12
 make gpu-bundle GPU_PYTHON=3.13      the same for another Python
@@ -29,7 +29,7 @@ OF_THE_MACHINE = frozenset({"torch", "numpy"})
 """Distributions that a machine for training has; their versions belong to its driver."""
 RUN = """\
 #!/usr/bin/env bash
-# Install what this machine's Python lacks into an environment beside this file, without a network, and run the checks.
+# Make an environment beside this file, install the missing packages without a network, and run the checks.
 # Arguments go to the checks: bash run.sh --only collectives; bash run.sh --list. PYTHON names the machine's Python.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
@@ -110,7 +110,9 @@ def _fetched(requirement: str, wheels: Path, python: str) -> bool:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="make gpu-bundle", description="What a machine without a registry lacks.")
+    parser = argparse.ArgumentParser(
+        prog="make gpu-bundle", description="Packages and checks for a machine without a registry."
+    )
     parser.add_argument("--python", default="3.12", help="version of the machine's Python (default: %(default)s)")
     parser.add_argument("--folder", type=Path, default=ROOT / ".gpu-bundle", help="folder to write; it is replaced")
     return parser
