@@ -370,6 +370,7 @@ class Manager(Finishing, BackgroundQuorum, Rehearsing, StateAndProgress):
         context.reconfigurer.use_current_device()
         if self._attempt is not None and self._attempt.after is not None:
             self._attempt.after.end()
+        self._check_change()
         self._durability.before_step()
         self._attempt = Attempt(
             context,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -71,6 +72,9 @@ class OptimizerWrapper(Optimizer):
             )
         self._follower = manager.follow_with(optim, self._after_commit, catch_up_memory) if catch_up else None
         manager.script_checker.add_optimizer(optim)
+        with contextlib.suppress(AttributeError):  # a wrapper of another optimizer, such as Accelerate's, has no hooks
+            optim.register_step_pre_hook(self._inner_step_begins)
+            optim.register_step_post_hook(self._inner_step_ended)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["optim"], name)
@@ -146,6 +150,21 @@ class OptimizerWrapper(Optimizer):
             return self._follower.advance()
         self._follower.stepped()
         return True
+
+    def _inner_step_begins(self, *_: object) -> None:
+        if self.manager.rehearsing:
+            return
+        if self.manager.open_step() is not None:
+            name = type(self.optim).__name__
+            raise RuntimeError(
+                f"{name}.step() was called before the step has committed, so that no step ever would: call step() of "
+                f"the keepstep.Optimizer around it (GradScaler.step takes that one too), or step the {name} in `with "
+                f"manager.committing()`"
+            )
+        self.manager.change_begins()
+
+    def _inner_step_ended(self, *_: object) -> None:
+        self.manager.change_ended()
 
     def _discarded(self) -> None:
         if self.manager.rehearsing:

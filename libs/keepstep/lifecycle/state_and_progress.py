@@ -103,6 +103,7 @@ class StateAndProgress:
             KeepstepError: this group catches up, and its weights are not those of ``current_step()``.
         """
         self._refuse_while_catching_up("state_dict()")
+        self._check_change()
         return self._context.progress.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -133,6 +134,7 @@ class StateAndProgress:
             KeepstepError: this group catches up.
         """
         self._refuse_while_catching_up("save_checkpoint()")
+        self._check_change()
         return self._durability.save()
 
     @property
@@ -204,6 +206,26 @@ class StateAndProgress:
         context.follower = follower
         context.add_layout(["optimizer catches up"])
         return follower
+
+    def change_begins(self) -> None:
+        """Note that the weights begin to change. Unless ``change_ended`` follows, the state is torn.
+
+        ``Optimizer`` calls both around each step of its inner optimizer.
+        """
+        self._context.changing = self._context.requests > 0  # before the first step the weights are the script's own
+
+    def change_ended(self) -> None:
+        """Note that the change of the weights is complete."""
+        self._context.changing = False
+
+    def _check_change(self) -> None:
+        """Mark the state as torn if the last change of the weights failed."""
+        context = self._context
+        if context.changing:
+            context.changing = False
+            if not context.progress.torn:
+                context.log.error("an optimizer failed in the middle of its step", step=context.progress.step)
+                context.tear()
 
     def mark_torn(self) -> None:
         """Mark this group's state as torn, because an optimizer failed in the middle of a step for example.

@@ -58,6 +58,8 @@ class StepContext:
     world_size_mode: WorldSizeMode
     signals: HeldSignals = field(default_factory=HeldSignals)
     """Holds signals back from the commit of a step to the end of the change of the weights."""
+    changing: bool = False
+    """An optimizer of the script has begun a step, and has not ended it."""
     fatal: BaseException | None = None
     """The error that ended training in this process; every later step raises it."""
     job_settings: str = ""

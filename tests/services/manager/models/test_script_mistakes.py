@@ -41,3 +41,21 @@ def test_a_forward_pass_that_bypasses_the_wrapper_is_named_once_and_the_weights_
 def test_a_state_dict_without_its_counterpart_is_refused(lighthouse):
     with pytest.raises(ValueError, match="load_state_dict is missing"):
         Manager(ProcessGroupGloo(), state_dict=dict, lighthouse_addr=lighthouse)
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["step", "GradScaler"])
+def test_a_plain_optimizer_whose_wrapper_began_the_step_is_refused(lighthouse, scaled):
+    model = nn.Linear(3, 1)
+    with manager(lighthouse, "a") as m:
+        ddp = DistributedDataParallel(m, model)
+        adamw = torch.optim.AdamW(model.parameters())
+        optimizer = Optimizer(m, adamw)
+        scaler = torch.amp.GradScaler("cpu", enabled=scaled)
+        adamw.zero_grad()
+        adamw.step()  # between two steps it is the script's own
+        before = model.weight.clone()
+        optimizer.zero_grad()
+        scaler.scale(ddp(torch.ones(2, 3)).sum()).backward()
+        with pytest.raises(RuntimeError, match=r"call step\(\) of the keepstep.Optimizer around it"):
+            scaler.step(adamw)
+        assert torch.equal(model.weight, before)

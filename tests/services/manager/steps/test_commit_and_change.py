@@ -63,7 +63,7 @@ def test_a_signal_after_a_bare_commit_makes_the_group_heal(lighthouse, steps):
     assert events(steps).count("torn") == 1
 
 
-@pytest.mark.parametrize("loop", ["optimizer", "committing", "DiLoCo", "decoupled"])
+@pytest.mark.parametrize("loop", ["optimizer", "scaler", "committing", "should_commit", "DiLoCo", "decoupled"])
 def test_an_error_of_an_optimizer_after_the_commit_makes_the_group_heal(lighthouse, steps, loop):
     a, b = train(lighthouse, loop, "error")
     assert [name for name, _, _ in a["caught"]] == ["RuntimeError"]
