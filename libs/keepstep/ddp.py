@@ -285,6 +285,16 @@ def _layout(module: nn.Module, bucket_cap_mb: str, buffers: SyncedBuffers, *, sh
     """Return the layout of the buckets, which must be equal in all groups: one line for each parameter and buffer."""
     lines = [f"bucket_cap_mb {bucket_cap_mb}{', should_quantize' if should_quantize else ''}"]
     lines += [
-        f"{name} {tuple(p.shape)} {p.dtype} {p.device.type}" for name, p in module.named_parameters() if p.requires_grad
+        f"{name} {tuple(p.shape)} {p.dtype} {p.device.type}{_order_in_memory(p)}"
+        for name, p in module.named_parameters()
+        if p.requires_grad
     ]
     return lines + buffers.lines
+
+
+def _order_in_memory(parameter: torch.Tensor) -> str:
+    """Return the strides of a parameter that is not in torch's usual order, such as channels_last.
+
+    A bucket of torch's reducer has the gradients in the order of their parameters in memory.
+    """
+    return "" if parameter.is_contiguous() else f" strides {parameter.stride()}"

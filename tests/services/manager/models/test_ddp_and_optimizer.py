@@ -28,6 +28,40 @@ def test_a_model_that_does_not_fit_the_job_is_refused_with_the_first_difference(
     assert "'weight (2, 4) torch.float32 cpu'" in message
 
 
+def _image_model(*, channels_last: bool) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(4, 3, 2), nn.Conv2d(3, 2, 1), nn.Flatten(), nn.Linear(2, 1))
+    return model.to(memory_format=torch.channels_last) if channels_last else model
+
+
+def test_a_model_whose_parameters_lie_in_memory_in_another_order_is_refused(lighthouse):
+    def wrap(*, channels_last: bool) -> Callable[[Manager], object]:
+        return lambda m: DistributedDataParallel(m, _image_model(channels_last=channels_last))
+
+    message = refusal(lighthouse, wrap(channels_last=False), wrap(channels_last=True))
+    assert "here '0.weight (3, 4, 2, 2) torch.float32 cpu strides (16, 1, 8, 4)', in a " in message
+    assert "'0.weight (3, 4, 2, 2) torch.float32 cpu'" in message
+
+
+def test_a_wrapper_that_averages_each_parameter_averages_equal_elements_in_any_order_of_memory(lighthouse):
+    ready = threading.Barrier(2)
+
+    def group(name: str, *, channels_last: bool) -> list[torch.Tensor]:
+        model = _image_model(channels_last=channels_last)
+        with manager(lighthouse, name, min_replica_size=2, init_sync=False) as m:
+            ready.wait(30)
+            m.start_quorum()
+            PureDistributedDataParallel(m, model)(torch.arange(16.0).view(1, 4, 2, 2)).sum().backward()
+            assert m.should_commit()
+            ready.wait(30)
+            return [one.grad.contiguous() for one in model.parameters() if one.grad is not None]
+
+    alone = _image_model(channels_last=False)
+    alone(torch.arange(16.0).view(1, 4, 2, 2)).sum().backward()
+    for gradients in together(lambda: group("a", channels_last=False), lambda: group("b", channels_last=True)):
+        torch.testing.assert_close(gradients, [one.grad for one in alone.parameters()])
+
+
 @pytest.mark.parametrize("pure", [False, True])
 def test_gradients_are_averaged_over_the_groups(lighthouse, pure):
     ready = threading.Barrier(2)
