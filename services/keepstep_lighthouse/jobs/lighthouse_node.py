@@ -46,8 +46,10 @@ from keepstep_mesh.protocol.messages import Hello, Services
 
 T = TypeVar("T")
 
-HIGHEST_EPOCH = 2**31
-"""A hello with a higher one is invalid."""
+HIGHEST_EPOCH_SEEN = 2**20
+"""A hello with a higher one is invalid, unless this lighthouse has reached it. Far below the highest epoch whose events
+have exact ids (2**21), so that lighthouses can take over after a wrong report, and the groups accept them.
+"""
 ELECTION_SECONDS = 2.0
 ALONE_SECONDS = 1.0
 """Time that workers have to connect to a new leader."""
@@ -305,8 +307,8 @@ class LighthouseNode:
             session.redirect(leader.address)
         elif term is None:
             session.refuse("not_ready", self.trouble or "the lighthouse is not ready")
-        elif hello.epoch_seen > HIGHEST_EPOCH:
-            self._bad(session, f"invalid epoch {hello.epoch_seen} (limit {HIGHEST_EPOCH})")
+        elif hello.epoch_seen > max(HIGHEST_EPOCH_SEEN, term.epoch):
+            self._bad(session, f"invalid epoch {hello.epoch_seen} (limit {HIGHEST_EPOCH_SEEN}); restart this group")
         elif hello.epoch_seen < term.epoch or (
             hello.epoch_seen == term.epoch and (session.job, session.replica_id) in self._welcomed
         ):

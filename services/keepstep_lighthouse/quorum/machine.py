@@ -239,6 +239,8 @@ class JobCore:
         self._verdict = self._judge(now, first=first)
         if self._verdict.code in ANNOUNCING or state.probation.groups or groups.shrinking:  # not after most requests
             self._form(now, now_unix, first=first)
+        if state.record.replacing:
+            spares.drain_replaced(state)
 
     def _judge(self, now: float, *, first: bool = False) -> Verdict:
         record = self._state.record

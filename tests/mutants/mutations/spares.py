@@ -52,6 +52,13 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        "a group is drained although another one is not in the quorum",
+        RULES,
+        "    stays = group.member and group.excluded is None",
+        "    stays = group.excluded is None",
+        Test(f"{SCENARIOS}[46_replacement]"),
+    ),
+    Mutation(
         "the unused checkpoint of a spare takes the job back from groups that took part without healing",
         "services/keepstep_lighthouse/quorum/announcing.py",
         "    if request.step <= behind and not group.committed and is_loaded(request.lineage):\n",

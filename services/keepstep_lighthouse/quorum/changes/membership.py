@@ -15,8 +15,10 @@ from keepstep_lighthouse.quorum.job_state import JobState
 from keepstep_lighthouse.quorum.rounds import Round
 from keepstep_mesh.protocol.lineage import origin, reference_state, repeats_steps
 
-HIGHEST_QUORUM_ID = 2**53
-"""A hello with a higher one is invalid."""
+HIGHEST_QUORUM_ID_SEEN = 2**52
+"""A hello with a higher one is invalid, unless the job has reached it. Half of the highest exact number of JSON: the
+job goes on after a wrong report.
+"""
 
 
 def change(state: JobState, chosen: list[Group], now_unix: float) -> tuple[int, ...]:
@@ -36,7 +38,7 @@ def change(state: JobState, chosen: list[Group], now_unix: float) -> tuple[int, 
         return ()
     known = (origin(lineage).quorum_id for lineage in lineages)
     # above ours if states come from a job of another lighthouse
-    reached = max((one for one in known if one < HIGHEST_QUORUM_ID), default=0)
+    reached = max((one for one in known if one <= HIGHEST_QUORUM_ID_SEEN), default=0)
     repeated = any(map(repeats_steps, lineages)) and repeats_steps(reference_state(requests)[1])
     if goes_on and not repeated and reached <= record.quorum_id:
         return ()

@@ -31,19 +31,22 @@ NO_SPARE = "no spare is ready"
 
 
 def settle(state: JobState, now: float) -> None:
-    """Let spares in, drain the groups that were replaced, and send spares home that are no longer needed."""
+    """Let spares in, and send spares home that are no longer needed."""
     if state.takeover.until is not None:
         return
     if state.last_gone is not None or state.dismissed is not None:
         _send_home(state)
     if not (state.groups.standing_by or state.record.replacing):
         return
-    if state.finished_step and state.record.ended is None:
+    if _finishes(state):
         return
     _drop_old_orders(state)
     _drain_spares_with_orders(state)
     _let_in(state, now)
-    _drain_replaced(state)
+
+
+def _finishes(state: JobState) -> bool:
+    return bool(state.finished_step) and state.record.ended is None
 
 
 def replace(state: JobState, order: ReplaceOrdered) -> None:
@@ -172,8 +175,9 @@ def _let_in(state: JobState, now: float) -> None:
         state.lost_at.clear()  # no group waits for the return of those that were replaced
 
 
-def _drain_replaced(state: JobState) -> None:
-    if not (waiting := _to_replace(state)):
+def drain_replaced(state: JobState) -> None:
+    """Drain the groups that spares have replaced, after a quorum may have been formed without some groups."""
+    if state.takeover.until is not None or _finishes(state) or not (waiting := _to_replace(state)):
         return
     policy = state.record.policy
     target = spare_groups.target(state.groups, policy)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import replace
+from pathlib import Path
 
 import aiohttp
 import msgpack
 import pytest
 
 from keepstep_lighthouse.jobs import sessions, welcomed
+from keepstep_lighthouse.jobs.lighthouse_node import HIGHEST_EPOCH_SEEN
 from keepstep_lighthouse.quorum.events import PolicyOrdered
 from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_mesh.protocol import codec
@@ -286,6 +288,14 @@ async def test_the_epoch_is_above_every_epoch_that_a_worker_met_elsewhere(seen: 
             assert second.welcome.epoch == epoch
 
 
+async def test_a_report_of_the_highest_epoch_spoils_no_later_takeover(tmp_path: Path) -> None:
+    seen = HIGHEST_EPOCH_SEEN
+    for _ in range(3):
+        async with lighthouse(store=f"sqlite://{tmp_path}/x.db") as one, worker(one.address, epoch_seen=seen) as back:
+            assert back.welcome.epoch == seen + 1
+            seen = back.welcome.epoch
+
+
 async def test_the_epoch_is_above_what_a_known_process_met_elsewhere() -> None:
     async with lighthouse() as one:
         for replica_id, seen, epoch in (
@@ -361,6 +371,7 @@ async def test_frames_that_come_before_the_welcome_are_not_lost() -> None:
         ({"replica_id": ""}, "bad_message", "replica_id must be"),
         ({"replica_id": "x" * 257}, "bad_message", "replica_id must be"),
         ({"replica_id": "r0\n"}, "bad_message", "replica_id must be"),
+        ({"epoch_seen": HIGHEST_EPOCH_SEEN + 1}, "bad_message", "restart this group"),
         ({"epoch_seen": 2**40}, "bad_message", "invalid epoch"),
         ({"quorum_id_seen": 2**60}, "bad_message", "invalid quorum_id"),
     ],

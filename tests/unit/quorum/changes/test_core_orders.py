@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from keepstep_lighthouse.quorum.bans import MAX_EVICTED
+from keepstep_lighthouse.quorum.changes.membership import HIGHEST_QUORUM_ID_SEEN
 from keepstep_lighthouse.quorum.events import Announce, Decision, EndSession, Persist, Tell
 from keepstep_lighthouse.quorum.job_record import Ban, JobRecord, Policy
 from keepstep_lighthouse.quorum.views import ReplicaState
@@ -48,7 +49,23 @@ def test_a_higher_quorum_id_is_written_before_the_session_is_used() -> None:
     assert driver.record.quorum_id == 30
 
 
-@pytest.mark.parametrize("seen", [2**53 + 1, 2**62])
+def test_the_highest_quorum_id_that_a_hello_may_report_does_not_refuse_the_groups_that_come_after_it() -> None:
+    driver = Driver(min_replicas=1)
+    driver.start("a", "b")
+    driver.opens("c", seen=HIGHEST_QUORUM_ID_SEEN)
+    for number in (1, 2):
+        announce = announced(driver.all_ask("abc", number, number, failures=1))
+        assert announce.quorum_id == HIGHEST_QUORUM_ID_SEEN + number
+        driver.restart()
+        for name in "abc":
+            assert not any(
+                isinstance(one, Refused) for one in told(driver, driver.opens(name, seen=announce.quorum_id))
+            )
+        driver.passes(6.0)
+    assert driver.record.quorum_id < 2**53
+
+
+@pytest.mark.parametrize("seen", [2**52 + 1, 2**53, 2**62])
 def test_an_absurd_quorum_id_is_refused(seen: int) -> None:
     driver = Driver(min_replicas=1)
     decisions = driver.opens("a", seen=seen)

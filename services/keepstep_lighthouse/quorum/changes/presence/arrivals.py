@@ -18,8 +18,9 @@ def open_session(state: JobState, event: Opened, now: float, now_unix: float) ->
     """Refuse the session, or add its group to the job; a session that the group had before ends."""
     seen = max(event.quorum_id_seen, event.held.quorum_id if event.held else 0)
     refusal, code = bans.refusal(state.record, event.replica_id, now_unix), "banned"
-    if seen > membership.HIGHEST_QUORUM_ID:
-        refusal, code = f"invalid quorum_id {seen} (limit {membership.HIGHEST_QUORUM_ID})", "bad_message"
+    limit = membership.HIGHEST_QUORUM_ID_SEEN
+    if seen > max(limit, state.record.quorum_id):
+        refusal, code = f"invalid quorum_id {seen} (limit {limit}); restart this group", "bad_message"
     if refusal is not None:
         state.tell(event.session, Refused(code, refusal))
         state.end(event.session)
