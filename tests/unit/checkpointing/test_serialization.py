@@ -135,15 +135,51 @@ def test_the_same_state_gives_the_same_bytes(state):
 
 @many
 @given(STATES)
-def test_the_root_of_any_state_is_that_of_its_manifest(state):
-    assert state_root(state) == read_manifest(save_state(state)[0]).root
+def test_the_root_of_any_state_is_that_of_the_state_that_comes_back(state):
+    assert state_root(state) == state_root(round_trip(state))
+
+
+@many
+@given(STATES)
+def test_the_root_of_any_state_is_the_same_in_another_order_of_keys(state):
+    assert state_root(state) == state_root(reversed_keys(state))
+
+
+def reversed_keys(value):
+    if isinstance(value, dict):
+        turned = type(value)((key, reversed_keys(value[key])) for key in reversed(value))
+        if isinstance(value, OrderedDict) and hasattr(value, "_metadata"):
+            turned._metadata = value._metadata
+        return turned
+    return type(value)(map(reversed_keys, value)) if type(value) in (list, tuple) else value
+
+
+def test_the_root_does_not_depend_on_memory_and_does_on_every_value():
+    image = torch.randn(2, 3, 4, 4)
+    tied = torch.randn(5)
+    equal = [
+        {"image": image, "tied": [tied, tied]},
+        {"tied": [tied, tied.clone()], "image": image.to(memory_format=torch.channels_last)},
+        {"image": torch.cat([image, image])[2:], "tied": [torch.stack([tied, tied], 1)[:, 1], tied]},
+    ]
+    assert len({state_root(one) for one in equal}) == 1
+    others = [
+        {"image": image, "tied": [tied, tied + 1]},
+        {"image": image.mT, "tied": [tied, tied]},
+        {"image": image, "tied": (tied, tied)},
+        {"image": image, "tied": [tied]},
+        {"image": image, "ties": [tied, tied]},
+        {"image": image.view(2, 3, 16), "tied": [tied, tied]},
+        {"image": image, "tied": [tied, tied.view(torch.int32)]},
+    ]
+    assert len({state_root(one) for one in (equal[0], *others)}) == len(others) + 1
 
 
 @pytest.mark.parametrize("sizes", [[CHUNK_BYTES], [CHUNK_BYTES - 1, 5, CHUNK_BYTES], [3, 2 * CHUNK_BYTES + 1], []])
-def test_the_root_of_states_longer_than_a_chunk_is_that_of_their_manifest(sizes):
+def test_the_root_of_states_longer_than_a_chunk_depends_on_each_of_their_bits(sizes):
     state = [torch.randint(255, (size,), dtype=torch.uint8) for size in sizes]
     root = state_root(state)
-    assert root == read_manifest(save_state(state)[0]).root
+    assert root == state_root([tensor.clone() for tensor in state])
     for tensor in state:
         tensor[-1] ^= 1
         assert state_root(state) != root, "a flipped bit"

@@ -66,14 +66,18 @@ class Layout:
                     pack[position:end].view(source.dtype).view(source.shape).copy_(source)
 
 
-def describe(state: Any) -> Layout:
+def describe(state: Any, *, by_value: bool = False) -> Layout:
     """Describe ``state`` without copying its tensors.
+
+    Args:
+        by_value: describe equal states alike: sort the keys of dicts, and ignore how tensors lie in memory and which
+            of them share it. For comparisons: a state that is restored from the description has other dicts.
 
     Raises:
         UnsupportedValue: the state has a value that cannot be stored; the error names its path.
     """
     with torch.no_grad():
-        walk = _Walk()
+        walk = _Walk(by_value)
         tree = walk.node(state, "state", 0)
         return walk.layout(tree)
 
@@ -95,6 +99,7 @@ class _Found:
 
 @dataclass
 class _Walk:
+    by_value: bool
     found: list[_Found | Array | bytes] = field(default_factory=list)
     seen: dict[Any, int] = field(default_factory=dict)
     parents: set[int] = field(default_factory=set)
@@ -124,9 +129,11 @@ class _Walk:
             node: list[Any] = ["dict"]
             if type(value) is OrderedDict:
                 node = ["odict", self.node(getattr(value, "_metadata", None), f"{path}._metadata", depth)]
-            for key, item in value.items():
-                where = f"{path}[{key!r}]"
-                node += (self._key(key, where, depth), self.node(item, where, depth))
+            items = [(self._key(key, where := f"{path}[{key!r}]", depth), where, item) for key, item in value.items()]
+            if self.by_value:
+                items.sort(key=lambda one: repr(one[0]))
+            for key, where, item in items:
+                node += (key, self.node(item, where, depth))
             return node
         if isinstance(value, (set, frozenset)):
             items = [encode_leaf(item, f"an element of {path}") for item in value]
@@ -176,13 +183,13 @@ class _Walk:
             tensor.stride(),
             sharding,
         )
-        if tensor.numel() and identity in self.seen:
+        if tensor.numel() and identity in self.seen and not self.by_value:
             return self.seen[identity]
         return self._add(_Found(tensor, sharding), identity)
 
     def layout(self, tree: Any) -> Layout:
         """Assign a region to every tensor, in the order of the state."""
-        shared = self._shared_memory()
+        shared = {} if self.by_value else self._shared_memory()
         entries: dict[int, TensorEntry] = {}
         lengths: list[int] = []
         sources: list[torch.Tensor | Array] = []
@@ -204,7 +211,7 @@ class _Walk:
                     offset = int(found.tensor.storage_offset()) * found.tensor.itemsize - start
                     entries[member] = found.entry(region, offset, found.tensor.stride())
             else:
-                dense = _is_dense(value.tensor)
+                dense = not self.by_value and _is_dense(value.tensor)
                 entries[index] = value.entry(region, 0, value.tensor.stride() if dense else None)
                 source = value.tensor.view(_BITS[value.tensor.itemsize]) if value.tensor.numel() else torch.empty(0)
                 if dense:

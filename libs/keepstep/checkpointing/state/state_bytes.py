@@ -29,14 +29,14 @@ def save_state(state: Any, origin: Origin | None = None) -> tuple[bytes, memoryv
 
 
 def state_root(state: Any) -> bytes:
-    """Return the root digest of the manifest of ``state``.
+    """Return a digest of ``state`` that is equal for equal states: in any order of keys, and in any memory layout.
 
-    Copies only CUDA tensors, one chunk at a time, and tensors with gaps between their elements.
+    Copies only CUDA tensors, one chunk at a time, and tensors whose elements are not in their order in memory.
 
     Raises:
         UnsupportedValue: the state has a value that cannot be stored; the error names its path.
     """
-    layout = describe(state)
+    layout = describe(state, by_value=True)
     return root_digest(pack_content(layout.content), chunk_digests(_pieces(layout)))
 
 
