@@ -67,6 +67,10 @@ class JobClosed(StartRefused):
         self.finished = finished
 
 
+class ReplicasDiverged(KeepstepError):
+    """The weights of this group differ from those of other groups, and a heal does not repair that."""
+
+
 class CollectivesMismatch(KeepstepError):
     """This group and another one began different numbers of collectives in one step."""
 

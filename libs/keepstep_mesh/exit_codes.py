@@ -16,7 +16,10 @@ EXIT_START_REFUSED = 79
 """The job has finished, or may not go back to the step of this group. Do not restart it unchanged."""
 EXIT_JOB_CLOSED = 80
 """The groups of the job have finished, and this one does not have their final state. A restart would end the same."""
+EXIT_DIVERGED = 81
+"""The weights of the group differ from those of other groups, and a heal did not or cannot repair that. Do not restart
+it unchanged. ``keepstep run`` ends with this code too, if one of its groups did."""
 ENDS_THE_SAME = frozenset(
-    {EXIT_STATE_MISMATCH, EXIT_COLLECTIVES_DIFFER, EXIT_MISMATCH, EXIT_START_REFUSED, EXIT_JOB_CLOSED}
+    {EXIT_STATE_MISMATCH, EXIT_COLLECTIVES_DIFFER, EXIT_MISMATCH, EXIT_START_REFUSED, EXIT_JOB_CLOSED, EXIT_DIVERGED}
 )
 """Codes after which a restart would end the same."""

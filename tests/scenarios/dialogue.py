@@ -11,6 +11,7 @@
 A line that starts with ``> `` is an event; ``EVENTS`` lists all forms, and ``r0, r1`` repeats an event for each group.
 The lines below it are the decisions in order. While a request is open and no quorum is formed, the reason follows as
 ``waits: ...``. Options are in brackets. Times are virtual. All groups send heartbeats unless an event says otherwise.
+Weights are compared only where a policy has ``verify_every``.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class Dialogue:
     """Play the events of one scenario, and describe the decisions in words."""
 
     def __init__(self) -> None:
-        self.driver = Driver(min_replicas=1)
+        self.driver = Driver(min_replicas=1, verify_every=0)
         self.written = self.driver.record
         self.list_version = 0
 
@@ -125,6 +126,8 @@ class Dialogue:
                 verify = ", to be compared" if decision.verify else ""
                 finishing = ", finishing" if decision.finishing else ""
                 lines = [f"answers {who}: {facts}, {which}{joiners}{verify}{finishing}"]
+                if decision.differ:
+                    lines.append(f"    with the finding: {decision.differ}")
                 if not decision.uniform:
                     for member in decision.members:
                         failed = f", {member.commit_failures} failed" if member.commit_failures else ""
@@ -255,6 +258,9 @@ class Dialogue:
             return StepFailure(quorum_id, PEER, tuple(options["cannot reach"].split(" and ")), "timeout")
         return StepFailure(quorum_id, UNKNOWN, (), "timeout") if "names none" in options else None
 
+    def healed(self, match: re.Match[str]) -> list[Decision]:
+        return self._each(match, lambda one: self.driver.reports(one, Healing(1, 1, 1.0, ended=True)))
+
     def leaves(self, match: re.Match[str]) -> list[Decision]:
         told: tuple[str, str, int | None] = "told to", "", None
         for option, value in _options(match).items():
@@ -315,6 +321,7 @@ EVENTS: tuple[tuple[str, Action], ...] = (
     (r"the port of " + IDS + r" refuses", _simple("port_refuses")),
     (r"(?P<ids>[\w:]+) is healing, (?P<done>\d+) of (?P<total>\d+) MiB", Dialogue.heals),
     (r"(?P<ids>[\w:]+) fails to heal: (?P<error>.+)", Dialogue.fails_to_heal),
+    (IDS + r" ha(?:s|ve) healed", Dialogue.healed),
     (IDS + r" leaves?" + BRACKETS, Dialogue.leaves),
     (IDS + r" moves? to another lighthouse", _simple("moves")),
     (IDS + r" fails?", _simple("fails")),

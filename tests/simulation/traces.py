@@ -400,6 +400,17 @@ for one in ("when the roots have been asked for", "when it was found"):
     trace(groups=3, policy=replace(ONE_IS_ENOUGH, verify_every=1))(_bit_flips(one))
 
 
+@trace(groups=3, finishes=True)
+def a_bit_flips_after_the_last_step(sim: Simulation) -> Script:
+    """It is found where the groups finish, and r1 finishes with the weights of the others."""
+    yield lambda: "r1" in sim.latest and sim.latest["r1"].takes_no_step
+    worker = group(sim, 1)
+    worker.flip_a_bit()
+    yield lambda: worker.finished
+    if worker.flipped:
+        sim.violated("a group finishes with a flipped bit")
+
+
 @trace()
 def the_store_is_away_for_longer_than_a_lease(sim: Simulation) -> Script:
     yield from training(sim)

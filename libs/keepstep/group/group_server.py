@@ -26,7 +26,14 @@ from keepstep.rendezvous.key_value_server import KeyValueServer
 from keepstep.runtime.exits import leave_cause
 from keepstep.runtime.owned_tasks import OwnedTasks
 from keepstep_mesh.config.logging import get_logger
-from keepstep_mesh.errors import Banned, KeepstepError, LayoutMismatch, SessionClosed, StartRefused
+from keepstep_mesh.errors import (
+    Banned,
+    KeepstepError,
+    LayoutMismatch,
+    ReplicasDiverged,
+    SessionClosed,
+    StartRefused,
+)
 from keepstep_mesh.net.http import Problem
 from keepstep_mesh.protocol.group_messages import RankAsk, RankVote
 from keepstep_mesh.protocol.membership import MemberInfo, Quorum
@@ -259,7 +266,7 @@ class GroupServer:
         self._refused = False
         try:
             return await self._request(asks)
-        except (LayoutMismatch, StartRefused, Banned):
+        except (LayoutMismatch, ReplicasDiverged, StartRefused, Banned):
             self._refused = True  # the ranks end one after the other, and none has failed; or all of them ask again
             raise
 

@@ -3,6 +3,9 @@
 A group that died in the last steps comes back, heals from the others, and finishes with them. The quorum of the groups
 that finish takes no step: groups that are behind heal in it. Groups that publish the final state do so after a quorum
 in which all have it, and ask again; the lighthouse has compared by then whether all groups publish.
+
+Each group sends the root digest of its state with its request, so that no group finishes with other weights than the
+others: those that differ heal, or end with an error (docs/guarantees.md).
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from datetime import timedelta
 
 from keepstep.lifecycle.background_quorum import BackgroundQuorum
 from keepstep.lifecycle.membership import GroupMembership
+from keepstep.step.agreeing import final_root_of
 from keepstep_mesh.errors import JobClosed, KeepstepError
 from keepstep_mesh.protocol.membership import PUBLISHED, TO_PUBLISH, UNPUBLISHED
 
@@ -42,7 +46,8 @@ class Finishing(BackgroundQuorum):
 
         Call it in all groups and ranks, between two steps, after the training loop. A group that died in the last steps
         is waited for, for ``finish_grace`` of the job's policy (30 s), and heals from the others. This group heals
-        too, if its state differs from theirs; so evaluate and save the model afterwards. Then the job is closed: a
+        too, if its state differs from theirs, whose digests are compared; so evaluate and save the model afterwards.
+        Then the job is closed: a
         group that starts later ends with exit code 80, until ``keepstep job reopen`` allows it to train on. With
         ``publish`` such a group loads the final state from a relay instead, and finishes too.
 
@@ -63,6 +68,8 @@ class Finishing(BackgroundQuorum):
             KeepstepError: the lighthouse is older than this function.
             MismatchExit: other groups took their last step at another step, or pass another ``publish``; the reason
                 names both.
+            DivergedExit: the weights of this group differ from those of the others: again after a heal because of that,
+                or no majority tells which are right.
             JobClosedExit: the others have finished without this group.
             Drained, EvictedExit: as in ``start_quorum``.
         """
@@ -76,6 +83,10 @@ class Finishing(BackgroundQuorum):
         if context.follower is not None:
             context.follower.finish()
         last_step = self._attempt
+        last_plan = None if last_step is None else last_step.plan
+        # groups whose rounds forbid heals may hold different weights between two averages
+        compares = last_plan is None or last_plan.allow_heal
+        root = final_root_of(context) if compares else None
         finished: Finished | None = None
         while finished is None:
             if context.leaving and context.settings.world_size == 1:
@@ -84,7 +95,11 @@ class Finishing(BackgroundQuorum):
             if deadline is not None:
                 limit = min(limit, max(0.0, deadline - time.monotonic()))
             try:
+                context.root = root
                 finished = self._ask_for_the_end(limit, deadline, publish=publish)
+                plan = None if self._attempt is None else self._attempt.plan
+                if root is not None and finished is None and (plan is None or plan.heal):
+                    root = final_root_of(context)
             except TimeoutError as error:
                 context.raise_fatal()
                 if deadline is not None and time.monotonic() >= deadline:

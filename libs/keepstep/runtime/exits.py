@@ -16,6 +16,7 @@ from keepstep.runtime.unread_output import tolerate_broken_pipes
 from keepstep_mesh.errors import ExitWithReason
 from keepstep_mesh.exit_codes import (
     EXIT_COLLECTIVES_DIFFER,
+    EXIT_DIVERGED,
     EXIT_EVICTED,
     EXIT_GROUP_FAILED,
     EXIT_JOB_CLOSED,
@@ -85,6 +86,13 @@ class CollectivesExit(PrintedExit):
 
     exit_code = EXIT_COLLECTIVES_DIFFER
     happened = "this group cannot train with the others"
+
+
+class DivergedExit(PrintedExit):
+    """The weights of this group differ from those of other groups. Exit code ``EXIT_DIVERGED``."""
+
+    exit_code = EXIT_DIVERGED
+    happened = "the weights of the groups differ"
 
 
 class GroupFailedExit(ExitWithReason):

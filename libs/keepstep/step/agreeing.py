@@ -9,7 +9,8 @@ from keepstep.step.context import StepContext
 from keepstep.step.first_error import FirstError
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.protocol.group_messages import RankVote
-from keepstep_mesh.protocol.membership import StateRoot
+from keepstep_mesh.protocol.lineage import is_committed
+from keepstep_mesh.protocol.membership import Lineage, StateRoot
 
 POLL_TIMEOUTS = 4
 """A poll waits so many times ``timeout``, because the other ranks may still be in their forward pass."""
@@ -81,11 +82,22 @@ def root_of(context: StepContext, plan: QuorumPlan) -> StateRoot | None:
 
     Call it in every rank, also after an error, because FSDP's ``state_dict`` is collective.
     """
-    if not plan.verify or plan.behind or context.state.compared == frozenset():
+    return _root_at(context, plan.max_step, plan.lineage) if plan.verify and not plan.behind else None
+
+
+def final_root_of(context: StepContext) -> StateRoot | None:
+    """Return the root digest of the state with which this group has taken its last step. Call it in every rank."""
+    progress = context.progress
+    final = is_committed(progress.lineage)  # else another group has the state of the job, or none is trained
+    return _root_at(context, progress.step, progress.lineage) if final else None
+
+
+def _root_at(context: StepContext, step: int, lineage: Lineage) -> StateRoot | None:
+    if context.state.compared == frozenset():
         return None
     try:
-        return StateRoot(plan.max_step, plan.lineage, context.state.root().hex())
+        return StateRoot(step, lineage, context.state.root().hex())
     except Exception as error:  # noqa: BLE001  the step itself is not affected
         reason = f"{type(error).__name__}: {error}"
-        context.log.error("state not compared with the other groups", step=plan.max_step, reason=reason)
+        context.log.error("state not compared with the other groups", step=step, reason=reason)
         return None

@@ -41,8 +41,8 @@ FIELDS = (
         "verify_every",
         _COUNT,
         "1000",
-        "Compare the weights of all groups at each step that this divides, at the steps 10 and 100, and after a "
-        "catch-up; 0: never",
+        "Compare the weights of all groups at each step that this divides, at the steps 10 and 100, after changes of "
+        "members and heals, and at the end; 0: never",
         "STEPS",
     ),
     Field("on_divergence", _ACTIONS, "heal", "Action for a group whose weights differ from the majority"),

@@ -54,7 +54,7 @@ from keepstep_cli.running.supervisor_events import (
     Stop,
     Tick,
 )
-from keepstep_mesh.exit_codes import ENDS_THE_SAME, EXIT_EVICTED
+from keepstep_mesh.exit_codes import ENDS_THE_SAME, EXIT_DIVERGED, EXIT_EVICTED
 
 
 class Phase(enum.Enum):
@@ -84,6 +84,8 @@ class _Group:
     failed: bool = False
     evicted: bool = False
     hopeless: bool = False
+    diverged: bool = False
+    """A rank ended with ``EXIT_DIVERGED``."""
     restart_ordered: bool = False
     ban_noted: str = ""
     """The last message about its ban."""
@@ -136,12 +138,17 @@ class Supervisor:
         return min((one.deadline for one in self._groups.values() if one.deadline is not None), default=None)
 
     def exit_code(self) -> int | None:
-        """None while a process runs or will run; 0 finished, 1 a group was given up, 128 + n stopped by signal n."""
+        """None while a process runs or will run; 0 finished, 1 a group was given up, 128 + n stopped by signal n.
+
+        ``EXIT_DIVERGED``: a group was given up because its weights differ from those of others.
+        """
         phases = [one.phase for one in self._groups.values()]
         if not all(phase in OVER for phase in phases):
             return None
         if self._stopping:
             return 128 + self._stop_signal
+        if any(one.diverged and one.phase is Phase.GIVEN_UP for one in self._groups.values()):
+            return EXIT_DIVERGED
         return 1 if Phase.GIVEN_UP in phases else 0
 
     def handle(self, event: Event, now: float, chance: float = 0.0) -> list[Action]:
@@ -193,6 +200,7 @@ class Supervisor:
         group.alive.discard(event.rank)
         group.evicted |= event.code == EXIT_EVICTED
         group.hopeless |= event.hopeless or event.code in ENDS_THE_SAME
+        group.diverged |= event.code == EXIT_DIVERGED
         failed = event.code != 0 or group.spec.service
         if failed and group.phase is Phase.RUNNING:
             group.failed = True
@@ -235,7 +243,7 @@ class Supervisor:
 
     def _start_as_ordered(self, group: _Group, now: float, actions: list[Action]) -> None:
         """Start without a pause. The restart counts, but no limit forbids it."""
-        group.restart_ordered = group.hopeless = False
+        group.restart_ordered = group.hopeless = group.diverged = False
         group.short_lives = 0
         group.restarts = min(group.restarts + 1, self._restarts.max_restarts)
         self._start(group, now, actions)

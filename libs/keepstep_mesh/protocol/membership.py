@@ -123,6 +123,8 @@ class FinalState:
     """Number of these groups."""
     closed_ms: int
     """Unix time at which the job was closed."""
+    root: str = ""
+    """As in ``StateRoot.digest``; empty: the groups did not compare their weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +153,8 @@ class Quorum:
     went_back_from: int = 0
     """As in the answer."""
     finishing: bool = False
+    """As in the answer."""
+    differ: str = ""
     """As in the answer."""
 
     @property

@@ -85,7 +85,7 @@ class QuorumRequest:
     info: MemberInfo | None = None
     """None: unchanged since the previous request of this session."""
     root: StateRoot | None = None
-    """Set if the previous answer asked for it and the group holds the reference state."""
+    """Set if the previous answer asked for it and the group holds the reference state, and with ``final``."""
     batches_committed: int = 0
     """Batches committed up to ``step``."""
     allow_heal: bool = True
@@ -270,6 +270,9 @@ class QuorumAnswer:
     """Step that the job had reached, if this quorum begins at an earlier one; else 0."""
     finishing: bool = False
     """A member asked with ``final``: members that are behind heal, and no member reduces or commits anything."""
+    differ: str = ""
+    """A comparison found that the weights of groups differ: which groups, at which step, and what follows; a sentence
+    for the logs of the trainers. Empty: no comparison ended with this quorum, or all weights are equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,8 +291,8 @@ class Denied:
     kind: ClassVar[str] = "denied"
     request: int
     code: str
-    """``deadline``, ``layout``, ``collectives``, ``start`` or ``retry``; a worker treats any other code as a failure of
-    the request."""
+    """``deadline``, ``layout``, ``collectives``, ``diverged``, ``start`` or ``retry``; a worker treats any other code
+    as a failure of the request."""
     reason: str
     peer_address: str = ""
     """With code ``layout``: a group server with the parameters of the job; empty: ``reason`` names the difference."""

@@ -13,6 +13,7 @@ from keepstep_mesh.errors import (
     KeepstepError,
     LayoutMismatch,
     ProtocolError,
+    ReplicasDiverged,
     SessionClosed,
     StartRefused,
     VersionError,
@@ -83,4 +84,6 @@ def of_request(denied: Denied) -> Exception:
         return StartRefused(denied.reason)
     if denied.code == "collectives":
         return CollectivesMismatch(denied.reason)
+    if denied.code == "diverged":
+        return ReplicasDiverged(denied.reason)
     return KeepstepError(f"the quorum request was denied ({denied.code}): {denied.reason}")

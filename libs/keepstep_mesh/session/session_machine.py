@@ -263,6 +263,7 @@ class SessionCore:
             allow_heal=answer.allow_heal,
             went_back_from=answer.went_back_from,
             finishing=answer.finishing,
+            differ=answer.differ,
         )
 
     def finished_step(self) -> None:

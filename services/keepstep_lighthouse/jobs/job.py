@@ -402,4 +402,5 @@ def _answer(announce: Announce, epoch: int, *, listed: bool) -> QuorumAnswer:
         allow_heal=announce.allow_heal,
         went_back_from=announce.went_back_from,
         finishing=announce.finishing,
+        differ=announce.differ,
     )

@@ -5,14 +5,13 @@ from __future__ import annotations
 from keepstep_lighthouse.quorum.events import Announce
 from keepstep_lighthouse.quorum.group import Group
 from keepstep_lighthouse.quorum.job_record import JobRecord
-from keepstep_lighthouse.quorum.rules.verification import is_due
+from keepstep_lighthouse.quorum.rules.verification import Verification
 from keepstep_mesh.protocol.frozen_records import maker
 from keepstep_mesh.protocol.lineage import (
     BEHIND,
     DIVERGED,
     LOADED,
     Soundness,
-    is_following,
     is_live,
     is_loaded,
     reference_state,
@@ -46,14 +45,24 @@ class Announcer:
         """The info of a member changed, so its list needs another version."""
         self._info_changed = True
 
-    def announce(self, chosen: list[Group], record: JobRecord, joiners: int, reached: int, *, verify: bool) -> Announce:
+    def announce(
+        self,
+        chosen: list[Group],
+        record: JobRecord,
+        joiners: int,
+        reached: int,
+        verification: Verification,
+        differ: str = "",
+    ) -> Announce:
         """Announce ``chosen``, which all ask, as the quorum of ``record``.
 
         Args:
             reached: step of the job so far.
-            verify: a comparison was ordered.
+            verification: says whether the groups compare their weights.
+            differ: as in ``QuorumAnswer``.
         """
-        last, same = self.last, not self._info_changed and chosen == self.chosen
+        last, same_members = self.last, chosen == self.chosen
+        same = not self._info_changed and same_members
         asked = [(group, group.request) for group in chosen if group.request is not None]
         _, first = asked[0]
         step, lineage = first.step, first.lineage
@@ -73,8 +82,13 @@ class Announcer:
             version = 1 if last is None else last.version + 1
             if not uniform:
                 step, lineage = reference_state(listed)
-        every, caught_up = record.policy.verify_every, self._has_caught_up(asked, step, lineage)
-        verify = not finishing and (verify or is_due(step, every, allow_heal=allow_heal, caught_up=caught_up))
+        equal = len(chosen) if uniform else sum(_holds(one, step, lineage) for one in listed)
+        due = not finishing and verification.is_due(
+            *(step, record.policy.verify_every),
+            allow_heal=allow_heal,
+            same_members=same_members,
+            all_equal=equal == len(chosen),
+        )
         self.chosen, self._info_changed = chosen, False
         self.last = _make_announce(
             to=tuple([(-1 if group.session is None else group.session, request.request) for group, request in asked]),
@@ -86,20 +100,13 @@ class Announcer:
             joiners=joiners,
             listed=listed,
             uniform=uniform,
-            verify=verify and (len(chosen) if uniform else sum(_holds(one, step, lineage) for one in listed)) > 1,
+            verify=(due or (verification.wanted and not finishing)) and equal > 1,
             allow_heal=allow_heal or finishing,
             went_back_from=reached if step < reached else 0,
             finishing=finishing,
+            differ=differ,
         )
         return self.last
-
-    def _has_caught_up(self, asked: list[tuple[Group, QuorumRequest]], step: int, lineage: Lineage) -> bool:
-        """Return whether a group at this state followed the others in the last quorum. O(1) if none can have."""
-        if self.last is None or self.last.uniform:
-            return False
-        followed = {one.replica_id for one in self.last.listed if is_following(one.lineage)}
-        here = step, lineage
-        return any(one.replica_id in followed and (said.step, said.lineage) == here for one, said in asked)
 
 
 def members_of(chosen: list[Group]) -> tuple[Member, ...]:

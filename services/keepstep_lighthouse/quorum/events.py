@@ -230,6 +230,8 @@ class Announce:
     """Step that the job had reached, if this quorum begins at an earlier one; else 0."""
     finishing: bool = False
     """As in ``QuorumAnswer``."""
+    differ: str = ""
+    """As in ``QuorumAnswer``."""
 
     @property
     def members(self) -> tuple[Member, ...]:

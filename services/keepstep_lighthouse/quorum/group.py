@@ -157,6 +157,8 @@ class Group:
     """Sender of that order."""
     diverged: bool = False
     """Its weights differ from those of the other groups, and it still stands at that state."""
+    diverged_at: int | None = None
+    """Step at which they first differed, so that it had to heal; None: they never did."""
 
     host: str = ""
     """Address from which it connected; empty: unknown."""

@@ -47,6 +47,8 @@ class Groups:
         """Asking with shrink_only."""
         self.final = 0
         """Asking with final."""
+        self.roots = 0
+        """Asking with a root digest of their state."""
         self.live_steps: dict[int, int] = {}
         """Number of groups, by ``Group.live_step``; without 0."""
         self.tally = Tally()
@@ -269,6 +271,7 @@ class Groups:
             self.members_asking += group.member
             self.shrinking += group.request.shrink_only
             self.final += group.request.final
+            self.roots += group.request.root is not None
 
     def _uncount_request(self, group: Group) -> None:
         if group.excluded is None and group.request is not None:
@@ -277,6 +280,7 @@ class Groups:
             self.members_asking -= group.member
             self.shrinking -= group.request.shrink_only
             self.final -= group.request.final
+            self.roots -= group.request.root is not None
 
     @property
     def asking_count(self) -> int:
@@ -321,6 +325,7 @@ class Groups:
         self.members_asking = sum(group.member for group in left)
         self.shrinking = sum(group.request.shrink_only for group in left if group.request is not None)
         self.final = sum(group.request.final for group in left if group.request is not None)
+        self.roots = sum(group.request.root is not None for group in left if group.request is not None)
         self._drop_stale_deadlines()
 
     def set_members(self, before: tuple[str, ...], members: list[Group]) -> None:
@@ -377,6 +382,8 @@ class Groups:
         assert self.shrinking == shrinking, "shrinking requests are miscounted"
         final = sum(g.request.final for g in asking if g.request is not None)
         assert self.final == final, "final requests are miscounted"
+        roots = sum(g.request.root is not None for g in asking if g.request is not None)
+        assert self.roots == roots, "requests with a root digest are miscounted"
         assert self._sizes == Counter(g.size for g in groups if g.size), "numbers of groups are miscounted"
         live = Counter(g.step for g in groups if g.step and _is_live(g))
         assert self.live_steps == live, "steps with live weights are miscounted"

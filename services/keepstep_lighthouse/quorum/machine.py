@@ -80,7 +80,7 @@ from keepstep_lighthouse.quorum.rules import job_status, reasons
 from keepstep_lighthouse.quorum.rules.job_status import JobStatus
 from keepstep_lighthouse.quorum.rules.quorum_rules import ANNOUNCING, NOBODY, Code, Verdict, choose, judge
 from keepstep_lighthouse.quorum.rules.reasons import Formed
-from keepstep_lighthouse.quorum.rules.verification import Verification
+from keepstep_lighthouse.quorum.rules.verification import Comparison, Verification
 from keepstep_lighthouse.quorum.tally import Tally
 from keepstep_lighthouse.quorum.views import (
     HealView,
@@ -116,6 +116,8 @@ class JobCore:
         if restarted and record.members and record.ended is None and record.closed is None:
             self._takeover.wait(record.members, now, state.takeover_grace, fenced_until)
         self._verification = Verification()
+        self._refused: Comparison | None = None
+        """The comparison because of which groups were refused since the last quorum."""
         self._verdict = NOBODY
         self._formed: Formed | None = None
 
@@ -258,25 +260,48 @@ class JobCore:
             self._verdict = judge_again()  # the others do not wait for a group that was denied
         if self._verdict.code in ANNOUNCING and reports.end_minority(state):
             self._verdict = judge_again(first=first)
+        if self._groups.roots > 1 and self._verdict.code in ANNOUNCING and self._refuse_diverged():
+            self._verdict = judge_again(first=first)
         if self._verdict.code in ANNOUNCING and starts.settle(state):
             self._verdict = judge_again(first=first)
         if self._groups.shrinking and self._takeover.until is None:
             self._verdict = retries.settle(state, self._verdict, judge_again)
         while self._verdict.code in ANNOUNCING and self._groups.final:
-            if (instead := finishing.settle(state, judge_again, now, now_unix)) is None:
+            if (instead := finishing.settle(state, self._compare, judge_again, now, now_unix)) is None:
                 break
             self._verdict = instead
         if self._verdict.code in ANNOUNCING:
             self._announce(self._verdict.code, now, now_unix)
             self._verdict = judge_again()
 
+    def _compare(self, chosen: list[Group]) -> Comparison | None:
+        """Compare the weights of the groups of a quorum, if the policy or an operator wants that."""
+        if self._groups.roots < 2 or (self._groups.final and not self.record.policy.verify_every):
+            return None
+        return self._verification.compare(chosen)
+
+    def _refuse_diverged(self) -> bool:
+        """Refuse groups whose weights differ again. Return whether any was refused."""
+        state = self._state
+        comparison = self._compare(choose(state.groups, len(state.record.members), state.record.policy))
+        if comparison is None or not divergence.refuse_repeated(state, comparison):
+            return False
+        self._refused = comparison
+        return True
+
     def _announce(self, code: Code, now: float, now_unix: float) -> None:
         state = self._state
         groups, policy, before = state.groups, state.record.policy, state.record.quorum_id
         chosen = choose(groups, len(state.record.members), policy)
-        comparison = self._verification.compare(chosen)
+        comparison, differ = self._compare(chosen), ""
         if comparison is not None:
+            self._verification.answered(comparison)
             divergence.mark(state, comparison)
+            differ = divergence.sentence(state, comparison)
+        if self._refused is not None and not differ:
+            self._verification.answered(self._refused)
+            comparison, differ = None, divergence.sentence(state, self._refused, refused=True)
+        self._refused = None
         if job_status.begins_to_run(groups, now):
             state.active_since = now_unix
         ended = state.record.ended
@@ -284,10 +309,10 @@ class JobCore:
         given_up = groups.heals.give_up() if code == "stragglers_dropped" else []
         left_out = groups.counted - len(chosen)
         room = policy.max_replicas - len(chosen) if policy.max_replicas else left_out
-        joiners, verify = max(0, min(left_out, room)), self._verification.wanted
+        joiners = max(0, min(left_out, room))
         stragglers.log_wait(state)
         last, answered = state.announcer.last, state.announcer.chosen
-        announce = state.announcer.announce(chosen, state.record, joiners, state.reached, verify=verify)
+        announce = state.announcer.announce(chosen, state.record, joiners, state.reached, self._verification, differ)
         self._verification.announced(announce)
         forbid_heal: list[str] = []
         if not announce.allow_heal:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.mutants.mutations import (
+    divergence,
     elastic_data,
     finishing,
     jobs,
@@ -18,4 +19,4 @@ from tests.mutants.mutations import (
 
 MUTATIONS = leadership.MUTATIONS + quorum.MUTATIONS + jobs.MUTATIONS + mesh.MUTATIONS + worker.MUTATIONS
 MUTATIONS += local_sgd.MUTATIONS + retries.MUTATIONS + elastic_data.MUTATIONS + spares.MUTATIONS
-MUTATIONS += probation.MUTATIONS + finishing.MUTATIONS
+MUTATIONS += probation.MUTATIONS + finishing.MUTATIONS + divergence.MUTATIONS

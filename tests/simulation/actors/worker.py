@@ -256,7 +256,7 @@ class Worker:
                 commit_failures=max(self.progress.commit_failures, 1 if retry else 0),
                 timeout_ms=REQUEST_TIMEOUT_MS,
                 info=self.info,
-                root=self.root,
+                root=self._root(self.step, self.lineage) if self.takes_no_step and self.commits else self.root,
                 allow_heal=self.takes_no_step or self.sim.allows_heal(),
                 final=self.takes_no_step,
                 publish=publish if self.takes_no_step else "",
@@ -269,6 +269,9 @@ class Worker:
         if session.welcomed and (sent := session.core.to_send(REQUEST_TIMEOUT_MS)) is not None:
             session.send(sent)
         self.soon(REQUEST_TIMEOUT, self.cancel, number)
+
+    def _root(self, step: int, lineage: Lineage) -> StateRoot:
+        return StateRoot(step, lineage, f"{self.state:x}")
 
     def cancel(self, number: int) -> None:
         retry = self.session.core.open is not None and self.session.core.open.retry
@@ -285,7 +288,7 @@ class Worker:
         self.sim.states.check_reference(quorum, plan)
         self.root = None
         if plan.verify and not plan.behind and not is_following(plan.lineage):
-            self.root = StateRoot(plan.max_step, plan.lineage, f"{self.state:x}")
+            self.root = self._root(plan.max_step, plan.lineage)
         if plan.diverged and not is_diverged(self.lineage):
             self.progress.diverge()
             self.sim.logs.step(self, "diverged", lineage=self.lineage)

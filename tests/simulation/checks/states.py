@@ -117,7 +117,7 @@ class StateChecks:
             state = f"step {worker.step}, lineage {worker.lineage!r}"
             self._violated(f"{worker.replica_id} finishes at {state}, and the job is closed at {final}")
         first, weights = self._end = self._end or (final, worker.state)
-        if final != first or (worker.state != weights and not self.flips):
+        if final != first or worker.state != weights:
             self._violated(f"{worker.replica_id} finishes at {final}, another group at {first}, or with other weights")
 
     def check_logs(self, logs: Logs) -> None:

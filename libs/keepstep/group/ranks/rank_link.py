@@ -16,6 +16,7 @@ from keepstep_mesh.errors import (
     JobClosed,
     KeepstepError,
     LayoutMismatch,
+    ReplicasDiverged,
     SessionClosed,
     StartRefused,
 )
@@ -83,6 +84,7 @@ class RankLink(Protocol):
             TimeoutError: no quorum formed in time.
             Leaving: the group has left the job.
             CollectivesMismatch: the group began another number of collectives than others.
+            ReplicasDiverged: the weights of the group differ from those of others, and no heal repairs that.
             LayoutMismatch: parameters or settings differ from the job's.
             JobClosed: the groups of the job have finished.
             SessionClosed: the group or its session has ended.
@@ -144,6 +146,7 @@ _DENIALS: dict[str, type[Exception]] = {
     "disagree": DisagreeError,
     "layout": LayoutMismatch,
     "collectives": CollectivesMismatch,
+    "diverged": ReplicasDiverged,
     "start": StartRefused,
     "banned": Banned,
     "closed": SessionClosed,

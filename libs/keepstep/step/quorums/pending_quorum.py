@@ -15,6 +15,7 @@ from keepstep.group.quorum_plan import QuorumPlan, plan_of_closed_job
 from keepstep.group.ranks.rank_link import Leaving
 from keepstep.runtime.exits import (
     CollectivesExit,
+    DivergedExit,
     EvictedExit,
     GroupFailedExit,
     JobClosedExit,
@@ -30,6 +31,7 @@ from keepstep_mesh.errors import (
     Drained,
     JobClosed,
     LayoutMismatch,
+    ReplicasDiverged,
     SessionClosed,
     StartRefused,
 )
@@ -96,6 +98,8 @@ class PendingQuorum:
         except CollectivesMismatch as error:
             context.raise_fatal()
             context.end_group(CollectivesExit(str(error)))
+        except ReplicasDiverged as error:
+            context.end_with(DivergedExit(str(error)))
         except JobClosed as error:
             if error.finished:
                 raise

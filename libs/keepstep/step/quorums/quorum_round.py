@@ -27,6 +27,11 @@ NO_SOURCE_FOR_TORN_STATE = (
     "has no healthy group to heal from, or healing is not allowed. Restart the group from its last checkpoint"
 )
 
+HOW_TO_KEEP_EQUAL = (
+    "run the same script with the same settings in all groups, and register all state that training changes: model, "
+    "optimizer, scheduler, own counters; docs/footguns.md lists the usual causes"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class HealRules:
@@ -86,6 +91,8 @@ class QuorumRound:
             trying.formed(plan.quorum_id, plan.quorum.created_ms, plan.max_step, plan.attempt, time.monotonic())
         context.evidence.begins(plan, self._times)
         context.root = None
+        if plan.quorum.differ and context.settings.rank == 0:
+            context.log.error("weights of groups differ", reason=plan.quorum.differ, remedy=HOW_TO_KEEP_EQUAL)
         if plan.quorum.went_back_from:
             lost = plan.quorum.went_back_from - plan.max_step
             context.log.warning(

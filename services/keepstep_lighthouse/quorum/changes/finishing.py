@@ -14,6 +14,9 @@ It forms when all healthy groups ask. Rules:
 * **Other last steps.** Groups whose last steps differ have different scripts. The smaller side is refused; of two equal
   sides, the one that ends first. A group that asks to train from the state at which others finished may not know that
   state yet, so it is held back once.
+* **Different weights.** Groups that finish at one (step, lineage) send the root digests of their weights. Those that
+  differ from the majority heal in a finishing quorum, or are refused (``changes.divergence``): the job is not closed,
+  and no state is published, before all weights are equal.
 * **Publishing.** Groups that publish the final state ask with ``publish``, and get a quorum when all have that state;
   then they publish it, and ask again. All groups publish, or none: the smaller side is refused, of two equal sides the
   one that does not.
@@ -26,7 +29,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from keepstep_lighthouse.quorum.announcing import members_of
-from keepstep_lighthouse.quorum.changes import orders, probation
+from keepstep_lighthouse.quorum.changes import divergence, orders, probation
 from keepstep_lighthouse.quorum.changes.presence import losses
 from keepstep_lighthouse.quorum.events import DrainOrdered, ReopenOrdered
 from keepstep_lighthouse.quorum.group import Excluded, Exclusion, Group
@@ -34,6 +37,7 @@ from keepstep_lighthouse.quorum.job_state import JobState
 from keepstep_lighthouse.quorum.rules import reasons
 from keepstep_lighthouse.quorum.rules.quorum_rules import Verdict, choose
 from keepstep_lighthouse.quorum.rules.reasons import named
+from keepstep_lighthouse.quorum.rules.verification import Comparison
 from keepstep_mesh.protocol.lineage import Soundness, origin, reference_state, same_weights, soundness
 from keepstep_mesh.protocol.membership import PUBLISHED, TO_PUBLISH, UNPUBLISHED, FinalState, Lineage
 from keepstep_mesh.protocol.messages import Closed, Denied, QuorumRequest
@@ -45,10 +49,17 @@ MAX_HEALS = 3
 # ---- a job that finishes
 
 
-def settle(state: JobState, judge_again: Callable[[], Verdict], now: float, now_unix: float) -> Verdict | None:
+def settle(
+    state: JobState,
+    compare: Callable[[list[Group]], Comparison | None],
+    judge_again: Callable[[], Verdict],
+    now: float,
+    now_unix: float,
+) -> Verdict | None:
     """Decide about a quorum that is due, and that has members that ask with ``final``.
 
     Args:
+        compare: compares the weights of groups.
         judge_again: returns the verdict after groups were let in or refused.
 
     Returns:
@@ -63,13 +74,19 @@ def settle(state: JobState, judge_again: Callable[[], Verdict], now: float, now_
     if _refuse_any(state, chosen, step, lineage):
         return judge_again()
     at_end = all(_is_final(group) and (group.step, group.lineage) == (step, lineage) for group in chosen)
+    comparison = compare(chosen) if at_end else None
+    if comparison is not None and divergence.refuse_at_end(state, comparison, chosen):
+        return judge_again()
+    at_end = at_end and (comparison is None or not comparison.diverged)
     if not at_end or any(_publish(group) == TO_PUBLISH for group in chosen):
         _note_round(state, chosen, step, lineage)
         return None
     until = max((lost + state.record.policy.finish_grace for lost in losses.expected(state, now).values()), default=now)
     if now < until:
         return Verdict("finish_grace", until)
-    _close(state, chosen, now_unix)
+    if comparison is not None:
+        divergence.tell(state, comparison)
+    _close(state, chosen, now_unix, "" if comparison is None else comparison.right or "")
     return judge_again()
 
 
@@ -167,10 +184,10 @@ def _deny(state: JobState, group: Group, code: str, why: str) -> None:
 # ---- a job that is closed
 
 
-def _close(state: JobState, chosen: list[Group], now_unix: float) -> None:
-    """Write the final state, tell it to the groups, and send the spares home."""
+def _close(state: JobState, chosen: list[Group], now_unix: float, root: str) -> None:
+    """Write the final state, tell it to the groups, and send the spares home. ``root``: digest of the final state."""
     step, record = chosen[0].step, state.record
-    final = FinalState(step, chosen[0].lineage, len(chosen), int(now_unix * 1000))
+    final = FinalState(step, chosen[0].lineage, len(chosen), int(now_unix * 1000), root)
     state.reached = step
     state.final_heals.clear()
     if step:
@@ -202,15 +219,21 @@ def answer(state: JobState, group: Group, request: QuorumRequest) -> bool:
     state.groups.set_state(group, request)
     group.working_since = None
     holds = request.step == final.step and same_weights(request.lineage, final.lineage)
-    if request.final and holds:
+    if request.final and holds and not _has_other_root(request, final):
         _tell_closed(state, group, request, final)
     elif group.stands_by:
         _send_spare_home(state, group, request, final)
+    elif request.final and holds:
+        divergence.refuse_after_end(state, group, request, final)
     elif group.session is not None:
         why = _why_closed(final, request, holds=holds)
         state.tell(group.session, Denied(request.request, "start", why, closed=final))
         state.log("denied", group.replica_id, code="closed", reason=why)
     return True
+
+
+def _has_other_root(request: QuorumRequest, final: FinalState) -> bool:
+    return bool(final.root) and request.root is not None and request.root.digest != final.root
 
 
 def _send_spare_home(state: JobState, group: Group, request: QuorumRequest, final: FinalState) -> None:

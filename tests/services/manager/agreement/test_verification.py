@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from keepstep import Manager
+from keepstep.runtime.exits import DivergedExit
+from keepstep_mesh.exit_codes import EXIT_DIVERGED
 from tests.services.manager.groups import SECOND, Flaky, manager, place_to_meet, together
 
 STEPS = 8
@@ -26,6 +28,8 @@ class Job:
 
     def __init__(self, lighthouse: str) -> None:
         self.lighthouse = lighthouse
+        self.said: list[str] = []
+        """Reasons with which groups ended."""
         self.ends = threading.Barrier(3)
         self.ready = threading.Barrier(3, lambda: self.change(verify_every=1))
 
@@ -198,3 +202,118 @@ def test_a_group_whose_state_cannot_be_compared_trains_on_and_is_named(job: Job)
     missing = {one["detail"]["step"]: one["detail"]["missing"] for one in job.found("replicas_verified")}
     assert missing[FLIPPED_AT - 1] == []
     assert [one[0] for one in missing[FLIPPED_AT]] == ["c"]
+
+
+def test_equal_states_with_other_orders_of_keys_are_equal(job: Job) -> None:
+    def train(name: str, order: int) -> Any:
+        state = {"w": torch.ones(4), "more": {"x": 1, "y": torch.zeros(2)}}
+        with job.group(name, state) as m:
+            m.set_state_dict_fns(state.update, lambda: dict([*state.items()][::order]))
+            while m.current_step() < STEPS:
+                step(m, state)
+            return m.finish().groups
+
+    assert together(lambda: train("a", 1), lambda: train("b", 1), lambda: train("c", -1)) == [3, 3, 3]
+    assert job.found("replicas_verified")
+    assert not job.found("replicas_differ")
+
+
+# ---- where groups finish
+
+
+def finishes(
+    job: Job, name: str, rate: Callable[[int], float] = lambda _: 1.0, *, steps: int = STEPS, **options: Any
+) -> tuple[int | None, list[float]]:
+    """Train, and finish: the code of the exit (None: ``finish`` returned), and the weights.
+
+    ``rate``: the learning rate of each step, which the script does not register.
+    """
+    state = {"w": torch.ones(4)}
+    with manager(job.lighthouse, name, state, **options) as m:
+        job.ready.wait(30)
+        try:
+            while m.current_step() < steps:
+                m.start_quorum()
+                gradient = torch.ones(4)
+                m.allreduce(gradient).wait()
+                if m.should_commit():
+                    state["w"] = state["w"] + rate(m.current_step()) * gradient
+            m.finish()
+        except DivergedExit as ended:
+            job.said.append(str(ended))
+            return int(str(ended.code)), state["w"].tolist()
+        return None, state["w"].tolist()
+
+
+def of_size(lighthouse: str, groups: int, **policy: Any) -> Job:
+    job = Job(lighthouse)
+    job.ready = threading.Barrier(groups, lambda: job.change(**policy) if policy else None)
+    return job
+
+
+def test_a_group_that_differs_at_the_end_heals_and_finishes_equal(lighthouse: str) -> None:
+    job = of_size(lighthouse, 3, verify_every=1000)
+
+    def other_in_last(step: int) -> float:
+        return 2.0 if step == STEPS else 1.0
+
+    ends = together(
+        lambda: finishes(job, "a"), lambda: finishes(job, "b"), lambda: finishes(job, "c", rate=other_in_last)
+    )
+    assert ends == [(None, [1.0 + STEPS] * 4)] * 3
+    (found,) = job.found("replica_diverged")
+    assert (found["replica_id"][0], found["detail"]) == ("c", {"step": STEPS, "action": "heal"})
+    (closed,) = job.found("closed")
+    assert closed["detail"]["step"] == STEPS
+
+
+def test_a_group_that_differs_again_after_a_heal_is_refused_by_name_and_the_others_finish(lighthouse: str) -> None:
+    job = of_size(lighthouse, 3)
+    first, second, other = together(
+        lambda: finishes(job, "a", steps=20),
+        lambda: finishes(job, "b", steps=20),
+        lambda: finishes(job, "c", lambda _: 1.1, steps=20),
+    )
+    assert first == second == (None, [21.0] * 4)
+    assert other[0] == EXIT_DIVERGED
+    (why,) = job.said
+    assert "the weights of c differ from those of a, b after step 10 again: it had to heal" in why
+    assert [one["detail"]["action"] for one in job.found("replica_diverged")] == ["heal", "refuse"]
+    assert [one["detail"]["step"] for one in job.found("replica_diverged")] == [3, 10]
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_of_two_groups_that_differ_at_the_end_none_finishes(lighthouse: str, asynchronous: bool) -> None:
+    job = of_size(lighthouse, 2)
+    options = {"use_async_quorum": asynchronous, "steps": 2}
+    ends = together(lambda: finishes(job, "a", **options), lambda: finishes(job, "b", lambda _: 1.5, **options))
+    assert [code for code, _ in ends] == [EXIT_DIVERGED] * 2
+    assert all("with different weights (a against b), and no majority tells which are right" in why for why in job.said)
+    assert not job.found("closed")
+
+
+def test_two_groups_that_differ_are_told_while_they_train(lighthouse: str, caplog: pytest.LogCaptureFixture) -> None:
+    job = of_size(lighthouse, 2)
+    together(lambda: finishes(job, "a", steps=6), lambda: finishes(job, "b", lambda _: 1.5, steps=6))
+    told = [line for line in caplog.messages if line.startswith("weights of groups differ")]
+    assert len(told) == 2  # once a group
+    assert all("the weights of the groups differ after step 3 (a against b)" in line for line in told)
+    assert all("register all state" in line for line in told)
+
+
+def test_a_group_whose_weights_differ_by_design_finishes(lighthouse: str) -> None:
+    """Groups that average their parameters by hand hold their own ones between two averages."""
+    job = of_size(lighthouse, 2)
+
+    def local(name: str, own: float) -> int:
+        state = {"w": torch.ones(4)}
+        with manager(lighthouse, name, state, init_sync=False) as m:
+            job.ready.wait(30)
+            m.start_quorum(allow_heal=False)
+            average = state["w"].clone()
+            m.allreduce(average).wait()
+            assert m.should_commit()
+            state["w"] = average + own  # local steps
+            return m.finish().step
+
+    assert together(lambda: local("a", 1.0), lambda: local("b", 2.0)) == [1, 1]

@@ -1,0 +1,70 @@
+"""Bugs in the comparisons of weights, and in what follows for groups that differ."""
+
+from __future__ import annotations
+
+from tests.mutants.mutation import Mutation, Test, Trace
+
+LIGHTHOUSE = "services/keepstep_lighthouse"
+STEPS = "tests/unit/quorum/rules/test_steps_of_comparisons.py"
+SCENARIO = "tests/scenarios/test_scenarios.py::test_the_lighthouse_decides_as_the_scenario_says"
+AFTER_CHANGES = f"{SCENARIO}[49_compared_after_changes]"
+AT_THE_END = f"{SCENARIO}[50_different_at_the_end]"
+
+MUTATIONS = (
+    Mutation(
+        "weights are compared while a member is behind",
+        f"{LIGHTHOUSE}/quorum/rules/verification.py",
+        "        if all_equal and self._due is not None and step >= self._due:\n",
+        "        if self._due is not None and step >= self._due:\n",
+        Test(f"{STEPS}::test_weights_are_compared_when_no_member_is_behind_any_more"),
+    ),
+    Mutation(
+        "a job whose members change all the time compares all the time",
+        f"{LIGHTHOUSE}/quorum/rules/verification.py",
+        "max(step + STEPS_AFTER_CHANGE, self._earliest)",
+        "step + STEPS_AFTER_CHANGE",
+        Test(f"{STEPS}::test_members_that_change_in_each_step_are_compared_every_few_steps"),
+    ),
+    Mutation(
+        "after the job went back, no change leads to a comparison for a long time",
+        f"{LIGHTHOUSE}/quorum/rules/verification.py",
+        "self._due > step + STEPS_BETWEEN",
+        "self._due < 0",
+        Test(f"{STEPS}::test_the_next_change_counts_again_after_the_job_went_back"),
+    ),
+    Mutation(
+        "a group whose script differs heals for ever",
+        f"{LIGHTHOUSE}/quorum/machine.py",
+        "        if self._groups.roots > 1 and self._verdict.code in ANNOUNCING and self._refuse_diverged():\n",
+        "        if self._groups.roots < 0 and self._refuse_diverged():\n",
+        Test(AFTER_CHANGES),
+    ),
+    Mutation(
+        "a group is refused the first time that it differs",
+        f"{LIGHTHOUSE}/quorum/changes/divergence.py",
+        "if group.diverged_at is not None and not group.diverged]",
+        "if not group.diverged]",
+        Test(AFTER_CHANGES),
+    ),
+    Mutation(
+        "a job is closed with different weights",
+        f"{LIGHTHOUSE}/quorum/changes/finishing.py",
+        "    at_end = at_end and (comparison is None or not comparison.diverged)\n",
+        "",
+        Trace("a_bit_flips_after_the_last_step"),
+    ),
+    Mutation(
+        "two groups finish with different weights",
+        f"{LIGHTHOUSE}/quorum/changes/finishing.py",
+        "    if comparison is not None and divergence.refuse_at_end(",
+        "    if comparison is not None and comparison.diverged and divergence.refuse_at_end(",
+        Test(AT_THE_END),
+    ),
+    Mutation(
+        "a group that comes to a closed job with other weights finishes",
+        f"{LIGHTHOUSE}/quorum/changes/finishing.py",
+        "    if request.final and holds and not _has_other_root(request, final):\n",
+        "    if request.final and holds:\n",
+        Test(AT_THE_END),
+    ),
+)
