@@ -260,6 +260,19 @@ class CheckpointStore:
         if on_disk:
             self._written.update((key, rank) for rank in (RECORD, *manifests))
 
+    @property
+    def unreadable(self) -> set[Key]:
+        """Checkpoints whose record or manifest is damaged in each tier that has them."""
+        found = (tier.unreadable for tier in (self.chunks.disk, self.chunks.durable) if tier is not None)
+        return set().union(*found) - self.records.keys()
+
+    @property
+    def damaged(self) -> int:
+        """Number of committed checkpoints that cannot be loaded from this relay. Counts only durable ones."""
+        kept = self.core.checkpoints.values()
+        durable = (one for one in kept if one.committed_at is not None and one.facts.kind is Kind.DURABLE)
+        return len(self.unreadable) + sum(any(one.missing.values()) for one in durable)
+
     # ---- ends
 
     async def abort(self, key: Key, reason: str) -> None:

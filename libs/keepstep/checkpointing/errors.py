@@ -26,5 +26,9 @@ class StateMismatch(TransferError):
     """The state of the source cannot be sent, or does not fit this group. Another transfer would fail as well."""
 
 
+class StateDamaged(TransferError):
+    """No relay can send the state: chunks of it are damaged or missing at each of them."""
+
+
 class TransferTimeout(TransferError, TimeoutError):
     """A state was not received in time."""

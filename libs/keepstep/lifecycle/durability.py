@@ -18,6 +18,7 @@ from typing import Any
 
 from torch.distributed import DistStoreError, Store
 
+from keepstep.checkpoint import CheckpointDamaged
 from keepstep.checkpoint.places.location import AtRelay
 from keepstep.checkpointing.direct.http_connection import Endpoint
 from keepstep.checkpointing.direct.rate_limiter import RateLimiter
@@ -33,6 +34,7 @@ from keepstep.checkpointing.durable.durable_upload import COMMIT_SECONDS, Ticket
 from keepstep.checkpointing.durable.durable_writer import DurableWriter, LastCheckpoint
 from keepstep.checkpointing.durable.newest_checkpoint import LIST_SECONDS, find_final, find_newest
 from keepstep.checkpointing.durable.rank_loading import load_rank
+from keepstep.checkpointing.errors import StateDamaged
 from keepstep.checkpointing.relayed.relay_client import Credentials, RelayCheckpoint
 from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.lifecycle.manager_settings import ManagerSettings
@@ -46,8 +48,8 @@ from keepstep_mesh.security.tokens import ClientToken
 
 Choice = dict[str, Any]
 """The checkpoint to load; empty: none. Plain values, for the other ranks."""
-RANK_0_ROUNDS = 10
-"""Waits of a rank for rank 0 of its group, which may prepare its data before its first step."""
+RANK_ROUNDS = 10
+"""Waits of a rank for another one of its group, such as rank 0, which may prepare its data before its first step."""
 
 
 class Durability:
@@ -76,6 +78,8 @@ class Durability:
         self._attempts = 0
         """Number of checkpoints of that step."""
         self._saved = 0
+        self._damage: dict[tuple[str, str], str] = {}
+        """Copies of checkpoints that this group could not load. Only rank 0 knows them."""
         self._looked = False
         self._rounds = 0
         """Number of values that the ranks of this group agreed on."""
@@ -227,10 +231,10 @@ class Durability:
         self._looked = True
         if context.progress.step or not self._is_new():
             return False  # the script has loaded a checkpoint of its own
-        choice = self._agree(self._choose_unless_live)
-        if choice.get("live") or context.stands_by:  # groups with a live state may be gone when a spare gets its place
+        choice = self._load_first_whole(self._choose_unless_live)
+        if "live" in choice or context.stands_by:  # groups with a live state may be gone when a spare gets its place
             context.resume = self._resume_in_quorum
-        return self._load(choice) if "live" not in choice else False
+        return bool(choice) and "live" not in choice
 
     def _is_new(self) -> bool:
         lineage = self._context.progress.lineage
@@ -247,22 +251,33 @@ class Durability:
 
         ``plan``: None: no quorum formed, because the job does not begin at the state of this group.
         """
-        choice = self._agree(self._choose)
         known = (0, 0) if plan is None else (origin(plan.lineage).quorum_id, plan.max_step)  # as in ``newest``
-        return self._load(choice) if choice and (choice["quorum_id"], choice["step"]) > known else False
+
+        def choose() -> Choice:
+            choice = self._choose()
+            if choice and (choice["quorum_id"], choice["step"]) > known:
+                return choice
+            if self._context.progress.torn:
+                raise KeepstepError(
+                    "a newer durable checkpoint is damaged, and was loaded in part; start this group again"
+                )
+            return {}
+
+        return bool(self._load_first_whole(choose))
 
     def _choose(self) -> Choice:
         job = self._context.settings.job
         settings = self._settings
-        found = find_newest(
+        found, skipped = find_newest(
             lambda: list(self._relays().values()),
             job,
             seconds=self._connect_seconds,
             wait=settings.resume_wait,
             copies=settings.copies,
             absent=self._absent,
+            damage=self._damage,
         )
-        return self._choice(found) if found else {}
+        return {**self._choice(found), "skipped": skipped} if found else {}
 
     @staticmethod
     def _choice(found: list[Stored]) -> Choice:
@@ -319,20 +334,69 @@ class Durability:
             store.set(key, json.dumps(choice))
             return choice
         seconds = max(self._connect_seconds, self._settings.resume_wait) + 2 * LIST_SECONDS
-        answer: Choice = json.loads(value_of_rank_0(store, key, seconds, self._still_waiting))
+        answer: Choice = json.loads(value_of_rank(0, store, key, seconds, self._still_waiting))
         if "error" in answer:
             raise KeepstepError(f"rank 0: {answer['error']}")
         return answer
+
+    def _agree_on_damage(self, damage: str = "", error: str = "") -> str:
+        """Tell the other ranks of this group how the load of a checkpoint ended, and return the damage of any rank.
+
+        Args:
+            damage: why no relay could send the part of this rank; empty: it is here.
+            error: the other error that ends this group; then this does not wait.
+
+        Raises:
+            KeepstepError: another rank told an error, or nothing.
+        """
+        own, store = self._context.settings, self._context.store
+        if store is None:
+            return damage
+        key, outcome = f"keepstep/{own.restart}/loaded/{self._rounds}", {"damage": damage, "error": error}
+        self._rounds += 1
+        if own.rank:
+            store.set(f"{key}/{own.rank}", json.dumps(outcome))
+        elif not error:
+            for rank in range(1, own.world_size):
+                other = json.loads(value_of_rank(rank, store, f"{key}/{rank}", self._seconds, self._still_loading))
+                outcome = {"damage": outcome["damage"] or other["damage"], "error": outcome["error"] or other["error"]}
+        if own.rank == 0:
+            store.set(key, json.dumps(outcome))
+        elif not error:
+            outcome = json.loads(value_of_rank(0, store, key, self._seconds, self._still_loading))
+        if outcome["error"] and not error:
+            raise KeepstepError(f"another rank of this group could not load the checkpoint: {outcome['error']}")
+        return outcome["damage"]
+
+    def _still_loading(self) -> None:
+        self._context.raise_fatal()
+        self._context.log.warning("waiting for ranks of this group that still load the durable checkpoint")
 
     def _still_waiting(self) -> None:
         self._context.raise_fatal()
         self._context.log.warning("rank 0 has not chosen a durable checkpoint yet: it is not at its first step")
 
-    def _load(self, choice: Choice) -> bool:
+    def _load_first_whole(self, choose: Callable[[], Choice]) -> Choice:
+        """Load the checkpoint that ``choose`` returns in rank 0; again if it is damaged. Return what it chose last."""
+        while True:
+            choice = self._agree(choose)
+            if not choice:
+                self._context.log.info("no durable checkpoint to load")
+            if not choice or "live" in choice:
+                return choice
+            try:
+                self._load(choice)
+            except StateDamaged as error:
+                self._damage |= {(relay, choice["id"]): str(error) for relay in choice["relays"]}
+                self._context.log.error(
+                    "durable checkpoint is damaged", step=choice["step"], id=choice["id"], reason=str(error)
+                )
+            else:
+                return choice
+
+    def _load(self, choice: Choice) -> None:
+        """Load a checkpoint. Raises ``StateDamaged`` in all ranks if it is damaged for one of them."""
         context, own = self._context, self._context.settings
-        if not choice:
-            context.log.info("no durable checkpoint; the job begins at step 0")
-            return False
         name, ranks, addresses = str(choice["id"]), int(choice["ranks"]), tuple(choice["relays"])
         relays = [self._credentials.endpoint(address) for address in addresses]
         try:
@@ -344,18 +408,32 @@ class Durability:
                 location = AtRelay(addresses[first], own.job, name, (*addresses[first + 1 :], *addresses[:first]))
                 token = ClientToken.of(own.token).latest()
                 state = load_resharded(location, into, seconds=self._seconds, token=token)
+        except (StateDamaged, CheckpointDamaged) as error:
+            context.tear()  # the state may be half written
+            raise StateDamaged(self._agree_on_damage(str(error))) from error
+        except BaseException as error:
+            context.tear()
+            self._agree_on_damage(error=f"{type(error).__name__}: {error}")
+            raise
+        try:
+            if damage := self._agree_on_damage():
+                raise StateDamaged(damage)
             context.state.load_user_state(state["user"])
         except BaseException:
-            context.tear()  # the state may be half written
+            context.tear()
             raise
         context.progress.resume(state["manager"])
         context.log_progress("loaded")
         self._saved = context.progress.step
-        self._writer.resumed(context.progress.step, name, addresses)
+        skipped: dict[str, str] = choice.get("skipped", {})
+        self._writer.resumed(context.progress.step, name, addresses, tuple(skipped.values()))
         self._tell_lighthouse()
-        context.telemetry.resumed(context.progress.step, self._settings.every, float(choice["committed"]))
+        committed = float(choice["committed"])
+        context.telemetry.resumed(context.progress.step, self._settings.every, committed, skipped)
+        if skipped:
+            what = "skipped damaged durable checkpoints; their steps are trained again"
+            context.log.error(what, step=context.progress.step, skipped=list(skipped.values()))
         context.log.info("resumed from a durable checkpoint", step=context.progress.step, id=name, relays=addresses)
-        return True
 
     # ---- the end
 
@@ -375,19 +453,20 @@ class Durability:
         self._writer.close()
 
 
-def value_of_rank_0(store: Store, key: str, seconds: float, still_waiting: Callable[[], None]) -> bytes:
-    """Wait until rank 0 has set ``key``. It may come to its first step later than the other ranks.
+def value_of_rank(rank: int, store: Store, key: str, seconds: float, still_waiting: Callable[[], None]) -> bytes:
+    """Wait until ``rank`` has set ``key``. Rank 0 may come to its first step later than the other ranks.
 
     Args:
+        rank: that sets ``key``.
         store: of the ranks of this group.
-        key: that rank 0 sets.
-        seconds: of each of ``RANK_0_ROUNDS`` waits.
+        key: name of the value.
+        seconds: of each of ``RANK_ROUNDS`` waits.
         still_waiting: called after each of them; raises the error that ended the group, if one has.
 
     Raises:
-        KeepstepError: rank 0 has not set it.
+        KeepstepError: the rank has not set it.
     """
-    for _ in range(RANK_0_ROUNDS):
+    for _ in range(RANK_ROUNDS):
         try:
             store.wait([key], timedelta(seconds=seconds))
         except DistStoreError:
@@ -395,5 +474,5 @@ def value_of_rank_0(store: Store, key: str, seconds: float, still_waiting: Calla
         else:
             return store.get(key)
     raise KeepstepError(
-        f"rank 0 of this group did not begin its first step within {RANK_0_ROUNDS * seconds:g} s; its log says why"
+        f"rank {rank} of this group did not begin its first step within {RANK_ROUNDS * seconds:g} s; its log says why"
     )

@@ -198,6 +198,8 @@ class DurableRecord:
     """Why it was not written; empty: it is committed."""
     committed: float = 0.0
     """Unix time of its commit, if the group resumed from it; 0: it was committed at ``t``."""
+    skipped: str = ""
+    """Ids of newer checkpoints that the group did not resume from, because they are damaged, with spaces between."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

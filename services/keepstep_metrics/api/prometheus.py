@@ -115,6 +115,11 @@ def _durable(jobs: Iterable[Job], now: float) -> Iterator[GaugeMetricFamily | Co
     failures = CounterMetricFamily(
         "keepstep_job_durable_failures", "durable checkpoints that were not written", labels=["job"]
     )
+    skips = CounterMetricFamily(
+        "keepstep_job_durable_skipped",
+        "damaged durable checkpoints that the job did not resume from, although they were newer",
+        labels=["job"],
+    )
     for job in jobs:
         if (one := job.durable) is not None:
             values = (
@@ -125,10 +130,11 @@ def _durable(jobs: Iterable[Job], now: float) -> Iterator[GaugeMetricFamily | Co
                 (size, one.bytes),
                 (write, one.seconds),
                 (failures, one.failures),
+                (skips, one.skips),
             )
             for family, value in values:
                 family.add_metric([job.name], value)
-    yield from (step, age_steps, age_seconds, every, size, write, failures)
+    yield from (step, age_steps, age_seconds, every, size, write, failures, skips)
 
 
 def shown(jobs: Iterable[Job]) -> list[Job]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from keepstep_mesh.protocol.telemetry_records import DurableRecord
 
+MAX_SKIPPED = 100
+
 
 @dataclass(slots=True)
 class DurableProgress:
-    """The newest committed checkpoint, and the failures of writes."""
+    """The newest committed checkpoint, the failures of writes, and damaged checkpoints."""
 
     committed_at: float
     """Unix time of the last commit; until the first one, of the first report."""
@@ -27,10 +29,20 @@ class DurableProgress:
     failed_step: int = 0
     error: str = ""
     """Why the last one was not written; empty: it was."""
+    skipped: list[str] = field(default_factory=list)
+    """Ids of the last ``MAX_SKIPPED`` checkpoints that the job did not resume from, because they are damaged."""
+    skips: int = 0
+    """Number of all of them."""
+    skipped_at: float = 0.0
+    """Unix time of the last one; 0: none."""
 
     def add(self, record: DurableRecord) -> None:
         """Apply the report of one group. Several groups report each checkpoint."""
         self.every = record.every
+        if new := [one for one in record.skipped.split() if one not in self.skipped]:
+            self.skipped = [*self.skipped, *new][-MAX_SKIPPED:]
+            self.skips += len(new)
+            self.skipped_at = record.t
         if not record.error:
             if record.step >= self.step:
                 self.error = ""

@@ -217,7 +217,8 @@ class _Admin:
         )
         committed = [view for view in views if view.committed is not None]
         latest = max(committed, key=lambda view: (view.quorum_id, view.step, view.begun), default=None)
-        return json_answer(CheckpointsView(job, latest, tuple(views)))
+        unreadable = (key.id for key in self._store.unreadable if key.job == job)
+        return json_answer(CheckpointsView(job, latest, tuple(views), tuple(sorted(unreadable))))
 
     async def show(self, request: web.Request) -> web.Response:
         return json_answer(detail_view(self._store, self._relay.core.checkpoint(requests.key(request))))

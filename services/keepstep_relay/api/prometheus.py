@@ -70,6 +70,11 @@ class _Relay(Collector):
             0.0 if since is None else max(0.0, time.time() - since),
         )
         yield from self._durable_by_job()
+        yield GaugeMetricFamily(
+            "keepstep_relay_damaged_checkpoints",
+            "durable checkpoints that cannot be loaded: a record, a manifest, or chunks are damaged or missing",
+            relay.checkpoints.damaged,
+        )
         yield CounterMetricFamily(
             "keepstep_relay_failed_durable_uploads",
             "uploads of durable checkpoints that ended without a commit",

@@ -65,6 +65,8 @@ class CheckpointsView:
     """Committed checkpoint with the highest quorum_id, of these with the highest step."""
     checkpoints: tuple[CheckpointView, ...]
     """By step."""
+    unreadable: tuple[str, ...]
+    """Ids of checkpoints whose record or manifest is damaged."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -284,7 +284,7 @@ class ChunkStore:
             TimeoutError: The chunk did not arrive in time.
             GoneError: No upload will bring the chunk.
             MemoryFullError: Memory for the chunk did not become free.
-            DiskError: Reading it from disk failed.
+            DiskError, DurableError: Reading it failed. It may succeed later.
         """
         deadline = asyncio.get_running_loop().time() + seconds
         while True:
@@ -339,7 +339,7 @@ class ChunkStore:
             try:
                 users = sorted(key for key, _ in chunk.users)
                 return await self.in_thread(self.durable.read, users, digest, chunk.length)
-            except (DamagedError, DurableError) as error:
+            except DamagedError as error:
                 self.damaged["durable"] += 1
                 log.error("dropped an unusable chunk from the durable tier", digest=digest.hex(), reason=str(error))
                 self.step(ChunkLost(digest, Tier.DURABLE))

@@ -84,7 +84,7 @@ class DiskTier:
             folder / name for name in ("chunks", "checkpoints", "partial")
         )
         self._numbers = itertools.count()
-        self.unreadable = 0
+        self.unreadable = set[Key]()
         """Checkpoints whose record or manifest is unreadable: their chunks are unknown and must not be deleted."""
         self._lock: int | None = None
         """Descriptor of the lock file while the tier is open."""
@@ -215,7 +215,7 @@ class DiskTier:
                 log.info("deleted the rest of a checkpoint", folder=str(folder))
                 shutil.rmtree(folder, ignore_errors=True)
             except (OSError, ValueError) as error:
-                self.unreadable += 1
+                self.unreadable.add(Key(folder.parent.name, folder.name))
                 log.error("could not read a checkpoint; its files stay", folder=str(folder), reason=str(error))
 
     def _of(self, key: Key) -> Path:

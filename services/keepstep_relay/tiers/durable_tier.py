@@ -8,6 +8,7 @@ written last: a folder without a record is no checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ class DurableTier:
         self._files: Any = None
         """The file system of fsspec; None: not open."""
         self._path = ""
+        self.unreadable = set[Key]()
+        """Checkpoints whose record or manifest is damaged."""
 
     def open(self) -> None:
         """Find the file system. Raises ``DurableError`` if fsspec cannot open the URL."""
@@ -60,19 +63,39 @@ class DurableTier:
         self._write(f"{self._of(key)}/record", memoryview(encode_record(key, record)))
 
     def read(self, keys: Iterable[Key], digest: bytes, length: int) -> memoryview:
-        """Return the verified chunk of any of ``keys``. Raises ``DamagedError`` or ``DurableError``."""
-        error: KeepstepError = DamagedError(f"missing chunk {digest.hex()} in the durable tier")
+        """Return the verified chunk of any of ``keys``.
+
+        Raises:
+            DamagedError: the chunk is missing or damaged in each of them.
+            DurableError: the durable tier failed, and may have it.
+        """
+        failed: KeepstepError | None = None
+        damaged = DamagedError(f"missing chunk {digest.hex()} in the durable tier")
         for key in keys:
             path = self._chunk(key, digest)
             try:
                 data: bytes = self._do(path, lambda path=path: self._files.cat_file(path))  # type: ignore[misc]
-            except DurableError as failed:
-                error = failed
+            except DurableError as error:
+                if not isinstance(error.__cause__, FileNotFoundError):
+                    failed = error
                 continue
             if len(data) == length and chunk_digest(data) == digest:
                 return memoryview(data)
-            error = DamagedError(f"damaged chunk {digest.hex()} in {path}")
-        raise error
+            damaged = DamagedError(f"damaged chunk {digest.hex()} in {path}")
+        raise failed or damaged
+
+    def lengths(self, key: Key) -> dict[bytes, int]:
+        """Return the length of each chunk of a checkpoint that is there, by digest. Raises ``DurableError``."""
+        folder = f"{self._of(key)}/chunks"
+
+        def look() -> list[dict[str, Any]]:
+            return list(self._files.ls(folder, detail=True)) if self._files.exists(folder) else []
+
+        found: dict[bytes, int] = {}
+        for one in self._do(folder, look):
+            with contextlib.suppress(ValueError):  # a file of someone else
+                found[bytes.fromhex(one["name"].rsplit("/", 1)[1])] = int(one["size"])
+        return found
 
     def load(self) -> Iterator[tuple[Key, Record, dict[int, bytes]]]:
         """Iterate over the complete checkpoints. An unreadable checkpoint is logged and skipped."""
@@ -84,9 +107,11 @@ class DurableTier:
                 manifests = {rank: self._files.cat_file(name) for rank, name in enumerate(names)}
             except (OSError, ValueError) as error:
                 log.error("skipped an unreadable checkpoint in the durable tier", path=folder, reason=str(error))
+                self.unreadable.add(Key(*folder.rsplit("/", 2)[1:]))
                 continue
             if not folder.endswith(f"/{key.job}/{key.id}"):
                 log.error("skipped a checkpoint in the durable tier: its folder has another name", path=folder)
+                self.unreadable.add(Key(*folder.rsplit("/", 2)[1:]))
                 continue
             yield key, record, manifests
 

@@ -204,4 +204,41 @@ async def test_a_begin_of_a_committed_checkpoint_that_only_the_durable_tier_has_
         assert (await worker.begin("c1", 1, 200, kind="durable"))["state"] == "committed"
     async with relay(data_dir=local, durable=url) as one:
         assert one.chunks.disk is not None
-        assert one.chunks.disk.unreadable == 0
+        assert one.chunks.disk.unreadable == set()
+
+
+async def test_a_chunk_that_the_bucket_has_lost_is_missed_at_the_start_and_one_that_the_disk_has_is_copied_again(
+    tmp_path: Path,
+) -> None:
+    local, url, bucket = tmp_path / "local", f"file://{tmp_path}/bucket", tmp_path / "bucket" / "job" / "c1"
+    async with relay(data_dir=local, durable=url) as one, client(one.address) as worker:
+        await store_durable(worker, ONE, "c1", 1)
+        await until(lambda: Key("job", "c1") in one.checkpoints.copies.complete)
+    chunk = bucket / "chunks" / ONE.digests[1]
+    chunk.unlink()
+    async with relay(data_dir=local, durable=url) as one:
+        await until(lambda: Key("job", "c1") in one.checkpoints.copies.complete)
+        assert chunk.read_bytes() == ONE.chunks[1]
+    shutil.rmtree(local)
+    chunk.write_bytes(ONE.chunks[1][:100])
+    async with relay(data_dir=local, durable=url) as one, client(one.address) as worker:
+        assert (await worker.show())["checkpoint"]["lacking"] == 1
+        assert await metric(one.address, "damaged_checkpoints") == 1
+    (bucket / "manifest-0").write_bytes(b"damaged")
+    async with relay(durable=url) as one, client(one.address) as worker:
+        listed = await worker.call("GET", worker.checkpoints)
+        assert (listed["checkpoints"], listed["unreadable"]) == ([], ["c1"])
+        assert await metric(one.address, "damaged_checkpoints") == 1
+
+
+async def test_a_chunk_stays_while_the_object_store_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with relay(durable=f"file://{tmp_path}/bucket") as one, client(one.address) as worker:
+        await store_durable(worker, ONE, "c1", 1)
+    async with relay(durable=f"file://{tmp_path}/bucket") as one, client(one.address) as worker:
+        (bucket,) = tmp_path.glob("bucket/job/c1/chunks")
+        bucket.rename(bucket.with_name("away"))
+        bucket.write_text("a file in the way: NotADirectoryError")
+        await worker.chunk(ONE.digests[0], 503)
+        bucket.unlink()
+        bucket.with_name("away").rename(bucket)
+        assert await worker.chunk(ONE.digests[0]) == ONE.chunks[0]

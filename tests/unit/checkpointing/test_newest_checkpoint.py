@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from torch.distributed import HashStore
@@ -12,7 +13,7 @@ from keepstep.checkpointing.direct.http_connection import BrokenConnection, Endp
 from keepstep.checkpointing.durable import newest_checkpoint
 from keepstep.checkpointing.durable.due_checkpoints import Stored
 from keepstep.checkpointing.durable.newest_checkpoint import find_newest
-from keepstep.lifecycle.durability import RANK_0_ROUNDS, value_of_rank_0
+from keepstep.lifecycle.durability import RANK_ROUNDS, value_of_rank
 from keepstep_mesh.errors import KeepstepError
 
 
@@ -25,7 +26,7 @@ def test_all_relays_are_asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return [Stored(relay.address, "step-1-1-a", 1, 1, 1, 0.0)]
 
     monkeypatch.setattr(newest_checkpoint, "stored_at", stored_at)
-    found = find_newest(lambda: relays, "job", seconds=0.0)
+    found, _ = find_newest(lambda: relays, "job", seconds=0.0)
     assert [one.relay for one in found] == [relay.address for relay in relays]
 
 
@@ -50,7 +51,7 @@ def search(
     named = iter([[A, B], [A]])  # the lighthouse no longer names a relay that is away for long
     monkeypatch.setattr(newest_checkpoint, "stored_at", stored_at)
     monkeypatch.setattr(newest_checkpoint, "FIND_PAUSE_SECONDS", 0.01)
-    (one,) = find_newest(lambda: next(named, []), "job", seconds=0.0, wait=wait, copies=copies)
+    (one,), _ = find_newest(lambda: next(named, []), "job", seconds=0.0, wait=wait, copies=copies)
     return one.step, asked
 
 
@@ -88,9 +89,34 @@ def test_a_job_whose_relay_is_not_registered_yet_waits_for_it(monkeypatch: pytes
         registered.append(B)  # a moment later
         return ["b"]
 
-    assert find_newest(lambda: list(registered), "job", seconds=0.0, wait=30.0, absent=absent) == [newer]
+    assert find_newest(lambda: list(registered), "job", seconds=0.0, wait=30.0, absent=absent) == ([newer], {})
     with pytest.raises(KeepstepError, match=r"relay b, which had the newest one, is not registered; .*resume=False"):
         find_newest(lambda: [A], "job", seconds=0.0, absent=lambda: ["b"])
+
+
+def test_a_damaged_newest_checkpoint_waits_for_a_silent_relay_that_may_have_another_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    older, damaged = (Stored(A.address, f"step-{step}-1-a", step, 1, 1, 0.0, lacking=step - 1) for step in (1, 2))
+    asked = 0
+
+    def stored_at(relay: Endpoint, _job: str) -> list[Stored]:
+        nonlocal asked
+        if relay is A:
+            return [older, damaged]
+        asked += 1
+        if asked < 3:
+            raise BrokenConnection("refused")
+        return [replace(damaged, relay=B.address, lacking=0)]
+
+    monkeypatch.setattr(newest_checkpoint, "stored_at", stored_at)
+    monkeypatch.setattr(newest_checkpoint, "FIND_PAUSE_SECONDS", 0.01)
+    (whole, part), skipped = find_newest(lambda: [A, B], "job", seconds=0.0, wait=30.0, copies=2)
+    assert (whole.relay, whole.step, part.relay, skipped) == (B.address, 2, A.address, {})
+    damage = {(one.address, damaged.id): f"chunk 1 from {one.address} arrived damaged" for one in (A, B)}
+    (one,), skipped = find_newest(lambda: [A, B], "job", seconds=0.0, copies=2, damage=damage)
+    assert one == older
+    assert skipped == {damaged.id: f"step 2 ({damaged.id}): {'; '.join(damage.values())}"}
 
 
 def test_a_rank_waits_for_rank_0_that_comes_later_to_its_first_step() -> None:
@@ -102,12 +128,12 @@ def test_a_rank_waits_for_rank_0_that_comes_later_to_its_first_step() -> None:
         if len(waits) == 2:
             store.set("choice", "{}")
 
-    assert value_of_rank_0(store, "choice", 0.01, still_waiting) == b"{}"
+    assert value_of_rank(0, store, "choice", 0.01, still_waiting) == b"{}"
     assert len(waits) == 2
 
 
 def test_a_rank_does_not_wait_for_rank_0_for_ever() -> None:
     waits: list[int] = []
     with pytest.raises(KeepstepError, match=r"rank 0 of this group did not begin its first step within 0.1 s"):
-        value_of_rank_0(HashStore(), "choice", 0.01, lambda: waits.append(1))
-    assert len(waits) == RANK_0_ROUNDS
+        value_of_rank(0, HashStore(), "choice", 0.01, lambda: waits.append(1))
+    assert len(waits) == RANK_ROUNDS

@@ -65,6 +65,18 @@ def test_an_old_checkpoint_is_an_alert_with_the_last_error() -> None:
     assert not [one for one in alerts(world.job, T + 410) if one.name == "CheckpointIsOld"]
 
 
+def test_a_damaged_checkpoint_that_several_groups_skipped_counts_once_and_is_an_alert() -> None:
+    world = joined("a:1", "b:1")
+    told(world, "a:1", 20, 10, committed=T + 1)
+    told(world, "a:1", 30, 5, skipped="step-10-1-a step-7-1-a")
+    told(world, "b:1", 31, 5, skipped="step-10-1-a step-7-1-a")
+    one = durable(world)
+    assert (one.skips, one.skipped_at) == (2, T + 30)
+    (found,) = (one for one in alerts(world.job, T + 40) if one.name == "CheckpointWasSkipped")
+    assert found.sentence.endswith("older durable checkpoint; damaged: step-10-1-a, step-7-1-a")
+    assert not [one for one in alerts(world.job, T + 700) if one.name == "CheckpointWasSkipped"]
+
+
 def test_it_survives_a_restart_of_the_service_also_from_a_dump_without_it() -> None:
     world = joined("a:1")
     told(world, "a:1", 20, 10, bytes=100)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from keepstep_mesh.net.backoff import Backoff
@@ -109,6 +109,8 @@ class Stored:
     ranks: int
     committed: float
     """Unix time."""
+    lacking: int = 0
+    """Chunks that this relay has lost."""
 
 
 def newest(found: Iterable[Stored]) -> list[Stored]:
@@ -121,3 +123,32 @@ def newest(found: Iterable[Stored]) -> list[Stored]:
     found = [one for one in found if one.quorum_id]
     best = max(found, key=lambda one: (one.quorum_id, one.step, one.committed), default=None)
     return [one for one in found if best is not None and one.id == best.id]
+
+
+Damage = Mapping[tuple[str, str], str]
+"""Why a copy of a checkpoint could not be loaded, by address of the relay and id."""
+
+
+def newest_whole(found: Iterable[Stored], damage: Damage) -> tuple[list[Stored], dict[str, str]]:
+    """Return the newest checkpoint that may be whole, as ``newest`` does, and the newer ones that are damaged.
+
+    Several relays that have lost chunks may have all of them together, so only a load tells.
+
+    Args:
+        found: at all relays.
+        damage: of copies that could not be loaded.
+
+    Returns:
+        The copies of the checkpoint, whole ones first. Then the sentence about each damaged one, by its id.
+    """
+    rest, skipped = list(found), dict[str, str]()
+    while best := newest(rest):
+        rest = [one for one in rest if one.id != best[0].id]
+        copies = sorted((one for one in best if (one.relay, one.id) not in damage), key=lambda one: one.lacking > 0)
+        if copies and (len(copies) > 1 or not copies[0].lacking):
+            return copies, skipped
+        reasons = dict.fromkeys(
+            damage.get((one.relay, one.id), f"{one.lacking} chunks are missing at {one.relay}") for one in best
+        )
+        skipped[best[0].id] = f"step {best[0].step} ({best[0].id}): {'; '.join(reasons)}"
+    return [], skipped

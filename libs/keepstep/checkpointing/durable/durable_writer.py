@@ -43,6 +43,7 @@ class LastCheckpoint:
         error: why the last write failed; empty: it did not.
         error_step: step of that write; 0: none failed.
         failing_since: Unix time of the first failure since the last success; None: the last write succeeded.
+        skipped: a sentence about each newer checkpoint that the job did not resume from, because it is damaged.
     """
 
     step: int = 0
@@ -52,6 +53,7 @@ class LastCheckpoint:
     error: str = ""
     error_step: int = 0
     failing_since: float | None = None
+    skipped: tuple[str, ...] = ()
 
 
 Report = Callable[[int, int, float, str], None]
@@ -150,10 +152,10 @@ class DurableWriter:
         with self._changed:
             return self._health.usable(addresses, time.monotonic())
 
-    def resumed(self, step: int, name: str, relays: tuple[str, ...]) -> None:
+    def resumed(self, step: int, name: str, relays: tuple[str, ...], skipped: tuple[str, ...]) -> None:
         """Note that this rank was loaded from a checkpoint."""
         with self._changed:
-            self.last = replace(self.last, step=step, id=name, relays=relays)
+            self.last = replace(self.last, step=step, id=name, relays=relays, skipped=skipped)
 
     def _make_room(self, ticket: Ticket) -> None:
         with self._changed:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from keepstep.checkpointing.direct.http_connection import BrokenConnection, Connection, Deadline, Endpoint
-from keepstep.checkpointing.durable.due_checkpoints import Stored, newest
+from keepstep.checkpointing.durable.due_checkpoints import Damage, Stored, newest, newest_whole
 from keepstep.checkpointing.errors import TransferError
 from keepstep.checkpointing.relayed.relay_client import checkpoints_path
 from keepstep_mesh.config.logging import get_logger
@@ -19,6 +19,8 @@ LIST_THREADS = 32
 """Relays that are asked at once. The other ranks of the group wait for the last answer."""
 FIND_PAUSE_SECONDS = 0.5
 """Before relays that did not answer are asked again."""
+
+NO_DAMAGE: Damage = {}
 
 log = get_logger("keepstep.durable")
 
@@ -34,7 +36,9 @@ def stored_at(relay: Endpoint, job: str) -> list[Stored]:
     )
     try:
         connection.connect()
-        views = connection.ask_json("GET", checkpoints_path(job)).get("checkpoints")
+        answer = connection.ask_json("GET", checkpoints_path(job))
+        if unreadable := answer.get("unreadable"):
+            log.warning("relay cannot read checkpoints; its log says why", relay=relay.address, ids=unreadable)
         return [
             Stored(
                 relay=relay.address,
@@ -43,8 +47,9 @@ def stored_at(relay: Endpoint, job: str) -> list[Stored]:
                 quorum_id=int(view["quorum_id"]),
                 ranks=int(view["ranks"]),
                 committed=float(view["committed"]),
+                lacking=int(view["lacking"]),
             )
-            for view in views or ()
+            for view in answer.get("checkpoints") or ()
             if view["kind"] == "durable" and view["committed"] is not None
         ]
     except (KeyError, TypeError, ValueError) as error:
@@ -61,11 +66,13 @@ def find_newest(
     wait: float = 0.0,
     copies: int = 1,
     absent: Callable[[], Collection[str]] = tuple,
-) -> list[Stored]:
+    damage: Damage = NO_DAMAGE,
+) -> tuple[list[Stored], dict[str, str]]:
     """Return the newest durable checkpoint of ``job``, once for each relay that has it. Empty: no relay has any.
 
     A relay that does not answer may have a newer one than the others. If as many relays as ``copies`` do not answer,
     this asks them again for a while. With fewer, each checkpoint that has all its copies is at a relay that answers.
+    If a newer checkpoint is damaged at the relays that answer, this waits for each relay that does not.
 
     Args:
         relays: returns all relays that may have one. A relay that it no longer returns counts too.
@@ -74,10 +81,14 @@ def find_newest(
         wait: the same, if one of them has, or if a relay is ``absent``.
         copies: number of relays that store each checkpoint.
         absent: returns the names of relays that have committed the newest checkpoint, and are not registered now.
+        damage: copies that could not be loaded.
+
+    Returns:
+        The checkpoint, and the sentence about each newer one that is damaged, by its id.
 
     Raises:
-        KeepstepError: no relay is known, or none has a checkpoint and one of them does not answer. The job may have a
-            checkpoint then, and must not begin again at step 0.
+        KeepstepError: no relay is known, or every checkpoint is damaged, or no relay has one and one of them does not
+            answer. The job may have a checkpoint then, and must not begin again at step 0.
     """
     began, known, told = time.monotonic(), dict[str, Endpoint](), False
     while True:
@@ -85,8 +96,9 @@ def find_newest(
         found, silent = _ask(known.values(), job)
         missing = absent()
         silent |= {name: f"relay {name}, which had the newest one, is not registered" for name in missing}
-        best, waited = newest(found), time.monotonic() - began
-        if best and (len(silent) < copies or waited >= wait):
+        best, skipped = newest_whole(found, damage)
+        waited, enough = time.monotonic() - began, 1 if skipped else copies
+        if best and (len(silent) < enough or waited >= wait):
             if silent:
                 log.warning(
                     "taking a durable checkpoint although relays that may have a newer one do not answer",
@@ -95,11 +107,15 @@ def find_newest(
                     silent_relays=sorted(silent),
                     waited_seconds=round(waited, 1),
                 )
-            return best
+            return best, skipped
         if known and not silent:
-            return []
+            if skipped:
+                raise KeepstepError(_nothing_whole(job, skipped))
+            return [], {}
         if not best and waited >= (max(seconds, wait) if missing else seconds):
             why = "; ".join(silent.values()) or "no relay is registered with the lighthouse"
+            if skipped:
+                raise KeepstepError(f"{_nothing_whole(job, skipped)}. Other relays do not answer: {why}")
             raise KeepstepError(
                 f"cannot find out whether job {job} has a durable checkpoint: {why}; start the relay that stores them "
                 f"(keepstep relay), or pass resume=False (KEEPSTEP_RESUME=0) to begin at step 0"
@@ -113,6 +129,13 @@ def find_newest(
                 seconds=max(seconds, wait) if missing else wait if best else seconds,
             )
         time.sleep(FIND_PAUSE_SECONDS)  # a relay that has started tells no trainer
+
+
+def _nothing_whole(job: str, skipped: Mapping[str, str]) -> str:
+    return (
+        f"job {job} has no durable checkpoint that is whole: {'; '.join(skipped.values())}; bring back a relay that "
+        f"has another copy, or pass resume=False (KEEPSTEP_RESUME=0) to begin at step 0"
+    )
 
 
 def find_final(relays: Collection[Endpoint], job: str, step: int, quorum_id: int) -> tuple[list[Stored], list[str]]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
+from http import HTTPStatus
 from typing import Any, TypeVar
 
-from keepstep.checkpointing.direct.http_connection import BrokenConnection, Connection, Deadline, Endpoint
+from keepstep.checkpointing.direct.http_connection import BrokenConnection, Connection, Deadline, Endpoint, Refusal
 from keepstep.checkpointing.direct.receiving import ChunkReceiver
-from keepstep.checkpointing.errors import TransferError, TransferTimeout
+from keepstep.checkpointing.errors import StateDamaged, TransferError, TransferTimeout
 from keepstep.checkpointing.relayed.relay_client import checkpoints_path
 from keepstep.checkpointing.state.restoring import Destination
 from keepstep.checkpointing.state.state_manifest import read_manifest
@@ -21,7 +23,14 @@ LOAD_STALL_SECONDS = 30.0
 LOAD_ATTEMPTS = 3
 """Attempts at a chunk, per relay."""
 
+LOST = frozenset({HTTPStatus.NOT_FOUND, HTTPStatus.GONE})
+"""Answers of a relay that does not have the bytes, and does not expect them."""
+
 T = TypeVar("T")
+
+
+class _DamagedChunk(BrokenConnection):
+    """A chunk did not arrive as it was stored."""
 
 
 class _Reader:
@@ -34,12 +43,18 @@ class _Reader:
         self._connection: Connection | None = None
 
     def ask(self, work: Callable[[Connection], T]) -> T:
-        """Return the result of ``work`` on a connection to a relay. Raises ``TransferError`` when every relay fails."""
+        """Return the result of ``work`` on a connection to a relay.
+
+        Raises:
+            StateDamaged: every relay answers, and none has the bytes undamaged.
+            TransferError: every relay fails.
+        """
         problems: list[str] = []
-        for _ in range(LOAD_ATTEMPTS * len(self._relays)):
+        damaged: set[str] = set()
+        for attempt in range(1, LOAD_ATTEMPTS * len(self._relays) + 1):
+            relay = self._relays[self._place % len(self._relays)]
             try:
                 if self._connection is None:
-                    relay = self._relays[self._place % len(self._relays)]
                     stall = min(LOAD_STALL_SECONDS, self._deadline.seconds / (len(self._relays) + 1))
                     self._connection = Connection(relay, self._deadline, stall)
                     self._connection.connect()
@@ -50,7 +65,13 @@ class _Reader:
                 problems.append(str(error))
                 self._place += 1
                 self.close()
-        raise TransferError(f"every relay failed: {'; '.join(dict.fromkeys(problems))}")
+                refusal = error if isinstance(error, Refusal) else None
+                lost = isinstance(error, _DamagedChunk) or (refusal is not None and refusal.status in LOST)
+                (damaged.add if lost else damaged.discard)(relay.address)
+                if refusal is not None and attempt % len(self._relays) == 0:
+                    time.sleep(min(refusal.retry_after, self._deadline.remaining()))
+        kind = StateDamaged if len(damaged) == len(self._relays) else TransferError
+        raise kind(f"every relay failed: {'; '.join(dict.fromkeys(problems))}")
 
     def close(self) -> None:
         if self._connection is not None:
@@ -74,6 +95,7 @@ def load_rank(relays: Sequence[Endpoint], job: str, name: str, rank: int, *, int
 
     Raises:
         StateMismatch: the state does not fit ``into``.
+        StateDamaged: a chunk is damaged or missing at every relay.
         TransferError: the state was not received. If its ``torn`` is true, tensors of ``into`` may be half written.
     """
     deadline = Deadline(seconds, f"checkpoint {name} of job {job} was not loaded", float("inf"))
@@ -91,9 +113,9 @@ def load_rank(relays: Sequence[Endpoint], job: str, name: str, rank: int, *, int
         digest = manifest.chunk_digests[chunk]
         _, length = connection.ask("GET", f"/v1/chunks/{digest.hex()}")
         if length != chunk_length(destination.pack_bytes, chunk):
-            raise BrokenConnection(f"wrong length of chunk {chunk} at {connection.address}: {length} bytes")
+            raise _DamagedChunk(f"wrong length of chunk {chunk} at {connection.address}: {length} bytes")
         if receiver.receive(connection, chunk)[0] != digest:
-            raise BrokenConnection(f"chunk {chunk} from {connection.address} arrived damaged")
+            raise _DamagedChunk(f"chunk {chunk} from {connection.address} arrived damaged")
 
     def load_chunks(place: int) -> None:
         reader, receiver = _Reader(relays, deadline, place), ChunkReceiver(destination)

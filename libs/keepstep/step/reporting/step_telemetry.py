@@ -10,7 +10,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -134,10 +134,19 @@ class StepTelemetry:
             record = DurableRecord(t=time.time(), step=step, every=every, bytes=nbytes, seconds=seconds, error=error)
             self._sender.record(record)
 
-    def resumed(self, step: int, every: int, committed: float) -> None:
-        """Record the durable checkpoint that this group resumed from. ``committed``: Unix time of its commit."""
+    def resumed(self, step: int, every: int, committed: float, skipped: Iterable[str]) -> None:
+        """Record the durable checkpoint that this group resumed from.
+
+        Args:
+            step: of the checkpoint.
+            every: steps between two checkpoints.
+            committed: Unix time of its commit.
+            skipped: ids of newer checkpoints, which are damaged.
+        """
         if self._sender is not None:
-            self._sender.record(DurableRecord(t=time.time(), step=step, every=every, committed=committed))
+            named = " ".join(skipped)
+            record = DurableRecord(t=time.time(), step=step, every=every, committed=committed, skipped=named)
+            self._sender.record(record)
 
     def step(
         self,

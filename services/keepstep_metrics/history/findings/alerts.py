@@ -39,6 +39,7 @@ SEVERITIES = {
     "CollectivesDiffer": "warning",
     "PortsMislead": "warning",
     "CheckpointIsOld": "warning",
+    "CheckpointWasSkipped": "critical",
 }
 """Severity of each alert."""
 EVENT_ALERTS = {
@@ -103,6 +104,9 @@ def _found(job: Job, now: float) -> list[Alert]:
         )
     if (old := _old_checkpoint(job, now)) is not None:
         add("CheckpointIsOld", old)
+    if job.durable is not None and job.durable.skipped_at >= since:
+        skipped = ", ".join(job.durable.skipped)
+        add("CheckpointWasSkipped", f"the job resumed from an older durable checkpoint; damaged: {skipped}")
     for kind, name in EVENT_ALERTS.items():
         if kind in last_sentence:
             add(name, last_sentence[kind])
