@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,9 @@ def state(rank: int) -> dict[str, Any]:
     return {"w": torch.full((1000,), 100.0 * rank)}
 
 
-def life(lighthouse: str, url: str, rank: int, place: dict[str, Any], steps: int) -> tuple[int, float, Manager]:
+def life(
+    lighthouse: str, url: str, rank: int, place: dict[str, Any], steps: int, end: threading.Barrier
+) -> tuple[int, float, Manager]:
     """Return the step and the weights from which the job begins, and the Manager."""
     held = state(rank)
     how = {"durable_relays": url, "durable_every": 1, "init_sync": False, "rank": rank}
@@ -34,12 +37,14 @@ def life(lighthouse: str, url: str, rank: int, place: dict[str, Any], steps: int
         for _ in range(steps):
             assert step(one, held)
             one._durability._writer.finish(60)
+        end.wait(60)  # rank 0 serves the others
         return begins, weight, one
 
 
 async def lives(lighthouse: str, url: str, ranks: int, steps: int) -> list[Any]:
     place = place_to_meet() | {"world_size": ranks} if ranks > 1 else {}
-    return await run(*(partial(life, lighthouse, url, rank, place, steps) for rank in range(ranks)))
+    end = threading.Barrier(ranks)
+    return await run(*(partial(life, lighthouse, url, rank, place, steps, end) for rank in range(ranks)))
 
 
 def chunk_of(folder: Path, number: int, rank: int) -> Path:
