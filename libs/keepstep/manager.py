@@ -41,7 +41,7 @@ from keepstep.script_checks.script_checker import ScriptChecker
 from keepstep.step.attempt import Attempt
 from keepstep.step.quorums.quorum_round import HealRules
 from keepstep.step.reduction import Reduction
-from keepstep.step.retrying.kept_reductions import KeptReductions
+from keepstep.step.retrying.kept_reductions import BATCH_BY_NUMBER, KeptReductions
 from keepstep_mesh.net.fork_safety import OfParent, never_free, tell_children
 
 T = TypeVar("T")
@@ -99,8 +99,8 @@ class Manager(Finishing, BackgroundQuorum, Rehearsing, StateAndProgress):
         refuse_nonfinite: True: a step whose average or sum has a NaN or an infinity does not commit in any group, and
             counts for ``max_retries``. Not with a ``GradScaler``, which must see infinities to lower its scale.
         retry_allreduce: True: a step in which a member is lost is not discarded. The groups that are left reduce their
-            gradients again and commit it without the lost group; docs/training.md has what a script must not do
-            between the backward pass and the commit. Costs a copy of the gradients (``KEEPSTEP_RETRY_ALLREDUCE``).
+            gradients again and commit it without the lost group; docs/training.md has what the script of a group of
+            several ranks must not do before the commit. Costs a copy of the gradients (``KEEPSTEP_RETRY_ALLREDUCE``).
         durable_every: number of steps between two durable checkpoints, equal in all groups; 0: none
             (``KEEPSTEP_DURABLE_EVERY``). docs/durable.md has what they hold and guarantee.
         resume: True: if no group has a live state, this one loads the newest durable checkpoint before its first step.
@@ -228,27 +228,33 @@ class Manager(Finishing, BackgroundQuorum, Rehearsing, StateAndProgress):
     def participating_rank(self) -> int | None:
         """Wait for the quorum, and return this group's number among the groups that take part.
 
-        After ``should_commit``, this and ``num_participants`` and ``is_participating`` are of the step that ended.
+        After ``should_commit``, this and ``num_participants`` and ``is_participating`` are of the step that ended. In a
+        step, a script may draw its batch by this number. Then the step is not retried (``retry_allreduce``): among
+        fewer groups the numbers are others, and one batch would be trained on twice and another one never.
 
         Returns:
             In [0, num_participants()); None while this group heals or is a spare.
         """
-        return self._latest_participation()[0]
+        rank = self.participation()[0]
+        if self._context.kept is not None:
+            self._context.kept.refuse(BATCH_BY_NUMBER)
+        return rank
 
     def num_participants(self) -> int:
         """Wait for the quorum, and return the number of groups that take part in this step."""
-        return self._latest_participation()[1]
+        return self.participation()[1]
 
     def is_participating(self) -> bool:
         """Wait for the quorum, and return whether this group takes part in this step."""
-        return self.participating_rank() is not None
+        return self.participation()[0] is not None
 
     def is_healing(self) -> bool:
         """Wait for the quorum, and return whether this group loads the state of another one in ``should_commit``."""
         attempt = self._current()
         return attempt.heals_at_end(attempt.wait_plan())
 
-    def _latest_participation(self) -> tuple[int | None, int]:
+    def participation(self) -> tuple[int | None, int]:
+        """Return ``participating_rank`` and ``num_participants``, for contributions that a retry computes again."""
         attempt = self._attempt
         if attempt is None or not attempt.done or attempt.plan is None:
             attempt = self._current()
@@ -562,7 +568,7 @@ class Manager(Finishing, BackgroundQuorum, Rehearsing, StateAndProgress):
                 self._durability.committed(attempt.plan)
             self.script_checker.committed(
                 *(self.current_step(), time.monotonic()),
-                groups=self._latest_participation()[1],
+                groups=self.participation()[1],
                 collectives=attempt.collectives,
                 synchronized=attempt.synchronized,
             )

@@ -131,7 +131,8 @@ class SyncedBuffers:
 
     def _place(self) -> tuple[bool, int]:
         """Return whether this group is the first of those that take part, and their number."""
-        return self._manager.participating_rank() == 0, self._manager.num_participants()
+        rank, groups = self._manager.participation()
+        return rank == 0, groups
 
     def _average(self, buffers: list[_Buffer]) -> None:
         """Average the buffers: divide, then sum.

@@ -36,6 +36,8 @@ from keepstep.step.reducing.managed_work import ManagedWork
 from keepstep.step.reducing.step_collectives import StepCollectives
 from keepstep.step.reduction import Reduction
 from keepstep.step.reporting.step_telemetry import StepTimes
+from keepstep.step.retrying.backward_end import at_end_of_backward
+from keepstep.step.retrying.kept_reductions import HANDED_OUT
 from keepstep.step.retrying.retry_rules import FailedTry
 from keepstep.step.step_end import StepEnd
 from keepstep_mesh.errors import KeepstepError, SessionClosed
@@ -86,6 +88,8 @@ class Attempt:
         self._first_error = FirstError(context)
         self._rounds = Rounds(context, rules, self._times, self._first_error)
         self._collectives = StepCollectives(context, self._rounds, self._times, self._first_error)
+        self._failed: tuple[bool, Exception | None] | None = None
+        """Result of the last try, if ``settle`` ended it: the step will not commit."""
         self._began_at: tuple[int, Lineage] | None = None
         """Step and lineage of this group when ``begin`` returned."""
 
@@ -222,20 +226,51 @@ class Attempt:
 
         See ``Collectives.allreduce``.
         """
-        return self._collectives.allreduce(reduction)
+        work = self._collectives.allreduce(reduction)
+        settles = self._context.kept is not None and self._context.settings.world_size == 1
+        if settles and not at_end_of_backward(self.settle):
+            work.settle = self.settle
+        return work
 
     def run_collective(self, tensors: list[torch.Tensor], start: Callable[[Round], Work]) -> ManagedWork:
         """Average ``tensors`` in place with ``start``. Errors are reported, not raised. See ``Collectives.run``."""
         return self._collectives.run(tensors, start)
+
+    def settle(self) -> bool:
+        """Repeat the all-reduces so far until they succeed, before the script sees their results.
+
+        In a group of one rank, with ``retry_allreduce``: at the end of a backward pass, and when the script waits.
+
+        Returns:
+            Whether the step may commit so far.
+        """
+        kept = self._context.kept
+        if kept is None or self.done or self._failed is not None:
+            return False
+        try:
+            if not self._collectives.succeeded():
+                with self._times.retrying():
+                    while self._failed is None and not self._collectives.succeeded():
+                        failed = self._take(self._context.timeout)
+                        if self.done or not self._goes_again():
+                            self._failed = failed
+                        else:
+                            self._retry()
+            kept.refuse(HANDED_OUT)
+        except SystemExit as error:  # should_commit raises it again: a backward pass must not be left by an exit
+            self.report(KeepstepError(f"leaving: {error}"))
+        except Exception as error:  # noqa: BLE001  reported: the step does not commit, training goes on
+            self.report(error)
+        return self.error is None
 
     # ---- the end
 
     def conclude(self, limit: timedelta) -> bool:
         """Wait for the collectives, exchange live state, vote within ``limit``. Return whether the step commits."""
         context = self._context
-        committed, unhealed = self._take(limit)
+        committed, unhealed = self._failed or self._take(limit)
         with self._times.retrying():
-            while not (committed or self.done) and self._goes_again():
+            while not (committed or self.done or self._failed) and self._goes_again():
                 self._retry()
                 committed, unhealed = self._take(limit)
         if self.done:  # groups finish in this quorum

@@ -35,6 +35,13 @@ class ManagerDouble:
     def committing(self) -> Iterator[bool]:
         yield self.should_commit()
 
+    def num_participants(self) -> int:
+        """Return the number of groups that take part."""
+        raise NotImplementedError
+
+    def participation(self) -> tuple[int | None, int]:
+        return self.participating_rank(), self.num_participants()
+
     def participating_rank(self) -> int | None:
         return self.rank
 

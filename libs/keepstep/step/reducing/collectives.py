@@ -181,7 +181,7 @@ class Collectives:
         Args:
             all_or_none: write nothing back if one of them failed, because all of them may be repeated.
         """
-        succeeded = [work for work in self._works if work.wait()]
+        succeeded = [work for work in self._works if work.ended()]
         if all_or_none and len(succeeded) < len(self._works):
             return
         for work in succeeded:
@@ -191,6 +191,10 @@ class Collectives:
                 except Exception as error:  # noqa: BLE001  the tensors that it wrote are equal in no other group
                     self.write_back_failed = True
                     self._report(error)
+
+    def succeeded(self) -> bool:
+        """Wait for all collectives, and return whether they succeeded."""
+        return not [work for work in self._works if not work.ended()]
 
     def check_process_group(self) -> None:
         """Report an error that the process group knows of and its works do not carry."""
@@ -208,8 +212,7 @@ class Collectives:
 
     def drain(self) -> None:
         """Wait for all collectives and ignore their results."""
-        for work in self._works:
-            work.wait()
+        self.succeeded()
 
 
 def _extremes(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

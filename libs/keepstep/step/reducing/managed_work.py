@@ -36,6 +36,8 @@ class ManagedWork(dist.Work):
         ended: Callable[[], None] | None = None,
     ) -> None:
         super().__init__()
+        self.settle: Callable[[], bool] | None = None
+        """Called instead of a wait of the script, with ``retry_allreduce``. Returns what ``wait`` returns."""
         self._value = value
         self._ok = ok
         self._report = report
@@ -60,6 +62,10 @@ class ManagedWork(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002  the process group keeps the deadline
         """Wait for the collective, and return whether it succeeded."""
+        return self.ended() if self.settle is None else self.settle()
+
+    def ended(self) -> bool:
+        """Wait for this try of the collective, and return whether it succeeded."""
         try:
             self._future.wait()
         except Exception as error:  # noqa: BLE001  torch could not run the callback: no memory for it
@@ -68,7 +74,10 @@ class ManagedWork(dist.Work):
         return self._ok
 
     def is_completed(self) -> bool:
-        return self._future.done()
+        done = self._future.done()
+        if done and self.settle is not None:
+            self.settle()
+        return done
 
     def synchronize(self) -> None:
         self.wait()
@@ -78,6 +87,8 @@ class ManagedWork(dist.Work):
 
     def get_future(self) -> Future[Any]:
         """Return a future that completes with the tensor, and never with an exception."""
+        if self.settle is not None:
+            self.settle()
         return self._future
 
     def result(self) -> list[torch.Tensor]:

@@ -93,6 +93,10 @@ class StepCollectives:
             errors.report_of_peers(error)
         return ManagedWork(None, value, ok=False)
 
+    def succeeded(self) -> bool:
+        """Wait for the collectives of this try, and return whether the step may commit so far."""
+        return self._present.succeeded() and self._errors.error is None
+
     def begin_retry(self) -> None:
         """Begin another try of the step, without a collective."""
         self._present = Collectives(self._context, StepTimes(self._times.began), self._errors.report_of_peers)

@@ -7,6 +7,10 @@ the result of the failed one. That is so for
 * a tensor in the memory of a gradient, as a bucket of ``DistributedDataParallel`` is, which nothing has changed since
   the reduction ended. The version counter of the tensor shows changes, such as those of gradient clipping.
 * a tensor whose result is used in ``write_back`` alone.
+
+No counter shows that a script has read a result, or has written to it through ``.data`` or numpy. So a group of one
+rank repeats the reductions before the script sees a result (``Attempt.settle``), and none that it has seen. The ranks
+of a larger group agree in ``should_commit`` only, so their script must not use a gradient before.
 """
 
 from __future__ import annotations
@@ -18,6 +22,11 @@ import torch
 from keepstep.process_group.works import writing
 from keepstep.step.reduction import Reduction
 
+BATCH_BY_NUMBER = (
+    "the script asked for participating_rank(), and may have drawn its batch by it; among fewer groups the numbers are "
+    "others"
+)
+HANDED_OUT = "the script has the results of earlier all-reduces of this step, and may have used them"
 CLIP_LATER = (
     "a gradient was changed after its all-reduce; change gradients in a hook that runs after the commit: "
     "optimizer.register_step_pre_hook"

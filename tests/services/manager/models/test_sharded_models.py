@@ -240,14 +240,22 @@ def test_a_step_of_a_sharded_model_is_retried_with_the_same_gradients(lighthouse
     assert all(one.equal(found[0]) for one in found)
 
 
-def test_a_step_that_reduces_each_micro_batch_is_discarded_and_not_retried(lighthouse, caplog):
-    with manager(lighthouse, "a", pg=Lossy(1), **RETRY) as m:
-        model = shard(m, network())
-        m.start_quorum()
-        for value in PASSES["a"]:
-            loss_of(model, value).backward()
-        assert not m.should_commit()
-    assert "step not retried" in caplog.text
+@pytest.mark.parametrize("fails_in", [None, 0, 1])
+def test_a_step_that_reduces_each_micro_batch_is_retried_in_the_first_pass_only(lighthouse, fails_in, caplog):
+    """The script has the sum of the first pass when the second one fails."""
+    found = []
+    for failing in (None, fails_in):
+        with manager(lighthouse, f"after {failing}", pg=Lossy(0), **RETRY) as m:
+            model = shard(m, network())
+            m.start_quorum()
+            m.wait_quorum()
+            for number, value in enumerate(PASSES["a"]):
+                m._context.reconfigurer.pg.failures = int(number == failing)
+                loss_of(model, value).backward()
+            assert m.should_commit() == (failing != 1)
+            found.append(gradients(model))
+    assert ("step not retried" in caplog.text) == (fails_in == 1)
+    assert fails_in == 1 or found[0].equal(found[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

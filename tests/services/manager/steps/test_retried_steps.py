@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import Any
 
@@ -9,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed import Work
+from torch.utils.checkpoint import checkpoint
 
-from keepstep import DistributedDataParallel, Manager, Optimizer, ProcessGroupDummy
+from keepstep import DistributedDataParallel, Manager, Optimizer, ProcessGroupDummy, PureDistributedDataParallel
 from keepstep.data import ElasticSampler
 from keepstep.local_sgd import LocalSGD
 from keepstep.process_group import ProcessGroupError
@@ -25,22 +27,31 @@ RETRY: dict[str, Any] = {"init_sync": False, "retry_allreduce": True}
 class Trainer:
     """A model of one weight; the gradient of a batch is its value."""
 
-    def __init__(self, manager: Manager, *layers: nn.Module, quantize: bool = False) -> None:
+    def __init__(
+        self,
+        manager: Manager,
+        *layers: nn.Module,
+        quantize: bool = False,
+        ddp: type[nn.Module] = DistributedDataParallel,
+    ) -> None:
         self.manager = manager
         self.model = nn.Sequential(nn.Linear(1, 1, bias=False), *layers)
         self.weight = self.model[0].get_parameter("weight")
         with torch.no_grad():
             self.weight.fill_(1.0)
-        self.ddp = DistributedDataParallel(manager, self.model, should_quantize=quantize)
+        self.ddp = ddp(manager, self.model, should_quantize=quantize)
         self.optimizer = Optimizer(manager, torch.optim.SGD(self.model.parameters(), lr=1.0))
 
     def backward(self, value: float) -> None:
         self.optimizer.zero_grad()
+        self.backward_again(value)
+
+    def backward_again(self, value: float) -> None:
         torch.autograd.backward(self.ddp(torch.full((1, 1), value)).sum())
 
 
 def lose_one(
-    lighthouse: str, *values: float, change: Any = lambda _: None, quantize: bool = False, **options: Any
+    lighthouse: str, *values: float, change: Any = lambda _: None, trainer: Any = Trainer, **options: Any
 ) -> list[Any]:
     """Let groups with these gradients take a step, from which one more group is gone before it reduces anything.
 
@@ -51,18 +62,18 @@ def lose_one(
 
     def survivor(number: int) -> tuple[bool, float, int]:
         with manager(lighthouse, f"r{number}", **{**RETRY, **options}) as m:
-            trainer = Trainer(m, quantize=quantize)
+            one = trainer(m)
             ready.wait(30)
             m.start_quorum()
             assert m.num_participants() == len(values) + 1
             ready.wait(30)
-            trainer.backward(values[number])
-            change(trainer)
-            return trainer.optimizer.step(), trainer.weight.item(), m.num_participants()
+            one.backward(values[number])
+            change(one)
+            return one.optimizer.step(), one.weight.item(), m.num_participants()
 
     def victim() -> None:
         with manager(lighthouse, "victim", **{**RETRY, **options}) as m:
-            Trainer(m, quantize=quantize)
+            trainer(m)
             ready.wait(30)
             m.start_quorum()
             assert m.num_participants() == len(values) + 1
@@ -78,31 +89,148 @@ def test_the_step_of_a_lost_member_is_that_of_the_others_alone(lighthouse, synch
 
 
 def test_quantized_gradients_are_reduced_again(lighthouse):
-    (one, other) = lose_one(lighthouse, 2.0, 4.0, quantize=True)
+    (one, other) = lose_one(lighthouse, 2.0, 4.0, trainer=functools.partial(Trainer, quantize=True))
     assert one == other == (True, pytest.approx(-2.0, abs=0.01), 2)
 
 
-def test_gradients_that_were_clipped_before_the_commit_are_not_reduced_again(lighthouse, caplog):
-    def clip(trainer: Trainer) -> None:
-        nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
+class CheckpointedTrainer(Trainer):
+    """Its DDP averages in a callback at the end of the backward pass."""
 
-    assert lose_one(lighthouse, 2.0, change=clip) == [(False, 1.0, 2)]
-    assert "register_step_pre_hook" in caplog.text
+    def __init__(self, manager: Manager) -> None:
+        super().__init__(manager, Checkpointed())
+
+
+class Checkpointed(nn.Module):
+    def forward(self, values: torch.Tensor) -> Any:
+        return checkpoint(torch.nn.Identity(), values, use_reentrant=True)
+
+
+@pytest.mark.parametrize(
+    "trainer", [functools.partial(Trainer, ddp=PureDistributedDataParallel), CheckpointedTrainer], ids=["pure", "late"]
+)
+def test_gradients_that_are_reduced_at_the_end_of_the_backward_pass_are_reduced_again(lighthouse, trainer):
+    assert lose_one(lighthouse, 2.0, 4.0, change=replaced, trainer=trainer) == [(True, 0.0, 2)] * 2
+
+
+def clipped(trainer: Trainer) -> None:
+    nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
+
+
+def replaced(trainer: Trainer) -> None:
+    assert trainer.weight.grad is not None
+    trainer.weight.grad = trainer.weight.grad / 3
+
+
+def written_through_data(trainer: Trainer) -> None:
+    assert trainer.weight.grad is not None
+    trainer.weight.grad.data.div_(3)
+
+
+def written_through_numpy(trainer: Trainer) -> None:
+    assert trainer.weight.grad is not None
+    gradient = trainer.weight.grad.numpy()
+    gradient /= 3
+
+
+def rate_of_the_norm(trainer: Trainer) -> None:
+    assert trainer.weight.grad is not None
+    trainer.optimizer.param_groups[0]["lr"] = trainer.weight.grad.norm().item()
+
+
+@pytest.mark.parametrize(
+    ("use", "weight"),
+    [
+        (clipped, 0.0),
+        (replaced, 0.0),
+        (written_through_data, 0.0),
+        (written_through_numpy, 0.0),
+        (rate_of_the_norm, -8.0),
+    ],
+)
+def test_a_script_may_use_its_gradients_before_the_commit(lighthouse, use, weight):
+    """They are the average of the groups that are left, which is 3."""
+    one, other = lose_one(lighthouse, 2.0, 4.0, change=use)
+    assert one == other == (True, pytest.approx(weight, abs=1e-5), 2)
+
+
+def test_another_all_reduce_after_the_backward_pass_is_one_of_the_groups_that_are_left(lighthouse):
+    losses = []
+
+    def average_loss(trainer: Trainer) -> None:
+        loss = torch.tensor(6.0)
+        assert trainer.manager.allreduce(loss).wait()
+        losses.append(loss.item())
+
+    assert lose_one(lighthouse, 2.0, 4.0, change=average_loss) == [(True, -2.0, 2)] * 2
+    assert losses == [6.0] * 2
+
+
+def test_gradients_that_the_script_reduces_are_reduced_again_when_it_waits(lighthouse):
+    """Without a DDP: the loss of the third group shows in the ``wait`` of the first gradient."""
+    ready = threading.Barrier(3)
+
+    def group(name: str, value: float) -> tuple[list[bool], list[float], bool] | None:
+        with manager(lighthouse, name, **RETRY) as m:
+            weights = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
+            Optimizer(m, torch.optim.SGD(weights, lr=1.0))
+            ready.wait(30)
+            m.start_quorum()
+            assert m.num_participants() == 3
+            ready.wait(30)
+            if name == "c":
+                return None
+            works = []
+            for weight in weights:
+                weight.grad = torch.full((1,), value)
+                works.append(m.allreduce(weight.grad))
+            waited = [work.wait() for work in works]
+            return waited, [weight.grad.item() for weight in weights if weight.grad is not None], m.should_commit()
+
+    results = together(lambda: group("a", 2.0), lambda: group("b", 4.0), lambda: group("c", 0.0))
+    assert results[:2] == [([True, True], [3.0, 3.0], True)] * 2
+
+
+def test_results_that_the_script_has_seen_keep_the_step_from_being_retried(lighthouse, caplog):
+    with manager(lighthouse, "a", pg=Lossy(0), **RETRY) as m:
+        trainer = Trainer(m)
+        trainer.backward(2.0)
+        m._context.reconfigurer.pg.failures = 1  # type: ignore[attr-defined]
+        trainer.backward_again(2.0)
+        assert not trainer.optimizer.step()
+        assert trainer.weight.item() == 1.0
+    assert "may have used them" in caplog.text
 
 
 def test_an_all_reduce_of_no_gradient_keeps_the_step_from_being_retried(lighthouse, caplog):
-    def log_loss(trainer: Trainer) -> None:
-        trainer.manager.allreduce(torch.ones(3)).wait()
-
-    assert lose_one(lighthouse, 2.0, change=log_loss) == [(False, 1.0, 2)]
+    with manager(lighthouse, "a", pg=Lossy(1), **RETRY) as m:
+        m.start_quorum()
+        assert not m.allreduce(torch.ones(3)).wait()
+        assert not m.should_commit()
     assert "shape (3,) is of no gradient" in caplog.text
 
 
-def test_an_error_of_the_group_itself_discards_the_step(lighthouse):
-    def fail(trainer: Trainer) -> None:
-        trainer.manager.report_error(RuntimeError("bad batch"))
+def test_a_batch_that_was_drawn_by_the_number_of_the_group_keeps_the_step_from_being_retried(lighthouse, caplog):
+    """Among fewer groups the numbers are others: with a retry, a batch is trained on twice, and another one never."""
+    with manager(lighthouse, "a", pg=Lossy(1), **RETRY) as m:
+        trainer = Trainer(m)
+        m.start_quorum()
+        assert m.participating_rank() == 0
+        trainer.backward(2.0)
+        assert not trainer.optimizer.step()
+        assert trainer.weight.item() == 1.0
+    assert "drawn its batch by it" in caplog.text
 
-    assert lose_one(lighthouse, 2.0, change=fail) == [(False, 1.0, 2)]
+
+def test_an_error_of_the_group_itself_discards_the_step(lighthouse, caplog):
+    with manager(lighthouse, "a", pg=Lossy(1), **RETRY) as m:
+        trainer = Trainer(m)
+        m.start_quorum()
+        m.wait_quorum()
+        works = [m.allreduce(torch.ones(1))]
+        m.report_error(RuntimeError("bad batch"))
+        assert not works[0].wait()
+        assert not trainer.optimizer.step()
+    assert "this group failed by itself" in caplog.text
 
 
 def test_buffers_are_those_of_the_groups_that_are_left(lighthouse):
