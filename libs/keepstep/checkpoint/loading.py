@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +16,8 @@ from keepstep.checkpoint.checkpoint_errors import (
     MissingKeys,
     without_keys,
 )
-from keepstep.checkpoint.parts.flattening import Leaf, expand, flatten, place
+from keepstep.checkpoint.completing import complete
+from keepstep.checkpoint.parts.flattening import Leaf, Path, expand, flatten, list_lengths, place
 from keepstep.checkpoint.parts.local_parts import Part, TensorPart, local_parts
 from keepstep.checkpoint.places.at_relay import RelaySource
 from keepstep.checkpoint.places.directory import DirectorySource
@@ -24,6 +25,8 @@ from keepstep.checkpoint.places.location import AtRelay, parse
 from keepstep.checkpoint.reading import VerifiedReader, Wanted
 from keepstep.checkpoint.stored import CheckpointReader, Piece, StoredCheckpoint, StoredTensor, pieces_of
 from keepstep.checkpointing.direct.http_connection import Deadline
+from keepstep.checkpointing.state.known_classes import class_name
+from keepstep.checkpointing.state.tensor_subclasses import is_whole_value, is_wrapper
 from keepstep_mesh.protocol.boxes import Box
 from keepstep_mesh.text import listed
 
@@ -40,9 +43,11 @@ def load(
 ) -> None:
     """Load a checkpoint into ``state_dict``. Each rank calls it alone, with the part of the state that it wants.
 
-    Tensors are loaded in place, and converted to the dtype of their destination. A DTensor gets its shard, whatever
-    shards were saved. Only the parts of chunks that have these bytes are read, and each is verified. Keys of the
-    checkpoint that ``state_dict`` does not have are not loaded. After an error, tensors may be half loaded.
+    Tensors are loaded in place, and converted to the dtype of their destination, unless that would drop fractions or
+    imaginary parts. A DTensor gets its shard, whatever shards were saved. Only the parts of chunks that have these
+    bytes are read, and each is verified. Keys of the checkpoint that ``state_dict`` does not have are not loaded,
+    except by optimizers and learning rate schedulers: they get all that was saved of them. An optimizer that has not
+    stepped yet gets its state too. After an error, tensors may be half loaded.
 
     Args:
         state_dict: as for ``save``, with tensors that have memory. Other values are replaced. At the end,
@@ -56,16 +61,19 @@ def load(
         CheckpointNotFound: the checkpoint does not exist, or is not committed.
         MissingKeys: the checkpoint does not have some keys.
         CheckpointDamaged: stored bytes are damaged; the error names the file and the key.
-        CheckpointError: a tensor has another shape in the checkpoint.
+        CheckpointError: a tensor has another shape in the checkpoint, or a kind of dtype that does not fit; a list has
+            more items there; an optimizer has other parameter groups; a class is not known in this process.
         TransferTimeout: the time limit passed.
     """
     reader = open_reader(checkpoint_id, timeout=timeout, token=token)
     try:
-        expanded = expand(state_dict)
-        load_leaves(expanded.state, StoredCheckpoint(reader), strict=strict)
+        expanded, stored = expand(state_dict), StoredCheckpoint(reader)
+        for path, one, state in expanded.stateful:
+            complete(one, state, path, stored)
+        load_leaves(expanded.state, stored, strict=strict)
     finally:
         reader.close()
-    for one, state in expanded.stateful:
+    for _, one, state in expanded.stateful:
         one.load_state_dict(state)
     _take_over(state_dict, expanded.state)
 
@@ -104,13 +112,14 @@ def load_leaves(state: dict[Any, Any], stored: StoredCheckpoint, *, strict: bool
     """Load into the leaves of a state without ``Stateful`` objects. See ``load``."""
     leaves = flatten(state)
     found = _present(leaves, stored, strict=strict)
-    parts = local_parts({key: leaf for key, leaf in found.items() if isinstance(leaf.value, torch.Tensor)})
+    parts = local_parts({key: leaf for key, leaf in found.items() if key in stored.tensors and _has_memory(leaf)})
     pieces = [(key, piece, target) for key, part in parts.items() for piece, target in _reads(key, part, stored)]
     read_pieces(stored.reader, pieces)
     for key, leaf in found.items():
         if key in stored.objects:
-            place(state, leaf.path, naming_key(key, lambda key=key: stored.value(key)))
-        elif not isinstance(leaf.value, torch.Tensor):
+            into = leaf.value if isinstance(leaf.value, torch.Tensor) else None
+            place(state, leaf.path, naming_key(key, lambda key=key, into=into: stored.value(key, into)))
+        elif not _has_memory(leaf):
             place(state, leaf.path, naming_key(key, lambda key=key: stored.tensor(key)))
 
 
@@ -119,28 +128,76 @@ def _present(leaves: Mapping[str, Leaf], stored: StoredCheckpoint, *, strict: bo
     available = stored.keys()
     missing = [key for key in leaves if key not in stored.tensors and key not in stored.objects]
     for key in list(missing):
-        if isinstance(leaves[key].value, Mapping):  # an empty one
+        if isinstance(leaves[key].value, Mapping | list):  # an empty one, or a list of plain values
             below = [one for one in available if one.startswith(f"{key}.")]
+            if below and isinstance(leaves[key].value, list):
+                raise CheckpointError(
+                    f"{key} is a list of {len(leaves[key].value)} plain values here, but the checkpoint has tensors or "
+                    f"dicts in it ({listed(below, MAX_NAMED)}): pass a list like the one that was saved"
+                )
             if below:
                 raise CheckpointError(
                     f"{key} is empty here, but the checkpoint has {len(below)} values in it "
                     f"({listed(below, MAX_NAMED)}), which would not be loaded: create them first; an optimizer's with "
                     f"torch.distributed.checkpoint.state_dict.get_optimizer_state_dict"
                 )
-            missing.remove(key)
+            if not isinstance(leaves[key].value, list):
+                missing.remove(key)
+    check_lists((leaf.path for leaf in leaves.values()), stored)
     if missing and strict:
         raise _missing(missing, stored)
     found = {key: leaf for key, leaf in leaves.items() if key in stored.tensors or key in stored.objects}
     for key, leaf in found.items():
-        is_tensor = isinstance(leaf.value, torch.Tensor)
-        if is_tensor and key in stored.objects:
-            raise CheckpointError(f"{key} is a tensor here, but another value in the checkpoint")
-        if not is_tensor and key in stored.tensors and leaf.value is not None:
+        if isinstance(leaf.value, torch.Tensor) and key in stored.objects:
+            _check_whole(key, leaf.value, stored)
+        elif is_whole_value(leaf.value):
+            raise CheckpointError(
+                f"{key} is a {class_name(type(leaf.value))} here, but a {stored.tensors[key]} in the checkpoint: pass "
+                f"a plain tensor, or None to get a new one"
+            )
+        if not isinstance(leaf.value, torch.Tensor) and key in stored.tensors and leaf.value is not None:
             raise CheckpointError(
                 f"{key} is a {stored.tensors[key]} in the checkpoint, but a {type(leaf.value).__name__} here: pass a "
                 f"tensor, or None to get a new one"
             )
     return found
+
+
+def check_lists(paths: Iterable[Path], stored: StoredCheckpoint) -> None:
+    """Raise ``CheckpointError`` if the checkpoint has more items of a list than a state whose leaves have ``paths``."""
+    there = list_lengths(stored.paths.values())
+    for key, length in list_lengths(paths).items():
+        if there.get(key, 0) > length:
+            raise CheckpointError(
+                f"{key} has {length} items here, but {there[key]} in the checkpoint: pass a list of that length (the "
+                f"rest would not be loaded)"
+            )
+
+
+def check_cast(key: str, stored: torch.dtype, here: torch.dtype) -> None:
+    """Raise ``CheckpointError`` if a conversion to the dtype of the destination would drop parts of the numbers."""
+    if not torch.can_cast(stored, here):
+        raise CheckpointError(
+            f"{key} is {here} here, but {stored} in the checkpoint, and the conversion drops parts of its numbers: "
+            f"pass a tensor of {stored}, or None to get a new one"
+        )
+
+
+def _has_memory(leaf: Leaf) -> bool:
+    return isinstance(leaf.value, torch.Tensor) and not is_whole_value(leaf.value)
+
+
+def _check_whole(key: str, value: torch.Tensor, stored: StoredCheckpoint) -> None:
+    """Raise if a tensor is not of the class and the shape that the checkpoint has."""
+    here = (class_name(type(value)), tuple(value.shape)) if is_wrapper(value) else None
+    kind, *fields = node if type(node := stored.objects[key].node) is list and node else (None,)
+    if kind == "quantized" and value.is_quantized:
+        return
+    there = (fields[0], tuple(fields[1])) if kind == "wrapped" else None
+    if here is None or here != there:
+        names = [f"a {one[0]} of shape {one[1]}" if one is not None else "another value" for one in (here, there)]
+        what = names[0] if here is not None else f"a tensor of {value.dtype}"
+        raise CheckpointError(f"{key} is {what} here, but {names[1]} in the checkpoint: pass such a value, or None")
 
 
 def _missing(missing: list[str], stored: StoredCheckpoint) -> MissingKeys:
@@ -154,6 +211,7 @@ def _reads(key: str, part: Part, stored: StoredCheckpoint) -> Iterator[tuple[Pie
     assert isinstance(part, TensorPart)
     if part.shape != tensor.shape:
         raise CheckpointError(f"{key} has shape {part.shape} here, but is a {tensor} in the checkpoint")
+    check_cast(key, tensor.dtype, part.dtype)
     for box, target in part.pieces:
         if target.is_meta:
             raise CheckpointError(f"{key} has no memory (device meta): allocate it first, such as with to_empty()")

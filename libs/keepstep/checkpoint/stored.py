@@ -17,12 +17,14 @@ import torch
 from keepstep.checkpoint.checkpoint_errors import CheckpointError
 from keepstep.checkpoint.parts.flattening import Index, Leaf, Path, build, key_of, pack_path, unpack_path
 from keepstep.checkpoint.reading import Wanted
+from keepstep.checkpointing import StateMismatch
 from keepstep.checkpointing.state.leaves import TORCH_DTYPES, numpy_dtype
 from keepstep.checkpointing.state.restoring import build_value
 from keepstep.checkpointing.state.state_manifest import read_manifest
+from keepstep.checkpointing.state.tensor_subclasses import PLAIN_TENSORS
 from keepstep_mesh.errors import ManifestError
 from keepstep_mesh.protocol.boxes import Box, Sizes, uncovered, whole
-from keepstep_mesh.protocol.state_content import BYTES, NUMPY, TensorEntry
+from keepstep_mesh.protocol.state_content import BYTES, NUMPY, PARTS, TensorEntry, plain_container
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -163,6 +165,7 @@ class StoredCheckpoint:
 
     def _add_natural(self, rank: int, node: Any, path: Path) -> None:
         """Add the leaves of the tree of any state, with the keys of ``flatten``."""
+        node = plain_container(node)
         kind = node[0] if type(node) is list and node else None
         if kind in ("dict", "odict") and (len(node) > (1 if kind == "dict" else 2) or not path):
             for key, item in _pairs(node, key_of(path)).items():
@@ -201,11 +204,19 @@ class StoredCheckpoint:
 
     # ---- values
 
-    def value(self, key: str) -> Any:
-        """Return a value that is not a tensor, by its key."""
+    def value(self, key: str, into: Any = None) -> Any:
+        """Return a value that is not a tensor, by its key.
+
+        Args:
+            key: of the value.
+            into: value of the receiver. Tensors of it that fit are loaded in place.
+
+        Raises:
+            CheckpointError: its class is not known in this process.
+        """
         stored = self.objects[key]
 
-        def deliver(index: int, _target: Any, _path: str) -> Any:
+        def deliver(index: int, target: Any, _path: str) -> Any:
             entry, position = self._entry(stored.rank, ["tensor", index])
             data = self.reader.read(stored.rank, position, math.prod(entry.shape) * entry.itemsize)
             if entry.dtype == BYTES:
@@ -214,11 +225,16 @@ class StoredCheckpoint:
                 array = np.empty(entry.shape, numpy_dtype(entry.dtype.removeprefix(NUMPY)))
                 array.reshape(-1).view(np.uint8)[:] = data
                 return array
-            tensor = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype])
-            self._read_shard(StoredShard(stored.rank, whole(entry.shape), entry, position), whole(entry.shape), tensor)
-            return tensor
+            shape, dtype = entry.shape, TORCH_DTYPES[entry.dtype]
+            is_here = type(target) in PLAIN_TENSORS and target.dtype is dtype and tuple(target.shape) == shape
+            tensor = target.detach() if is_here else torch.empty(shape, dtype=dtype)
+            self._read_shard(StoredShard(stored.rank, whole(shape), entry, position), whole(shape), tensor)
+            return target if is_here else tensor
 
-        return build_value(stored.node, None, key, deliver)
+        try:
+            return build_value(stored.node, into, key, deliver)
+        except StateMismatch as error:
+            raise CheckpointError(str(error)) from error
 
     def tensor(self, key: str) -> torch.Tensor:
         """Return a whole tensor, in new memory of the CPU."""
@@ -371,7 +387,8 @@ def _pairs(node: Any, what: str) -> dict[Any, Any]:
 def _is_part(node: Any) -> bool:
     if type(node) is not list or not node:
         return False
-    return node[0] in ("tensor", "dict", "odict") or (node[0] == "list" and any(_is_part(one) for one in node[1:]))
+    node = plain_container(node)
+    return node[0] in PARTS or (node[0] == "list" and any(_is_part(one) for one in node[1:]))
 
 
 def _no_tensor(_index: int, _target: Any, path: str) -> Any:

@@ -31,13 +31,14 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from keepstep.checkpoint.checkpoint_errors import CheckpointError
-from keepstep.checkpoint.loading import naming_key, open_reader, read_pieces
-from keepstep.checkpoint.parts.flattening import Index, Leaf
+from keepstep.checkpoint.loading import check_cast, check_lists, naming_key, open_reader, read_pieces
+from keepstep.checkpoint.parts.flattening import Index, Leaf, Path
 from keepstep.checkpoint.parts.local_parts import ObjectPart, Part, TensorPart, local_part
 from keepstep.checkpoint.places.location import parse
 from keepstep.checkpoint.saving import TIMEOUT, Kind, open_target, pack_of, save_facts
 from keepstep.checkpoint.stored import Piece, StoredCheckpoint, pieces_of
 from keepstep.checkpointing.state.sharding import is_dtensor
+from keepstep.checkpointing.state.tensor_subclasses import is_whole_value
 from keepstep_mesh.protocol.boxes import Box
 
 
@@ -172,6 +173,8 @@ def _part(item: WriteItem, planner: SavePlanner) -> Part:
     tensor, described = planner.resolve_data(item), item.tensor_data
     assert described is not None
     assert isinstance(tensor, torch.Tensor)
+    if is_whole_value(tensor):
+        return ObjectPart(path, tensor)
     box = Box(tuple(described.chunk.offsets), tuple(described.chunk.sizes))
     tensor = tensor.to_local() if is_dtensor(tensor) else tensor
     if tuple(tensor.shape) != box.shape:
@@ -251,7 +254,10 @@ class RelayReader(_AtCheckpoint, StorageReader):
         try:
             check_boxes(planner)
             tensors = [item for item in plan.items if item.type is LoadItemType.TENSOR]
+            check_lists(_paths(planner), stored)
             targets = [planner.resolve_tensor(item).detach() for item in tensors]
+            for item, target in zip(tensors, targets, strict=True):
+                check_cast(item.storage_index.fqn, stored.tensors[item.storage_index.fqn].dtype, target.dtype)
             read_pieces(
                 stored.reader,
                 [
@@ -265,7 +271,9 @@ class RelayReader(_AtCheckpoint, StorageReader):
             for item in plan.items:
                 if item.type is not LoadItemType.TENSOR:
                     key = item.storage_index.fqn
-                    _deliver(item, planner, naming_key(key, lambda key=key: stored.value(key)))
+                    into = getattr(planner, "state_dict", {}).get(key)
+                    into = into if isinstance(into, torch.Tensor) else None
+                    _deliver(item, planner, naming_key(key, lambda key=key, into=into: stored.value(key, into)))
         finally:
             stored.reader.close()
         future: Future[None] = Future()
@@ -283,6 +291,12 @@ def check_boxes(planner: SavePlanner | LoadPlanner) -> None:
                     f"{key} has a shard of several parts ({', '.join(str(box) for box, _ in part.pieces)}), which "
                     f"torch.distributed.checkpoint takes for one: use keepstep.checkpoint.save and load"
                 )
+
+
+def _paths(planner: SavePlanner | LoadPlanner) -> list[Path]:
+    """Return the paths of the values of a planner that flattens the state; of any other: none."""
+    mappings = getattr(planner, "mappings", {})
+    return [tuple(Index(step) if type(step) is int else step for step in path) for path in mappings.values()]
 
 
 def _pieces(stored: StoredCheckpoint, item: ReadItem) -> Iterator[Piece]:

@@ -14,7 +14,11 @@ SAMPLE_ELEMENTS = 256
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[str, int]:
-    """Return the device and address of the memory of ``tensor``, for a DTensor of its shard here."""
+    """Return the device and address of the memory of ``tensor``, for a DTensor of its shard here.
+
+    For a tensor that wraps others: of the first one.
+    """
+    tensor = next(tensors_in(tensor), tensor)
     local = tensor.to_local() if is_dtensor(tensor) else tensor
     return str(local.device), local.untyped_storage().data_ptr()
 

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 
 import torch
 
+from keepstep.checkpointing import UnsupportedValue
+from keepstep.checkpointing.state.known_classes import class_name
+from keepstep.checkpointing.state.tensor_subclasses import is_whole_value, plain
 from keepstep.sharded.core import CheckpointingException
 from keepstep.sharded.mapping import ShardedTensor
 from keepstep_mesh.protocol.boxes import Box, Sizes
@@ -31,10 +34,9 @@ def pieces_of(tensor: ShardedTensor) -> list[tuple[Box, torch.Tensor]]:
 
     Raises:
         CheckpointingException: ``tensor`` has no data.
+        UnsupportedValue: see ``local_data``.
     """
-    if tensor.data is None:
-        raise CheckpointingException(f"ShardedTensor {tensor.key!r} has no data: expected a tensor")
-    data = tensor.data.detach()
+    data = local_data(tensor)
     if tensor.flattened_range is None:
         return [(Box(tensor.global_offset, tensor.box_shape), data[(None,) * tensor.prepend_axis_num])]
     found, first = [], 0
@@ -42,6 +44,23 @@ def pieces_of(tensor: ShardedTensor) -> list[tuple[Box, torch.Tensor]]:
         found.append((box, data[first : first + box.volume].view(box.shape)))
         first += box.volume
     return found
+
+
+def local_data(tensor: ShardedTensor) -> torch.Tensor:
+    """Return the data of a part.
+
+    Raises:
+        CheckpointingException: it has none.
+        UnsupportedValue: it wraps other tensors, or is quantized: such a value has no parts.
+    """
+    if tensor.data is None:
+        raise CheckpointingException(f"ShardedTensor {tensor.key!r} has no data: expected a tensor")
+    if is_whole_value(tensor.data):
+        raise UnsupportedValue(
+            f"ShardedTensor {tensor.key!r} has a {class_name(type(tensor.data))} as data, which cannot be stored in "
+            f"parts: use a ShardedObject, or a plain tensor"
+        )
+    return plain(tensor.data, f"ShardedTensor {tensor.key!r}")
 
 
 def boxes_of_range(shape: Sizes, start: int, stop: int) -> Iterator[Box]:

@@ -111,6 +111,19 @@ def pack_content(content: Content) -> bytes:
     return packed
 
 
+PARTS = frozenset(("tensor", "dict", "odict", "wrapped", "quantized", "shard"))
+"""Names of the nodes that are values of their own in a list that contains one."""
+
+
+def plain_container(node: Any) -> Any:
+    """Return the dict or list that is the content of one of another class; any other node: itself."""
+    if type(node) is list and len(node) > 2 and node[0] in ("defaultdict", "instance"):
+        content = node[2]
+        if type(content) is list and content and content[0] in ("dict", "odict", "list"):
+            return content
+    return node
+
+
 def _unpack(data: bytes, what: str) -> Any:
     try:
         return msgpack.unpackb(data)
@@ -159,7 +172,7 @@ def _read_entry(row: Any, regions: tuple[int, ...], what: str) -> TensorEntry:
         None if strides is None else _sizes(strides, f"strides of {what}"),
         size(region, f"region of {what}"),
         size(offset, f"offset of {what}"),
-        None if sharding is None else _read_sharding(sharding, f"sharding of {what}"),
+        None if sharding is None else read_sharding(sharding, f"sharding of {what}"),
     )
     if entry.region >= len(regions):
         raise ManifestError(f"{what} lies in region {entry.region} of {len(regions)}")
@@ -179,7 +192,8 @@ def _read_entry(row: Any, regions: tuple[int, ...], what: str) -> TensorEntry:
     return entry
 
 
-def _read_sharding(value: Any, what: str) -> Sharding:
+def read_sharding(value: Any, what: str) -> Sharding:
+    """Check the fields of a sharding. Raises ``ManifestError``."""
     if type(value) is not list or len(value) != 5:
         raise ManifestError(f"{what} must be a list of 5 fields")
     return Sharding(

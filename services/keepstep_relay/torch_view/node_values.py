@@ -127,6 +127,21 @@ class NodeValues:
                 return date.fromisoformat(fields[0])
             case "timedelta":
                 return timedelta(*fields)
+            case "bytearray":
+                return Call(Global("builtins", "bytearray"), (self.value(fields[0]),))
+            case "deque":
+                return Call(Global("collections", "deque"), ([self.value(one) for one in fields[1:]], fields[0]))
+            case "path":
+                return str(self.value(fields[1]))
+            case "enum" | "defaultdict" | "instance":  # of a class that a reader may not have: its plain content
+                return self.value(fields[1])
+            case "qscheme" | "layout" | "memory_format":
+                return str(fields[0])
+            case "wrapped" | "quantized" | "shard":
+                raise ManifestError(
+                    "it is a tensor that wraps others or is quantized, which plain torch cannot load from here: load "
+                    "it with keepstep.checkpoint.load or RelayReader"
+                )
         raise ManifestError(f"unknown type {glimpse(kind)} in the tree")
 
     def _items(self, fields: list[Any]) -> Items:

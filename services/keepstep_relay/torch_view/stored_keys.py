@@ -12,7 +12,7 @@ from typing import Any
 from keepstep_mesh.errors import ManifestError
 from keepstep_mesh.protocol.boxes import Box, Sizes, uncovered, whole
 from keepstep_mesh.protocol.manifest import glimpse
-from keepstep_mesh.protocol.state_content import BYTES, NUMPY, Content, TensorEntry
+from keepstep_mesh.protocol.state_content import BYTES, NUMPY, PARTS, Content, TensorEntry, plain_container
 
 FORMAT = "keepstep-checkpoint-1"
 """Marks the tree of a rank of ``keepstep.checkpoint``. Other trees are those of a state."""
@@ -103,6 +103,7 @@ class _Reading:
 
     def _add_state(self, node: Any, path: Path) -> None:
         """Add the leaves of the tree of a state."""
+        node = plain_container(node)
         if is_dict(node) and (pairs(node) or not path):
             for key, item in pairs(node):
                 self._add_state(item, (*path, _text(plain_key(key))))
@@ -192,5 +193,6 @@ def _steps(node: Any, key: str) -> Iterator[str | int]:
 
 
 def _is_part(node: Any) -> bool:
+    node = plain_container(node)
     kind = kind_of(node)
-    return kind in ("tensor", "dict", "odict") or (kind == "list" and any(_is_part(one) for one in node[1:]))
+    return kind in PARTS or (kind == "list" and any(_is_part(one) for one in node[1:]))

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from keepstep_mesh.errors import ManifestError
 from keepstep_mesh.protocol.boxes import Box
 from keepstep_mesh.protocol.manifest import chunk_digest
 from keepstep_mesh.protocol.state_content import Content
@@ -102,7 +103,10 @@ class _Writing:
                 continue  # an empty dict: torch stores none, and takes a checkpoint that has one for one of torch 2.3
             described[key] = Instance(Global(_MODULE, "BytesStorageMetadata"))
             values = NodeValues(stored.rank, self._contents[stored.rank])
-            value = values.value(stored.node)
+            try:
+                value = values.value(stored.node)
+            except ManifestError as error:
+                raise ManifestError(f"{key} cannot be shown to torch: {error}") from error
             self._item(stored.rank, key, None, value, values.storages)
         metadata = SegmentWriter()
         write_pickle(metadata, self._metadata(described))

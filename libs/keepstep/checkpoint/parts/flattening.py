@@ -6,7 +6,7 @@ Unlike in torch, an empty dict is a leaf too, so that it is not lost.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -126,21 +126,32 @@ class Expanded:
     """A state dict whose ``Stateful`` objects are replaced by their state dicts."""
 
     state: dict[Any, Any]
-    stateful: tuple[tuple[Stateful, dict[str, Any]], ...]
-    """The objects, and their state dicts in ``state``."""
+    stateful: tuple[tuple[Path, Stateful, dict[str, Any]], ...]
+    """The objects with their paths, and their state dicts in ``state``."""
 
 
 def expand(state_dict: Mapping[Any, Any]) -> Expanded:
     """Call ``state_dict`` of every ``Stateful`` object (modules and optimizers are such), at any depth of dicts."""
-    found: list[tuple[Stateful, dict[str, Any]]] = []
+    found: list[tuple[Path, Stateful, dict[str, Any]]] = []
 
-    def visit(value: Any) -> Any:
+    def visit(value: Any, path: Path) -> Any:
         if isinstance(value, Mapping):
-            return {key: visit(item) for key, item in value.items()}
+            return {key: visit(item, (*path, key)) for key, item in value.items()}
         if isinstance(value, Stateful) and not isinstance(value, (torch.Tensor, type)):
             state = value.state_dict()
-            found.append((value, state))
+            found.append((path, value, state))
             return state
         return value
 
-    return Expanded({key: visit(item) for key, item in state_dict.items()}, tuple(found))
+    return Expanded(visit(state_dict, ()), tuple(found))
+
+
+def list_lengths(paths: Iterable[Path]) -> dict[str, int]:
+    """Return the length of each list that ``paths`` go through, by the key of the list."""
+    found: dict[str, int] = {}
+    for path in paths:
+        for at, step in enumerate(path):
+            if isinstance(step, Index):
+                key = key_of(path[:at])
+                found[key] = max(found.get(key, 0), step.number + 1)
+    return found

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 
 from keepstep.checkpoint.checkpoint_errors import CheckpointError
-from keepstep.checkpoint.parts.flattening import Leaf, Path
+from keepstep.checkpoint.parts.flattening import Leaf, Path, key_of
 from keepstep.checkpointing import UnsupportedValue
 from keepstep.checkpointing.state.leaves import TORCH_DTYPE_NAMES
 from keepstep.checkpointing.state.sharding import is_dtensor, sharding_of
+from keepstep.checkpointing.state.tensor_subclasses import is_whole_value, plain
 from keepstep_mesh.protocol.boxes import Box, Sizes, whole
 
 if TYPE_CHECKING:
@@ -41,7 +42,11 @@ class Mesh:
 
 @dataclass(frozen=True)
 class TensorPart:
-    """The part of one tensor that this rank holds."""
+    """The part of one tensor that this rank holds.
+
+    Raises:
+        UnsupportedValue: a piece is no ordinary tensor with memory of its own.
+    """
 
     path: Path
     dtype: torch.dtype
@@ -54,6 +59,10 @@ class TensorPart:
     is_sharded: bool
     """False: the whole tensor, which other ranks may hold too."""
 
+    def __post_init__(self) -> None:
+        for _, tensor in self.pieces:
+            plain(tensor, key_of(self.path))
+
     @property
     def nbytes(self) -> int:
         """Bytes of the global tensor."""
@@ -62,7 +71,7 @@ class TensorPart:
 
 @dataclass(frozen=True)
 class ObjectPart:
-    """A value that is not a tensor."""
+    """A value that is stored whole: it is not a tensor, or one that wraps others or is quantized."""
 
     path: Path
     value: Any
@@ -88,7 +97,7 @@ def local_part(key: str, leaf: Leaf) -> Part:
 
 def _part(key: str, leaf: Leaf, shards: _Shards) -> Part:
     value = leaf.value
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor) or is_whole_value(value):
         return ObjectPart(leaf.path, value)
     if value.dtype not in TORCH_DTYPE_NAMES:
         raise UnsupportedValue(f"{key} is a tensor of {value.dtype}, which a checkpoint cannot store")

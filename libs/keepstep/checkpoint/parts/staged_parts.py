@@ -17,6 +17,8 @@ import torch
 
 from keepstep.checkpoint.parts.local_parts import ObjectPart, Part, TensorPart
 from keepstep.checkpointing.state.device_copies import device_copies
+from keepstep.checkpointing.state.tensor_subclasses import Wrapped, is_wrapper, plain
+from keepstep.checkpointing.state.tensors_in_containers import outer_tensors_in
 
 ALIGNMENT = 64
 LARGEST_EXCESS = 2
@@ -58,8 +60,10 @@ class StagedParts:
 
     def __init__(self, parts: Mapping[str, Part], buffers: StagingBuffers = BUFFERS) -> None:
         self._buffers = buffers
-        objects = {key: copy.deepcopy(part.value) for key, part in parts.items() if isinstance(part, ObjectPart)}
-        tensors = {_identity(tensor): tensor.detach() for tensor in _tensors(parts)}
+        wrapped: list[Wrapped] = []
+        objects = {key: _copied(part.value, wrapped) for key, part in parts.items() if isinstance(part, ObjectPart)}
+        inner = [one for whole in wrapped for one in _inner(whole)]
+        tensors = {_identity(one): one.detach() for one in (*_tensors(parts), *(tensor for _, _, tensor in inner))}
         *starts, size = accumulate((_aligned(tensor.nbytes) for tensor in tensors.values()), initial=0)
         self._buffer = buffers.take(size)
         with self._given_back_after_error():
@@ -68,6 +72,8 @@ class StagedParts:
                     identity: _copy_into(self._buffer[start : start + tensor.nbytes], tensor, copy_from_device)
                     for start, (identity, tensor) in zip(starts, tensors.items(), strict=True)
                 }
+            for whole, name, tensor in inner:
+                whole.inner[name] = self._copies[_identity(tensor)]
             self.parts = {key: self._staged(part, objects.get(key)) for key, part in parts.items()}
 
     def release(self) -> None:
@@ -92,6 +98,23 @@ def _tensors(parts: Mapping[str, Part]) -> Iterator[torch.Tensor]:
     for part in parts.values():
         if isinstance(part, TensorPart):
             yield from (tensor for _, tensor in part.pieces)
+
+
+def _copied(value: Any, wrapped: list[Wrapped]) -> Any:
+    """Return a copy of an object. Tensors that wrap others become ``Wrapped``, and are added to ``wrapped``."""
+    found = {id(one): Wrapped.of(one) for one in outer_tensors_in(value) if is_wrapper(one)}
+    wrapped += found.values()
+    return copy.deepcopy(value, dict(found))
+
+
+def _inner(whole: Wrapped) -> Iterator[tuple[Wrapped, str, torch.Tensor]]:
+    """Yield the tensors in a wrapper. An inner wrapper becomes ``Wrapped``."""
+    for name, one in whole.inner.items():
+        if is_wrapper(one):
+            whole.inner[name] = Wrapped.of(one)
+            yield from _inner(whole.inner[name])
+        else:
+            yield whole, name, plain(one, f"{whole.name}.{name}")
 
 
 def _identity(tensor: torch.Tensor) -> Identity:

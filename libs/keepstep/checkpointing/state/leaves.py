@@ -32,6 +32,30 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 }
 """The supported dtypes of tensors, by their names in a manifest."""
 
+_QUANTIZED_DTYPES = {name: getattr(torch, name) for name in ("qint8", "quint8", "qint32") if hasattr(torch, name)}
+_TORCH_NAMES: dict[str, tuple[type, dict[str, Any]]] = {
+    "dtype": (torch.dtype, TORCH_DTYPES | _QUANTIZED_DTYPES),
+    "qscheme": (
+        type(torch.per_tensor_affine),
+        {
+            name: getattr(torch, name)
+            for name in (
+                *("per_tensor_affine", "per_tensor_symmetric"),
+                *("per_channel_affine", "per_channel_symmetric", "per_channel_affine_float_qparams"),
+            )
+        },
+    ),
+    "layout": (torch.layout, {"strided": torch.strided, "sparse_coo": torch.sparse_coo}),
+    "memory_format": (
+        torch.memory_format,
+        {
+            name: getattr(torch, name)
+            for name in ("contiguous_format", "preserve_format", "channels_last", "channels_last_3d")
+        },
+    ),
+}
+"""Values that torch has a name for: their type, and the values by name."""
+
 TORCH_DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
@@ -83,8 +107,9 @@ def encode_leaf(value: Any, path: str) -> Any:
         return ["complex", value.real, value.imag]
     if kind is torch.Size:
         return ["size", *value]
-    if kind is torch.dtype and value in TORCH_DTYPE_NAMES:
-        return ["dtype", TORCH_DTYPE_NAMES[value]]
+    for node, (named, values) in _TORCH_NAMES.items():
+        if kind is named and value in values.values():
+            return [node, next(name for name, one in values.items() if one == value)]
     if kind is torch.device:
         return ["device", str(value)]
     if kind is timedelta:
@@ -123,7 +148,7 @@ _DECODERS: dict[str, Callable[..., Any]] = {
     "int": _integer,
     "complex": _complex,
     "size": lambda *sizes: torch.Size(sizes),
-    "dtype": lambda name: TORCH_DTYPES[name],
+    **{node: values.__getitem__ for node, (_, values) in _TORCH_NAMES.items()},
     "device": torch.device,
     "timedelta": timedelta,
     "datetime": lambda text, fold: datetime.fromisoformat(text).replace(fold=fold),

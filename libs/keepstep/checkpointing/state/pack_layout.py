@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,14 +13,17 @@ import torch
 from keepstep.checkpointing.errors import UnsupportedValue
 from keepstep.checkpointing.state.device_copies import device_copies
 from keepstep.checkpointing.state.leaves import TORCH_DTYPE_NAMES, encode_leaf, numpy_dtype_name
+from keepstep.checkpointing.state.quantized_tensors import quantized_parts
 from keepstep.checkpointing.state.sharding import LocalShard, is_dtensor, sharding_of
+from keepstep.checkpointing.state.tensor_subclasses import PLAIN_TENSORS, Wrapped, is_wrapper, plain
+from keepstep.checkpointing.state.typed_values import typed_parts
 from keepstep_mesh.protocol.state_content import BYTES, MAX_DEPTH, NUMPY, Content, Sharding, TensorEntry
 
 INLINE_BYTES = 4096
 """Longer bytes objects are stored in the pack instead of the manifest."""
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
-_TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_PLAIN_LEAVES = (type(None), bool, int, float, str, bytes)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 """A dtype for each item size, to copy elements bit by bit."""
 _SHARED_ALIGNMENT = 16
@@ -106,13 +109,13 @@ class _Walk:
 
     def node(self, value: Any, path: str, depth: int) -> Any:
         kind = type(value)
-        if kind in _TENSOR_TYPES or kind is LocalShard or is_dtensor(value):
+        if kind is LocalShard or (kind in PLAIN_TENSORS and not value.is_quantized):
             return ["tensor", self._tensor(value, path)]
         if kind is np.ndarray:
             return ["tensor", self._array(value, path)]
         if kind is bytes and len(value) > INLINE_BYTES:
             return ["tensor", self._add(value)]
-        if kind not in (dict, OrderedDict, list, tuple, set, frozenset):
+        if kind in _PLAIN_LEAVES:
             return encode_leaf(value, path)
         if depth == MAX_DEPTH:
             raise UnsupportedValue(f"{path} is nested more than {MAX_DEPTH} deep")
@@ -120,30 +123,61 @@ class _Walk:
             raise UnsupportedValue(f"{path} contains itself")
         self.parents.add(id(value))
         try:
-            return self._container(value, path, depth + 1)
+            if kind in (dict, OrderedDict, list, tuple, set, frozenset):
+                return self._container(value, path, depth + 1)
+            if kind is Wrapped or isinstance(value, torch.Tensor):
+                return self._special_tensor(value, path, depth + 1)
+            if (typed := typed_parts(value, path)) is not None:
+                return [*typed[0], *(self.node(one, path, depth + 1) for one in typed[1])]
+            return encode_leaf(value, path)
         finally:
             self.parents.discard(id(value))
+
+    def _special_tensor(self, value: Any, path: str, depth: int) -> Any:
+        """Return the node of a tensor that is more than its elements."""
+        if is_dtensor(value):
+            local = value.to_local()
+            if not is_wrapper(local):
+                return ["tensor", self._tensor(value, path)]
+            shape, offset, mesh, names, placements = astuple(sharding_of(value))
+            node = self.node(local, path, depth)
+            return ["shard", shape, offset, mesh, ["names", *names], ["names", *placements], node]
+        if is_wrapper(value):
+            value = Wrapped.of(value)
+        if isinstance(value, Wrapped):
+            node = ["wrapped", value.name, value.size, value.stride, self.node(value.context, f"{path} context", depth)]
+            for name, inner in value.inner.items():
+                node += (name, self.node(inner, f"{path}.{name}", depth))
+            return node
+        if value.is_quantized:
+            return ["quantized", *(self.node(one, path, depth) for one in quantized_parts(value, path))]
+        return ["tensor", self._tensor(value, path)]
 
     def _container(self, value: Any, path: str, depth: int) -> Any:
         if isinstance(value, dict):
             node: list[Any] = ["dict"]
             if type(value) is OrderedDict:
                 node = ["odict", self.node(getattr(value, "_metadata", None), f"{path}._metadata", depth)]
-            items = [(self._key(key, where := f"{path}[{key!r}]", depth), where, item) for key, item in value.items()]
+            items = [
+                (self._key(key, f"key of {(where := f'{path}[{key!r}]')}", depth), where, item)
+                for key, item in value.items()
+            ]
             if self.by_value:
                 items.sort(key=lambda one: repr(one[0]))
             for key, where, item in items:
                 node += (key, self.node(item, where, depth))
             return node
         if isinstance(value, (set, frozenset)):
-            items = [encode_leaf(item, f"an element of {path}") for item in value]
+            items = [self._key(item, f"an element of {path}", depth) for item in value]
             return [type(value).__name__, *sorted(items, key=repr)]
         return [type(value).__name__, *(self.node(item, f"{path}[{index}]", depth) for index, item in enumerate(value))]
 
     def _key(self, key: Any, path: str, depth: int) -> Any:
         if type(key) is tuple:
             return ["tuple", *(self._key(item, path, depth) for item in key)]
-        return encode_leaf(key, f"key of {path}")
+        if type(key) not in _PLAIN_LEAVES and typed_parts(key, path) is not None:
+            return self.node(key, path, depth)
+        return encode_leaf(key, path)
 
     def _add(self, value: _Found | Array | bytes, identity: Any = None) -> int:
         self.found.append(value)
@@ -163,14 +197,12 @@ class _Walk:
         elif is_dtensor(value):
             sharding = sharding_of(value)
             value = value.to_local()
-        tensor = value.detach()
+        tensor = plain(value, path)
         if tensor.layout is not torch.strided or tensor.dtype not in TORCH_DTYPE_NAMES or tensor.is_meta:
             raise UnsupportedValue(
                 f"{path} is a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}: expected a dense tensor "
                 f"with data"
             )
-        if type(tensor) not in _TENSOR_TYPES:
-            raise UnsupportedValue(f"{path} is a {type(tensor).__qualname__}: convert it to a plain tensor or DTensor")
         if tensor.device.type not in ("cpu", "cuda"):
             raise UnsupportedValue(f"{path} is on {tensor.device}: move it to the CPU first")
         tensor = tensor.resolve_conj().resolve_neg()

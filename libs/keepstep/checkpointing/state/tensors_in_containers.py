@@ -1,20 +1,38 @@
-"""Find the tensors in nested containers."""
+"""Find the tensors with memory of their own in nested containers."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
+from keepstep.checkpointing.state.sharding import is_dtensor
+from keepstep.checkpointing.state.tensor_subclasses import Wrapped, is_wrapper
+
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield each tensor in ``value``: in mappings, lists, tuples and sets, at any depth."""
+    """Yield each tensor in ``value``: in mappings, lists, tuples, sets and deques, at any depth.
+
+    A tensor that wraps others, or a DTensor whose shard does, has no memory: those that it wraps are yielded.
+    """
+    for tensor in outer_tensors_in(value):
+        with torch.no_grad():
+            local = tensor.to_local() if is_dtensor(tensor) else tensor
+        if is_wrapper(local):
+            yield from tensors_in(list(Wrapped.of(local).inner.values()))
+        else:
+            yield tensor
+
+
+def outer_tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield each tensor in ``value``, also one that wraps others. See ``tensors_in``."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
         for one in value.values():
-            yield from tensors_in(one)
-    elif isinstance(value, (list, tuple, set, frozenset)):
+            yield from outer_tensors_in(one)
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
         for one in value:
-            yield from tensors_in(one)
+            yield from outer_tensors_in(one)

@@ -58,7 +58,7 @@ class _Memory:
         self._copies: dict[tuple[torch.device, int], tuple[torch.UntypedStorage, torch.Tensor]] = {}
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
-        for tensor in tensors:
+        for tensor in tensors_in(list(tensors)):
             local = tensor.to_local() if is_dtensor(tensor) else tensor
             if local.layout is not torch.strided or local.is_meta:
                 continue

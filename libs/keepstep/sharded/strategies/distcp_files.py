@@ -20,7 +20,7 @@ from keepstep.checkpointing.state.leaves import TORCH_DTYPE_NAMES, TORCH_DTYPES
 from keepstep.sharded.core import CheckpointingException
 from keepstep.sharded.dict_utils import nested_values
 from keepstep.sharded.mapping import ShardedObject, ShardedStateDict, ShardedTensor, is_main_replica
-from keepstep.sharded.pieces import pieces_of
+from keepstep.sharded.pieces import local_data, pieces_of
 from keepstep.sharded.strategies.common_file import COMMON_STATE_FNAME
 from keepstep_mesh.protocol.boxes import Box, Sizes
 from keepstep_mesh.threads.starting import ThreadPoolExecutor
@@ -88,11 +88,11 @@ def _items_of(tensor: ShardedTensor) -> Iterator[Item]:
         return
     start, stop = tensor.flattened_range.start, tensor.flattened_range.stop
     if start < stop:
-        assert tensor.data is not None
+        data = local_data(tensor)
         ones = (1,) * len(tensor.global_shape)
         box = Box((*tensor.local_chunk_offset_in_global(), start), (*ones, stop - start))
         shape = (*tensor.axis_fragmentations, math.prod(tensor.local_shape))
-        yield Item(tensor.key, tensor.data.detach().view(box.shape), box, shape, tensor.global_shape)
+        yield Item(tensor.key, data.view(box.shape), box, shape, tensor.global_shape)
 
 
 def write_items(path: Path, rank: int, items: Iterable[Item], files: int) -> list[Written]:

@@ -149,10 +149,10 @@ def _check_present(leaves: list[Any], stored: StoredState) -> None:
 def _with_memory(tensor: ShardedTensor, stored: StoredTensorFacts) -> ShardedTensor:
     """Return a copy of ``tensor`` that has memory, with zeros where the stored tensor may have no elements."""
     stored_shape = stored.shape
-    if stored.dtype.is_complex and not tensor.dtype.is_complex:
+    if not torch.can_cast(stored.dtype, tensor.dtype):
         raise CheckpointingException(
             f"{tensor.key!r} is {stored.dtype} in the checkpoint, but {tensor.dtype} is requested, which would drop "
-            f"imaginary parts: request a complex dtype"
+            f"parts of its numbers: request {stored.dtype}"
         )
     differs = tensor.global_shape != stored_shape
     if differs and (not tensor.allow_shape_mismatch or len(tensor.global_shape) != len(stored_shape)):

@@ -1,0 +1,157 @@
+"""A load that would leave something out is an error; an optimizer gets all that was saved of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from keepstep import checkpoint
+from keepstep.checkpoint import CheckpointError, RelayReader, RelayWriter
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+
+def load_through_torch(state, place):
+    dcp.load(state, storage_reader=RelayReader(place), no_dist=True)
+
+
+LOADS = [checkpoint.load, load_through_torch]
+FAILURES = (CheckpointError, dcp.api.CheckpointException)
+
+
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("saved", [2, 3])
+def test_a_shorter_list_is_an_error(tmp_path, load, saved):
+    checkpoint.save({"layers": [{"w": torch.ones(1)} for _ in range(saved)]}, tmp_path / "c")
+    with pytest.raises(FAILURES, match=rf"layers has 1 items here, but {saved} in the checkpoint"):
+        load({"layers": [{"w": torch.zeros(1)}]}, tmp_path / "c")
+
+
+def test_a_longer_list_is_an_error_that_names_the_missing_keys(tmp_path):
+    checkpoint.save({"layers": [torch.ones(1)]}, tmp_path / "c")
+    with pytest.raises(CheckpointError, match=r"does not have layers\.1"):
+        checkpoint.load({"layers": [torch.ones(1), torch.ones(1)]}, tmp_path / "c")
+
+
+@pytest.mark.parametrize("here", [[], [1, 2, 3]])
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_list_of_plain_values_in_the_place_of_tensors_is_an_error(tmp_path, here, strict):
+    checkpoint.save({"layers": [torch.ones(1)]}, tmp_path / "c")
+    with pytest.raises(CheckpointError, match=r"layers is a list of \d plain values here, but the checkpoint"):
+        checkpoint.load({"layers": here}, tmp_path / "c", strict=strict)
+
+
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize(
+    ("saved", "here"),
+    [(torch.complex64, torch.float32), (torch.float32, torch.int64), (torch.int64, torch.bool)],
+)
+def test_a_conversion_that_drops_parts_of_numbers_is_an_error(tmp_path, load, saved, here):
+    checkpoint.save({"w": torch.ones(2, dtype=saved)}, tmp_path / "c")
+    target = torch.zeros(2, dtype=here)
+    with pytest.raises(FAILURES, match=rf"w is {here} here, but {saved} in the checkpoint"):
+        load({"w": target}, tmp_path / "c")
+    assert target.sum() == 0
+
+
+@pytest.mark.parametrize(
+    ("saved", "here"), [(torch.float64, torch.bfloat16), (torch.int64, torch.float32), (torch.float32, torch.complex64)]
+)
+def test_other_conversions_are_made(tmp_path, saved, here):
+    checkpoint.save({"w": torch.ones(2, dtype=saved)}, tmp_path / "c")
+    state = {"w": torch.zeros(2, dtype=here)}
+    checkpoint.load(state, tmp_path / "c")
+    assert state["w"].tolist() == [1, 1]
+
+
+def trained(groups=1, steps=3, schedule=None):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    parts = [model.parameters()] if groups == 1 else [one.parameters() for one in model]
+    optimizer = torch.optim.AdamW([{"params": list(one)} for one in parts], lr=0.1)
+    scheduler = None if schedule is None else schedule(optimizer)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    return model, optimizer, scheduler
+
+
+def plain(optimizer):
+    state = optimizer.state_dict()
+    values = {number: {key: one.tolist() for key, one in entry.items()} for number, entry in state["state"].items()}
+    return values, state["param_groups"]
+
+
+def save_through_torch(state, place):
+    dcp.save({key: one.state_dict() for key, one in state.items()}, storage_writer=RelayWriter(place), no_dist=True)
+
+
+@pytest.mark.parametrize("save", [checkpoint.save, save_through_torch])
+def test_an_optimizer_without_state_gets_it(tmp_path, save):
+    model, optimizer, _ = trained()
+    save({"model": model, "optimizer": optimizer}, tmp_path / "c")
+    new_model, new, _ = trained(steps=0)
+    checkpoint.load({"model": new_model, "optimizer": new}, tmp_path / "c")
+    assert plain(new) == plain(optimizer)
+    for one, by in ((model, optimizer), (new_model, new)):
+        by.zero_grad()
+        one(torch.ones(1, 4)).sum().backward()
+        by.step()
+    assert torch.equal(model[0].weight, new_model[0].weight)
+
+
+def test_keys_of_a_group_and_states_that_only_the_checkpoint_has_are_taken_over(tmp_path):
+    """A script that creates its scheduler after the load is one: ``LRScheduler(last_epoch=3)`` needs ``initial_lr``."""
+    _, optimizer, _ = trained(schedule=lambda one: torch.optim.lr_scheduler.StepLR(one, 2))
+    checkpoint.save({"optimizer": optimizer}, tmp_path / "c")
+    _, new, _ = trained(steps=1)
+    new.state.pop(new.param_groups[0]["params"][0])
+    checkpoint.load({"optimizer": new}, tmp_path / "c")
+    assert plain(new) == plain(optimizer)
+    assert new.param_groups[0]["initial_lr"] == 0.1
+    torch.optim.lr_scheduler.StepLR(new, 2, last_epoch=3)
+
+
+def test_a_multistep_schedule_is_saved_and_loaded(tmp_path):
+    def schedule(optimizer):
+        return torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 50])
+
+    _, optimizer, scheduler = trained(schedule=schedule)
+    checkpoint.save({"optimizer": optimizer, "scheduler": scheduler}, tmp_path / "c")
+    _, new, new_scheduler = trained(steps=0, schedule=lambda one: torch.optim.lr_scheduler.MultiStepLR(one, [50]))
+    checkpoint.load({"optimizer": new, "scheduler": new_scheduler}, tmp_path / "c")
+    assert new_scheduler.milestones == scheduler.milestones
+    assert type(new_scheduler.milestones) is type(scheduler.milestones)
+    assert new_scheduler.last_epoch == 3
+    assert new.param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_other_numbers_of_parameter_groups_are_an_error(tmp_path, groups, steps):
+    _, optimizer, _ = trained(groups=3 - groups)
+    checkpoint.save({"optimizer": optimizer}, tmp_path / "c")
+    _, new, _ = trained(groups=groups, steps=steps)
+    before = plain(new)
+    with pytest.raises(CheckpointError, match=rf"optimizer.param_groups has {groups} groups here, but {3 - groups} in"):
+        checkpoint.load({"optimizer": new}, tmp_path / "c")
+    assert plain(new) == before
+
+
+def test_another_number_of_parameters_is_an_error(tmp_path):
+    _, optimizer, _ = trained()
+    checkpoint.save({"optimizer": optimizer}, tmp_path / "c")
+    new = torch.optim.AdamW(nn.Linear(4, 3).parameters())
+    with pytest.raises(CheckpointError, match=r"param_groups.0 has 2 parameters here, but 4 in the checkpoint"):
+        checkpoint.load({"optimizer": new}, tmp_path / "c")
+
+
+def test_a_model_still_ignores_what_it_does_not_have(tmp_path):
+    checkpoint.save({"model": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))}, tmp_path / "c")
+    model = nn.Sequential(nn.Linear(2, 2))
+    checkpoint.load({"model": model}, tmp_path / "c")
