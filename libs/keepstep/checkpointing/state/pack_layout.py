@@ -145,7 +145,8 @@ class _Walk:
         if is_wrapper(value):
             value = Wrapped.of(value)
         if isinstance(value, Wrapped):
-            node = ["wrapped", value.name, value.size, value.stride, self.node(value.context, f"{path} context", depth)]
+            stride = () if self.by_value else value.stride
+            node = ["wrapped", value.name, value.size, stride, self.node(value.context, f"{path} context", depth)]
             for name, inner in value.inner.items():
                 node += (name, self.node(inner, f"{path}.{name}", depth))
             return node
@@ -158,10 +159,10 @@ class _Walk:
             node: list[Any] = ["dict"]
             if type(value) is OrderedDict:
                 node = ["odict", self.node(getattr(value, "_metadata", None), f"{path}._metadata", depth)]
-            items = [
-                (self._key(key, f"key of {(where := f'{path}[{key!r}]')}", depth), where, item)
-                for key, item in value.items()
-            ]
+            items = []
+            for key, item in value.items():
+                where = f"{path}[{key!r}]"
+                items.append((self._key(key, f"key of {where}", depth), where, item))
             if self.by_value:
                 items.sort(key=lambda one: repr(one[0]))
             for key, where, item in items:
