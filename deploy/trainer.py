@@ -2,7 +2,8 @@
 
 The variable ``TRAINERS`` is the number of groups of the job. The script locks the first free file of ``FOLDER``, which
 all containers share, and runs the group of that number. When a container dies, its lock is free at once, and another
-container continues with the number and its checkpoint.
+container continues with the number and its checkpoint. A group that would end the same again ends its container with
+0, because docker starts it again after every other code.
 """
 
 import fcntl
@@ -24,5 +25,5 @@ else:
     sys.exit(f"all {trainers} groups run in other containers: set TRAINERS to the number of trainer containers")
 os.set_inheritable(lock, True)  # the lock is held until the command ends
 Path(tempfile.gettempdir(), "group").write_text(str(number))  # for healthy.py
-groups = ["--replicas", "1", "--first-replica", str(number), "--replicas-in-job", str(trainers)]
+groups = ["--replicas", "1", "--first-replica", str(number), "--replicas-in-job", str(trainers), "--final-code", "0"]
 os.execvp("keepstep", ["keepstep", "run", *groups, "--", *sys.argv[2:]])

@@ -18,8 +18,19 @@ EXIT_JOB_CLOSED = 80
 """The groups of the job have finished, and this one does not have their final state. A restart would end the same."""
 EXIT_DIVERGED = 81
 """The weights of the group differ from those of other groups, and a heal did not or cannot repair that. Do not restart
-it unchanged. ``keepstep run`` ends with this code too, if one of its groups did."""
+it unchanged."""
+EXIT_SCRIPT_FAILS = 82
+"""``keepstep run``: the script of a group ended with an error in each of its first lives, before the job committed a
+step. Correct the script."""
 ENDS_THE_SAME = frozenset(
-    {EXIT_STATE_MISMATCH, EXIT_COLLECTIVES_DIFFER, EXIT_MISMATCH, EXIT_START_REFUSED, EXIT_JOB_CLOSED, EXIT_DIVERGED}
+    {
+        EXIT_STATE_MISMATCH,
+        EXIT_COLLECTIVES_DIFFER,
+        EXIT_MISMATCH,
+        EXIT_START_REFUSED,
+        EXIT_JOB_CLOSED,
+        EXIT_DIVERGED,
+        EXIT_SCRIPT_FAILS,
+    }
 )
 """Codes after which a restart would end the same."""

@@ -45,6 +45,11 @@ ASK_FIRST_SECONDS = 5.0
     help="Longest pause before a restart. The pause doubles with each life shorter than 30 s.",
 )
 @click.option(
+    "--final-code",
+    type=click.IntRange(0, 255),
+    help="Exit code if a new start would end the same.  [default: that of the group: 65, 76, 78 to 82]",
+)
+@click.option(
     "--grace", type=options.Seconds(), default=10.0, show_default=True, help="Seconds from SIGTERM to SIGKILL."
 )
 @click.option(
@@ -115,6 +120,7 @@ def run(
     gpus_per_replica: int | None,
     max_restarts: int,
     max_restart_pause: float,
+    final_code: int | None,
     grace: float,
     spares: int,
     notice: float,
@@ -141,8 +147,8 @@ def run(
     all exit with 0 is finished. Ctrl-C ends all groups cleanly, a second one at once. Without --lighthouse the command
     starts a lighthouse for the job. With --spares, groups that are lost are replaced without a start of Python.
 
-    Exit code: 0 all groups finished, 1 a group was given up, also one that died after others had finished, 128 + n
-    ended by signal n.
+    Exit code: 0 all groups finished; 1 a group was given up after its restarts, or died after others had finished;
+    65, 76, and 78 to 82 a group ended with this code, and a new start would end the same; 128 + n ended by signal n.
     """
     import asyncio
     import os
@@ -151,12 +157,13 @@ def run(
 
     from keepstep_cli.asking.rest import Lighthouse, read_token
     from keepstep_cli.running import embedded
-    from keepstep_cli.running.bans import ask_ban, ask_finished, name_at_lighthouse
+    from keepstep_cli.running.bans import ask_ban, ask_job, name_at_lighthouse
     from keepstep_cli.running.console.console_audience import ConsoleAudience
     from keepstep_cli.running.heal_notes import follow_heals
     from keepstep_cli.running.launcher import Launcher, Program, replica_programs, stop_on_signals
     from keepstep_cli.running.ranks import JobSpec, command_line, program_problem
     from keepstep_cli.running.run_control import accepting_orders
+    from keepstep_mesh.exit_codes import ENDS_THE_SAME
     from keepstep_mesh.protocol import names
     from keepstep_mesh.security.tls import TlsError
 
@@ -228,7 +235,7 @@ def run(
         async def launch() -> int:
             backoff = replace(RESTART_BACKOFF, most=max_restart_pause)
             limits = Restarts(max_restarts=max_restarts, backoff=backoff, grace=notice + grace)
-            launcher = Launcher([*programs, *groups], limits, audience, bans, partial(ask_finished, lighthouse, job))
+            launcher = Launcher([*programs, *groups], limits, audience, bans, partial(ask_job, lighthouse, job))
 
             def facts() -> dict[str, Any]:
                 return {"processes": launcher.pids(), "names": {one: name_at_lighthouse(told, one) for one in local}}
@@ -243,7 +250,8 @@ def run(
                 await asyncio.wait([telling])
                 audience.close()
 
-        sys.exit(asyncio.run(launch()))
+        code = asyncio.run(launch())
+        sys.exit(code if final_code is None or code not in ENDS_THE_SAME else final_code)
 
 
 def _check_numbers(

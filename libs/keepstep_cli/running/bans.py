@@ -1,4 +1,4 @@
-"""Ask the lighthouse whether a replica group is banned, or its job finished."""
+"""Ask the lighthouse whether a replica group is banned, and how far its job is."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from click import ClickException
 
 from keepstep_cli.asking.rest import Lighthouse
 from keepstep_cli.errors import Refused
-from keepstep_cli.running.supervisor_events import BanLearned
+from keepstep_cli.running.supervisor_events import BanLearned, JobLearned
 
 LEAST_SECONDS = 0.5
 """Seconds to wait if a ban is over by the local clock, but the lighthouse still reports it."""
@@ -28,12 +28,13 @@ def name_at_lighthouse(names: Path, group: str) -> str:
     return (file.read_text(errors="replace") if file.exists() else "") or group
 
 
-async def ask_finished(lighthouse: Lighthouse, job: str) -> int:
-    """Return the step at which groups finished ``job``; 0: the job is not finished, or no lighthouse answers."""
+async def ask_job(lighthouse: Lighthouse, job: str, group: str) -> JobLearned:
+    """Return the step that ``job`` has reached, and the one at which groups finished it."""
     try:
-        return int((await lighthouse.get("jobs", job)).get("finished_step", 0))
-    except ClickException:
-        return 0
+        found = await lighthouse.get("jobs", job)
+    except ClickException as error:
+        return JobLearned(group, 0, 0 if _is_unknown(error) else None)
+    return JobLearned(group, int(found.get("finished_step", 0)), found.get("step"))
 
 
 async def _ban_left(lighthouse: Lighthouse, job: str, name: str) -> float | None:
@@ -41,6 +42,11 @@ async def _ban_left(lighthouse: Lighthouse, job: str, name: str) -> float | None
     try:
         bans = (await lighthouse.get("jobs", job))["bans"]
     except ClickException as error:
-        return 0.0 if isinstance(error, Refused) and error.status == HTTPStatus.NOT_FOUND else None
+        return 0.0 if _is_unknown(error) else None
     left = [max(LEAST_SECONDS, ban["until"] - time.time()) for ban in bans if ban["target"] == name]
     return max(left, default=0.0)
+
+
+def _is_unknown(error: ClickException) -> bool:
+    """Whether the lighthouse answered that it does not know the job: no group has connected yet."""
+    return isinstance(error, Refused) and error.status == HTTPStatus.NOT_FOUND

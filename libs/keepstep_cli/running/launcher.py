@@ -22,12 +22,12 @@ from keepstep_cli.running.console.output import read_lines
 from keepstep_cli.running.supervisor import Supervisor
 from keepstep_cli.running.supervisor_events import (
     AskBan,
-    AskFinished,
+    AskJob,
     BanLearned,
     Begin,
     Event,
-    FinishLearned,
     GroupSpec,
+    JobLearned,
     Note,
     OrderRestart,
     RankExited,
@@ -68,8 +68,8 @@ class Audience(Protocol):
 class Launcher:
     """Run one job. Call ``run`` once, and ``stop`` and ``kill`` from the same loop at any time.
 
-    ``ask_ban`` returns how long the name of a group is banned; by default no name is. ``ask_finished`` returns the step
-    at which the job finished, or 0.
+    ``ask_ban`` returns how long the name of a group is banned; by default no name is. ``ask_job`` returns how far
+    the job is; by default nothing is known.
     """
 
     def __init__(
@@ -78,13 +78,13 @@ class Launcher:
         restarts: Restarts,
         audience: Audience,
         ask_ban: Callable[[str], Awaitable[BanLearned]] | None = None,
-        ask_finished: Callable[[], Awaitable[int]] | None = None,
+        ask_job: Callable[[str], Awaitable[JobLearned]] | None = None,
     ) -> None:
         self._programs = {one.spec.name: one for one in programs}
         self.core = Supervisor([one.spec for one in programs], restarts)
         self._audience = audience
         self._bans = ask_ban
-        self._finish = ask_finished
+        self._job = ask_job
         self._questions: set[asyncio.Task[None]] = set()
         self._processes: dict[str, dict[int, ranks.RankProcess]] = {name: {} for name in self._programs}
         self._events: asyncio.Queue[Event] = asyncio.Queue()
@@ -143,8 +143,8 @@ class Launcher:
                     self.kill(action.group, action.signum)
                 case AskBan():
                     self._ask(self._ask_ban(action.group), f"ban of {action.group}")
-                case AskFinished():
-                    self._ask(self._ask_finished(action.group), f"end of the job of {action.group}")
+                case AskJob():
+                    self._ask(self._ask_job(action.group), f"job of {action.group}")
                 case Note():
                     self.note(action.group, action.sentence)
 
@@ -153,8 +153,8 @@ class Launcher:
         self._questions.add(task)
         task.add_done_callback(self._questions.discard)
 
-    async def _ask_finished(self, name: str) -> None:
-        self._events.put_nowait(FinishLearned(name, 0 if self._finish is None else await self._finish()))
+    async def _ask_job(self, name: str) -> None:
+        self._events.put_nowait(JobLearned(name, 0) if self._job is None else await self._job(name))
 
     async def _ask_ban(self, name: str) -> None:
         self._events.put_nowait(BanLearned(name, 0.0) if self._bans is None else await self._bans(name))

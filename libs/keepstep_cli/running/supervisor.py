@@ -16,10 +16,12 @@ A *group* is a set of ranks that live and die together. The rules:
     because a ban may be lifted. Without an answer, the group counts as banned.
 7.  A restart that an operator orders (``OrderRestart``) ends a group that runs, with SIGTERM first, and starts it at
     once, whatever its exit codes and its phase. After a ``Stop`` it has no effect.
-8.  When a group fails after another one finished, the core asks whether the job is finished (``AskFinished``). If so,
+8.  When a group fails after another one finished, the core asks how far the job is (``AskJob``). If it is finished,
     the group is given up: alone it would train the whole job again. Without an answer it restarts, and the lighthouse
     refuses it if the job is finished.
-9.  The first ``Stop`` sends SIGTERM to every group, SIGKILL after ``grace``, and ends all restarts. Services end last,
+9.  When a group ended ``script_errors`` times in a row with a code of ``SCRIPT_ERRORS``, the core asks the same. If the
+    job has committed no step, the group is given up: its script has an error. Without an answer it restarts.
+10. The first ``Stop`` sends SIGTERM to every group, SIGKILL after ``grace``, and ends all restarts. Services end last,
     so that groups can still announce that they leave. The second ``Stop`` sends SIGKILL to everything at once.
     SIGPIPE (no process reads the output) is no second one, and the signal after it is the first: Ctrl-C in a shell
     pipe also ends the reader.
@@ -39,12 +41,12 @@ from dataclasses import dataclass, field
 from keepstep_cli.running.supervisor_events import (
     Action,
     AskBan,
-    AskFinished,
+    AskJob,
     BanLearned,
     Begin,
     Event,
-    FinishLearned,
     GroupSpec,
+    JobLearned,
     Note,
     OrderRestart,
     RankExited,
@@ -54,7 +56,10 @@ from keepstep_cli.running.supervisor_events import (
     Stop,
     Tick,
 )
-from keepstep_mesh.exit_codes import ENDS_THE_SAME, EXIT_DIVERGED, EXIT_EVICTED
+from keepstep_mesh.exit_codes import ENDS_THE_SAME, EXIT_EVICTED, EXIT_SCRIPT_FAILS
+
+SCRIPT_ERRORS = frozenset({1, 2})
+"""Exit codes of Python after an exception, and of a script that refuses its arguments."""
 
 
 class Phase(enum.Enum):
@@ -83,9 +88,12 @@ class _Group:
     alive: set[int] = field(default_factory=set)
     failed: bool = False
     evicted: bool = False
-    hopeless: bool = False
-    diverged: bool = False
-    """A rank ended with ``EXIT_DIVERGED``."""
+    hopeless: int = 0
+    """Code of a rank after which another try would end the same; 0: none."""
+    script_failed: bool = False
+    """A rank ended with a code of ``SCRIPT_ERRORS``."""
+    script_errors: int = 0
+    """Number of consecutive runs that ended so."""
     restart_ordered: bool = False
     ban_noted: str = ""
     """The last message about its ban."""
@@ -138,18 +146,17 @@ class Supervisor:
         return min((one.deadline for one in self._groups.values() if one.deadline is not None), default=None)
 
     def exit_code(self) -> int | None:
-        """None while a process runs or will run; 0 finished, 1 a group was given up, 128 + n stopped by signal n.
+        """Return the exit code of the job; None while a process runs or will run.
 
-        ``EXIT_DIVERGED``: a group was given up because its weights differ from those of others.
+        0 all groups finished, 1 a group was given up, 128 + n stopped by signal n. If another try of a group would end
+        the same: its code, and of several groups the highest.
         """
         phases = [one.phase for one in self._groups.values()]
         if not all(phase in OVER for phase in phases):
             return None
         if self._stopping:
             return 128 + self._stop_signal
-        if any(one.diverged and one.phase is Phase.GIVEN_UP for one in self._groups.values()):
-            return EXIT_DIVERGED
-        return 1 if Phase.GIVEN_UP in phases else 0
+        return max((one.hopeless or 1 for one in self._groups.values() if one.phase is Phase.GIVEN_UP), default=0)
 
     def handle(self, event: Event, now: float, chance: float = 0.0) -> list[Action]:
         actions: list[Action] = []
@@ -161,8 +168,8 @@ class Supervisor:
                 self._exited(self._groups[event.group], event, now, chance, actions)
             case BanLearned():
                 self._learn_ban(self._groups[event.group], event, now, chance, actions)
-            case FinishLearned():
-                self._learn_finish(self._groups[event.group], event, now, chance, actions)
+            case JobLearned():
+                self._learn_job(self._groups[event.group], event, now, chance, actions)
             case Stop():
                 self._stop(event, now, actions)
             case OrderRestart():
@@ -191,7 +198,7 @@ class Supervisor:
 
     def _start(self, group: _Group, now: float, actions: list[Action]) -> None:
         group.phase, group.failed, group.deadline = Phase.RUNNING, False, None
-        group.evicted, group.ban_noted = False, ""
+        group.evicted, group.ban_noted, group.script_failed = False, "", False
         group.alive = set(range(group.spec.ranks))
         group.started_at = now
         actions.append(StartGroup(group.spec.name, group.restarts))
@@ -199,8 +206,9 @@ class Supervisor:
     def _exited(self, group: _Group, event: RankExited, now: float, chance: float, actions: list[Action]) -> None:
         group.alive.discard(event.rank)
         group.evicted |= event.code == EXIT_EVICTED
-        group.hopeless |= event.hopeless or event.code in ENDS_THE_SAME
-        group.diverged |= event.code == EXIT_DIVERGED
+        if event.hopeless or event.code in ENDS_THE_SAME:
+            group.hopeless = max(group.hopeless, event.code)
+        group.script_failed |= event.code in SCRIPT_ERRORS
         failed = event.code != 0 or group.spec.service
         if failed and group.phase is Phase.RUNNING:
             group.failed = True
@@ -210,6 +218,7 @@ class Supervisor:
         if group.alive:
             return
         group.deadline = None
+        group.script_errors = group.script_errors + 1 if group.script_failed else 0
         if self._stopping or self._closing:
             group.phase = Phase.STOPPED
         elif group.restart_ordered:
@@ -223,9 +232,12 @@ class Supervisor:
         elif group.evicted and not group.spec.service:
             group.phase = Phase.BANNED
             actions.append(AskBan(group.spec.name))
-        elif not group.spec.service and any(one.phase is Phase.FINISHED for one in self._groups.values()):
+        elif not group.spec.service and (
+            group.script_errors >= self._restarts.script_errors
+            or any(one.phase is Phase.FINISHED for one in self._groups.values())
+        ):
             group.phase = Phase.ASKING
-            actions.append(AskFinished(group.spec.name))
+            actions.append(AskJob(group.spec.name))
         else:
             self._plan_restart(group, now, chance, actions)
 
@@ -243,21 +255,26 @@ class Supervisor:
 
     def _start_as_ordered(self, group: _Group, now: float, actions: list[Action]) -> None:
         """Start without a pause. The restart counts, but no limit forbids it."""
-        group.restart_ordered = group.hopeless = group.diverged = False
-        group.short_lives = 0
+        group.restart_ordered = False
+        group.hopeless = group.short_lives = group.script_errors = 0
         group.restarts = min(group.restarts + 1, self._restarts.max_restarts)
         self._start(group, now, actions)
 
-    def _learn_finish(
-        self, group: _Group, learned: FinishLearned, now: float, chance: float, actions: list[Action]
-    ) -> None:
+    def _learn_job(self, group: _Group, learned: JobLearned, now: float, chance: float, actions: list[Action]) -> None:
         if group.phase is not Phase.ASKING:
             return
-        if not learned.step:
+        if learned.finished:
+            sentence = f"not started again: other groups finished the job at step {learned.finished}"
+        elif learned.step == 0 and group.script_errors >= self._restarts.script_errors:
+            group.hopeless = EXIT_SCRIPT_FAILS
+            sentence = (
+                f"given up: its script ended with an error {group.script_errors} times in a row, and the job has not "
+                f"committed a step; correct the error above, then start the job again"
+            )
+        else:
             self._plan_restart(group, now, chance, actions)
             return
         group.phase = Phase.GIVEN_UP
-        sentence = f"not started again: other groups finished the job at step {learned.step}"
         actions.append(Note(group.spec.name, sentence))
 
     def _learn_ban(self, group: _Group, learned: BanLearned, now: float, chance: float, actions: list[Action]) -> None:

@@ -21,6 +21,8 @@ class Restarts:
     grace: float = 10.0
     """Time from SIGTERM to SIGKILL."""
     ban_check: float = 5.0
+    script_errors: int = 3
+    """Errors of the script in a row, before the job's first step, after which a group is given up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +77,16 @@ class OrderRestart:
 
 
 @dataclass(frozen=True, slots=True)
-class FinishLearned:
-    """Answer to ``AskFinished``. ``step``: at which the job finished; 0: not finished, or no lighthouse answered."""
+class JobLearned:
+    """Answer to ``AskJob``.
+
+    ``finished``: step at which the job finished; 0: not finished, or no lighthouse answered. ``step``: that the job
+    has reached; None: no lighthouse answered.
+    """
 
     group: str
-    step: int
+    finished: int
+    step: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +94,7 @@ class Tick:
     """The deadline has passed. At any other time it has no effect."""
 
 
-Event = Begin | RankExited | BanLearned | FinishLearned | Stop | OrderRestart | Tick
+Event = Begin | RankExited | BanLearned | JobLearned | Stop | OrderRestart | Tick
 
 # ---- actions
 
@@ -116,8 +123,8 @@ class AskBan:
 
 
 @dataclass(frozen=True, slots=True)
-class AskFinished:
-    """Ask the lighthouse whether the job is finished."""
+class AskJob:
+    """Ask the lighthouse which step the job has reached, and whether it is finished."""
 
     group: str
 
@@ -130,4 +137,4 @@ class Note:
     sentence: str
 
 
-Action = StartGroup | SignalGroup | AskBan | AskFinished | Note
+Action = StartGroup | SignalGroup | AskBan | AskJob | Note

@@ -25,6 +25,8 @@ from keepstep_mesh.serving.rest import bad, json_answer
 class JobView:
     job: str
     state: JobStatus
+    step: int
+    """That the job has reached, as of its last quorum or of a group that finished; 0: no committed step is known."""
     finished_step: int
     """Highest step at which a group finished, unless the job went beyond it; 0: none."""
     policy: Policy
@@ -132,6 +134,7 @@ def _job_view(job: Job) -> JobView:
     return JobView(
         job=job.name,
         state=job.core.status(now, time.time()),
+        step=job.core.step,
         finished_step=job.core.finished_step,
         policy=record.policy,
         quorum_id=quorum.quorum_id,

@@ -370,6 +370,11 @@ class JobCore:
         return job_status.of_job(self._groups, self.record, state.reached, state.active_since, waits, now, now_unix)
 
     @property
+    def step(self) -> int:
+        """The step that the job has reached, as far as this lighthouse heard; 0: no committed step is known."""
+        return self._state.reached
+
+    @property
     def finished_step(self) -> int:
         """The highest step at which a group finished, unless the job went beyond it; 0: none."""
         return self._state.finished_step

@@ -90,7 +90,7 @@ async def trainer(folder: Path) -> AsyncIterator[tuple[asyncio.subprocess.Proces
 
 
 async def test_each_trainer_takes_a_number_of_its_own_and_one_that_dies_gives_it_back(tmp_path: Path) -> None:
-    said = "run --replicas 1 --first-replica {} --replicas-in-job 2 -- train.py --steps=1"
+    said = "run --replicas 1 --first-replica {} --replicas-in-job 2 --final-code 0 -- train.py --steps=1"
     async with trainer(tmp_path) as (first, of_first), trainer(tmp_path) as (_, of_second):
         assert (of_first, of_second) == (said.format(0), said.format(1))
         assert (tmp_path / "group").read_text() == "1"

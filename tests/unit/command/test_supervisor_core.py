@@ -1,6 +1,7 @@
 """The rules of keepstep_cli.running.supervisor, one by one."""
 
 import signal
+from dataclasses import replace
 
 import pytest
 
@@ -8,12 +9,12 @@ from keepstep_cli.running.supervisor import Phase, Supervisor, describe_exit
 from keepstep_cli.running.supervisor_events import (
     Action,
     AskBan,
-    AskFinished,
+    AskJob,
     BanLearned,
     Begin,
     Event,
-    FinishLearned,
     GroupSpec,
+    JobLearned,
     Note,
     OrderRestart,
     RankExited,
@@ -23,7 +24,7 @@ from keepstep_cli.running.supervisor_events import (
     Stop,
     Tick,
 )
-from keepstep_mesh.exit_codes import ENDS_THE_SAME, EXIT_DIVERGED, EXIT_EVICTED, EXIT_GROUP_FAILED
+from keepstep_mesh.exit_codes import ENDS_THE_SAME, EXIT_EVICTED, EXIT_GROUP_FAILED, EXIT_SCRIPT_FAILS
 from keepstep_mesh.net.backoff import Backoff
 
 RESTARTS = Restarts(max_restarts=3, backoff=Backoff(1.0, 8.0), ran_well=100.0, grace=10.0)
@@ -64,7 +65,7 @@ def test_an_ordered_restart_revives_a_group_in_any_phase_that_is_not_an_end_of_t
     run(RankExited("waiting", 0, 1), 1.0)
     run(RankExited("finished", 0, 0), 1.0)
     run(RankExited("given up", 0, 1, hopeless=True), 1.0)
-    assert run(RankExited("asking", 0, 1), 1.0) == [AskFinished("asking")]
+    assert run(RankExited("asking", 0, 1), 1.0) == [AskJob("asking")]
     for name, count in (("finished", 1), ("given up", 1), ("waiting", 2), ("asking", 1)):
         assert run(OrderRestart(name), 2.0) == [StartGroup(name, count)]
     run(Stop(), 3.0)
@@ -155,15 +156,56 @@ def test_a_group_that_would_end_the_same_is_given_up_at_once(code: int) -> None:
     assert run.core.phase("r0") is Phase.GIVEN_UP
     assert run.notes[-1] == "r0: given up: another try would end the same"
     run(RankExited("r1", 0, 0), 9.0)
-    assert run.core.exit_code() == (EXIT_DIVERGED if code == EXIT_DIVERGED else 1)
+    assert run.core.exit_code() == code, "a supervisor of `keepstep run` must not start it again either"
+
+
+def test_of_several_groups_that_would_end_the_same_the_highest_code_is_the_jobs() -> None:
+    run = job(GroupSpec("r0"), GroupSpec("r1"), GroupSpec("r2"))
+    for group, code in (("r0", 65), ("r1", 80), ("r2", 0)):
+        run(RankExited(group, 0, code), 5.0)
+    assert run.core.exit_code() == 80
+
+
+def fail_twice(run: Job, code: int) -> None:
+    for life, now in enumerate((5.0, 10.0), 1):
+        assert run(RankExited("r0", 0, code), now) == []
+        assert run(Tick(), now + 3.0) == [StartGroup("r0", life)]
+
+
+@pytest.mark.parametrize("code", [1, 2])
+def test_a_script_that_ends_with_an_error_three_times_before_the_first_step_is_given_up(code: int) -> None:
+    run = job(GroupSpec("r0"))
+    fail_twice(run, code)
+    assert run(RankExited("r0", 0, code), 15.0) == [AskJob("r0")]
+    assert run(JobLearned("r0", 0, 0), 15.1) == []
+    assert "its script ended with an error 3 times in a row" in run.notes[-1]
+    assert run.core.exit_code() == EXIT_SCRIPT_FAILS
+
+
+@pytest.mark.parametrize("step", [None, 1])
+def test_a_script_that_fails_in_a_job_with_steps_or_without_an_answer_restarts(step: int | None) -> None:
+    run = job(GroupSpec("r0"))
+    fail_twice(run, 1)
+    run(RankExited("r0", 0, 1), 15.0)
+    run(JobLearned("r0", 0, step), 15.1)
+    assert run(Tick(), 30.0) == [StartGroup("r0", 3)]
+
+
+def test_a_kill_between_two_errors_of_the_script_begins_the_count_again() -> None:
+    run = job(GroupSpec("r0"), restarts=replace(RESTARTS, max_restarts=9))
+    fail_twice(run, 1)
+    run(RankExited("r0", 0, -9), 15.0)
+    run(Tick(), 30.0)
+    assert run(RankExited("r0", 0, 1), 35.0) == []
+    assert run.core.phase("r0") is Phase.WAITING
 
 
 def test_a_group_that_dies_after_another_finished_the_job_is_not_started_again() -> None:
     run = job(GroupSpec("r0"), GroupSpec("r1"))
     run(RankExited("r0", 0, 0), 5.0)
-    assert run(RankExited("r1", 0, -9), 6.0) == [AskFinished("r1")]
+    assert run(RankExited("r1", 0, -9), 6.0) == [AskJob("r1")]
     assert run.core.exit_code() is None
-    assert run(FinishLearned("r1", 100), 6.1) == []
+    assert run(JobLearned("r1", 100), 6.1) == []
     assert run.notes[-1] == "r1: not started again: other groups finished the job at step 100"
     assert run.core.exit_code() == 1
 
@@ -171,8 +213,8 @@ def test_a_group_that_dies_after_another_finished_the_job_is_not_started_again()
 def test_a_group_that_dies_after_another_was_drained_starts_again() -> None:
     run = job(GroupSpec("r0"), GroupSpec("r1"))
     run(RankExited("r0", 0, 0), 5.0)
-    assert run(RankExited("r1", 0, -9), 6.0) == [AskFinished("r1")]
-    assert run(FinishLearned("r1", 0), 6.0) == []
+    assert run(RankExited("r1", 0, -9), 6.0) == [AskJob("r1")]
+    assert run(JobLearned("r1", 0), 6.0) == []
     assert run(Tick(), 7.0) == [StartGroup("r1", 1)]
 
 
@@ -181,7 +223,7 @@ def test_a_stop_ends_the_question_whether_the_job_is_finished() -> None:
     run(RankExited("r0", 0, 0), 5.0)
     run(RankExited("r1", 0, -9), 6.0)
     run(Stop(), 6.0)
-    assert run(FinishLearned("r1", 0), 6.1) == []
+    assert run(JobLearned("r1", 0), 6.1) == []
     assert run.core.exit_code() == 128 + TERM
 
 
@@ -192,7 +234,7 @@ def test_a_group_that_can_never_start_is_given_up_at_once_and_a_service_is_not()
     run(RankExited("lighthouse", 0, 127, hopeless=True), 5.0)
     assert run.core.phase("lighthouse") is Phase.WAITING
     run(RankExited("r1", 0, 0), 6.0)
-    assert run.core.exit_code() == 1
+    assert run.core.exit_code() == 127
 
 
 def test_ctrl_c_is_answered_with_what_a_second_one_does() -> None:
@@ -252,7 +294,7 @@ def test_the_backoff_doubles_and_is_drawn_from_its_upper_half(
     run = job(GroupSpec("r0"))
     now = 0.0
     for backoff in (first, second, third):
-        run(RankExited("r0", 0, 1), now, chance)
+        run(RankExited("r0", 0, -9), now, chance)
         assert run.core.deadline() == pytest.approx(now + backoff)
         now += backoff
         assert run(Tick(), now)
@@ -262,7 +304,7 @@ def test_the_backoff_has_a_limit() -> None:
     run = job(GroupSpec("r0"), restarts=Restarts(max_restarts=5000, backoff=Backoff(1.0, 8.0)))
     now = 0.0
     for _ in range(2000):
-        run(RankExited("r0", 0, 1), now)
+        run(RankExited("r0", 0, -9), now)
         deadline = run.core.deadline()
         assert deadline is not None
         assert deadline - now <= 8.0
@@ -272,11 +314,11 @@ def test_the_backoff_has_a_limit() -> None:
 
 def test_a_group_that_ran_well_starts_again_at_the_first_backoff() -> None:
     run = job(GroupSpec("r0"))
-    run(RankExited("r0", 0, 1), 1.0)
+    run(RankExited("r0", 0, -9), 1.0)
     run(Tick(), 2.0)
-    run(RankExited("r0", 0, 1), 3.0)
+    run(RankExited("r0", 0, -9), 3.0)
     run(Tick(), 5.0)
-    run(RankExited("r0", 0, 1), 105.0)
+    run(RankExited("r0", 0, -9), 105.0)
     assert run.core.deadline() == 106.0
 
 
@@ -284,10 +326,10 @@ def test_a_group_is_given_up_after_max_restarts_and_the_others_go_on() -> None:
     run = job(GroupSpec("r0"), GroupSpec("r1"))
     now = 0.0
     for restart in range(1, 4):
-        run(RankExited("r0", 0, 1), now)
+        run(RankExited("r0", 0, -9), now)
         now = run.core.deadline() or 0.0
         assert run(Tick(), now) == [StartGroup("r0", restart)]
-    assert run(RankExited("r0", 0, 1), now) == []
+    assert run(RankExited("r0", 0, -9), now) == []
     assert run.core.phase("r0") is Phase.GIVEN_UP
     assert run.notes[-1] == "r0: given up after 3 restarts"
     assert run.core.exit_code() is None
@@ -320,7 +362,7 @@ def test_after_a_stop_a_group_is_killed_when_the_grace_is_over_and_never_restart
 
 def test_a_group_that_waits_for_its_restart_does_not_start_after_a_stop() -> None:
     run = job(GroupSpec("r0"))
-    run(RankExited("r0", 0, 1), 5.0)
+    run(RankExited("r0", 0, -9), 5.0)
     assert run(Stop(), 5.5) == []
     assert run.core.deadline() is None
     assert run.core.exit_code() == 143
@@ -328,7 +370,7 @@ def test_a_group_that_waits_for_its_restart_does_not_start_after_a_stop() -> Non
 
 def test_a_group_that_failed_before_the_stop_does_not_start_after_it() -> None:
     run = job(GroupSpec("r0", 2))
-    run(RankExited("r0", 0, 1), 5.0)
+    run(RankExited("r0", 0, -9), 5.0)
     run(Stop(), 5.5)
     assert run(RankExited("r0", 1, -15), 6.0) == []
     assert run.core.phase("r0") is Phase.STOPPED

@@ -7,12 +7,12 @@ from keepstep_cli.running.supervisor import Supervisor
 from keepstep_cli.running.supervisor_events import (
     Action,
     AskBan,
-    AskFinished,
+    AskJob,
     BanLearned,
     Begin,
     Event,
-    FinishLearned,
     GroupSpec,
+    JobLearned,
     OrderRestart,
     RankExited,
     Restarts,
@@ -41,13 +41,13 @@ def test_ranks_are_signalled_only_while_they_live_and_the_job_ends(data: st.Data
                 alive[action.group] = set(range(next(one.ranks for one in specs if one.name == action.group)))
             elif isinstance(action, SignalGroup):
                 assert alive[action.group]
-            elif isinstance(action, AskBan | AskFinished):
+            elif isinstance(action, AskBan | AskJob):
                 assert not alive[action.group]
                 assert not stopped
                 questions.append(action)
 
     now = 0.0
-    questions: list[AskBan | AskFinished] = []
+    questions: list[AskBan | AskJob] = []
     carry_out(core.handle(Begin(), now))
     for _ in range(data.draw(st.integers(0, 40))):
         now += data.draw(st.floats(0.0, 3.0))
@@ -58,8 +58,10 @@ def test_ranks_are_signalled_only_while_they_live_and_the_job_ends(data: st.Data
             match questions.pop():
                 case AskBan(name):
                     answer = BanLearned(name, data.draw(st.sampled_from([None, 0.0, 2.0])))
-                case AskFinished(name):
-                    answer = FinishLearned(name, data.draw(st.sampled_from([0, 100])))
+                case AskJob(name):
+                    answer = JobLearned(
+                        name, data.draw(st.sampled_from([0, 100])), data.draw(st.sampled_from([None, 0, 7]))
+                    )
             carry_out(core.handle(answer, now, 0.5))
         if choice < 6 and living:
             name, rank = data.draw(st.sampled_from(living))

@@ -12,6 +12,7 @@ from keepstep_cli.main import main
 from keepstep_cli.running.supervisor_events import Restarts
 from keepstep_lighthouse.settings import LighthouseSettings
 from keepstep_mesh.config import variables
+from keepstep_mesh.exit_codes import ENDS_THE_SAME
 from keepstep_mesh.serving.service import STOP_SECONDS, Service, all_routes
 from keepstep_metrics.settings import MetricsSettings
 from keepstep_relay.settings import RelaySettings
@@ -215,8 +216,16 @@ def test_both_kinds_of_trainers_have_the_same_pod() -> None:
         "metadata.labels['apps.kubernetes.io/pod-index']",
         "metadata.labels['jobset.sigs.k8s.io/job-index']",
     ]
-    assert of_jobs.pop("restartPolicy") == "OnFailure"
+    assert of_jobs.pop("restartPolicy") == "Never"
     assert of_set == of_jobs
+
+
+def test_a_job_is_not_started_again_after_a_code_that_would_come_again() -> None:
+    (group,) = FROM_FILES["JobSet trainer"]["spec"]["replicatedJobs"]
+    (rule,) = group["template"]["spec"]["podFailurePolicy"]["rules"]
+    assert rule["action"] == "FailJob"
+    assert set(rule["onExitCodes"]["values"]) >= ENDS_THE_SAME
+    assert rule["onExitCodes"]["containerName"] == container(FROM_FILES["JobSet trainer"])["name"]
 
 
 @pytest.mark.parametrize("name", TRAINERS)

@@ -14,6 +14,7 @@ import pytest
 from keepstep_cli.main import main
 from keepstep_lighthouse import settings as lighthouse_settings
 from keepstep_mesh.config import variables
+from keepstep_mesh.exit_codes import ENDS_THE_SAME
 from keepstep_mesh.serving.service import STOP_SECONDS
 from keepstep_metrics import settings as metrics_settings
 from keepstep_relay import settings as relay_settings
@@ -43,6 +44,11 @@ def test_systemd_accepts_the_unit_and_calls_it_protected(unit: Path, tmp_path: P
         command = ["systemd-analyze", *words, str(copy)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_trainer_is_not_started_again_after_a_code_that_would_come_again() -> None:
+    (codes,) = values(TRAINER, "RestartPreventExitStatus")
+    assert {int(code) for code in codes.split()} >= ENDS_THE_SAME
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)

@@ -193,6 +193,14 @@ def test_a_group_is_given_up_after_max_restarts_and_the_exit_code_says_so(starte
     assert "[r1] ended: exit code 0" in run.lines
 
 
+def test_a_code_that_would_come_again_is_that_of_the_command(started) -> None:
+    run = started('sys.exit(78 if os.environ["REPLICA_GROUP_ID"] == "0" else 0)', "--replicas", "2")
+    assert run.wait() == 78, "a supervisor of the command must not start it again"
+    assert started("sys.exit(78)", "--replicas", "1", "--final-code", "0").wait() == 0, "docker must not start it again"
+    limits = ("--replicas", "1", "--final-code", "0", "--max-restarts", "0")
+    assert started("sys.exit(3)", *limits).wait() == 1, "a new start may end in another way"
+
+
 CLEANLY = """
 def end(*_):
     print("ended cleanly", flush=True)
@@ -351,7 +359,7 @@ def test_a_program_that_is_not_there_any_more_is_given_up_at_once(tmp_path: Path
     (tmp_path / "once").write_text("#!/bin/sh\nrm once\nexit 3\n")
     (tmp_path / "once").chmod(0o755)
     done = keepstep(tmp_path, "run", "--replicas", "1", "--lighthouse", "http://127.0.0.1:1", "--", "./once")
-    assert done.returncode == 1
+    assert done.returncode == 127
     assert "[r0] rank 0 cannot be started: " in done.stderr
     assert done.stderr.splitlines()[-1] == "[r0] given up: another try would end the same"
 

@@ -10,6 +10,7 @@ from keepstep_cli.asking.rest import Lighthouse
 from keepstep_cli.running import embedded
 from keepstep_cli.running.bans import ask_ban
 from keepstep_cli.running.supervisor_events import BanLearned
+from keepstep_mesh.exit_codes import EXIT_SCRIPT_FAILS
 from keepstep_mesh.security.tls import TlsFiles
 from keepstep_mesh.security.tokens import Tokens
 from tests.services.cli.scene import ADMIN, WORKER, keepstep, line_of, running
@@ -36,6 +37,20 @@ async def test_run_asks_for_a_ban_by_the_name_that_the_group_has_at_the_lighthou
 async def test_a_ca_file_that_was_removed_leaves_a_ban_unknown_and_ends_nothing(tmp_path: Path) -> None:
     asked = Lighthouse("https://127.0.0.1:1", None, TlsFiles(ca=tmp_path / "gone.pem"))
     assert await ask_ban(asked, "default", tmp_path, "r0") == BanLearned("r0", None, "r0")
+
+
+async def test_a_script_with_an_error_is_given_up_before_the_first_step_and_restarted_after_it(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import train_of_mine\n")
+    async with running() as job:
+        said = await keepstep("run", "--replicas", "2", *job.at, "--", str(tmp_path / "script.py"))
+        assert said.code == EXIT_SCRIPT_FAILS
+        assert said.err.count("No module named 'train_of_mine'") == 2 * 3
+        assert said.err.count("the job has not committed a step; correct the error above") == 2
+    async with running("a") as job:
+        limit = ("--max-restarts", "4", "--max-restart-pause", "0.1")
+        said = await keepstep("run", "--replicas", "1", *limit, *job.at, "--", str(tmp_path / "script.py"))
+        assert said.code == 1
+        assert "given up after 4 restarts" in said.err
 
 
 async def test_run_starts_nothing_where_the_lighthouse_refuses_its_token(tmp_path: Path) -> None:
