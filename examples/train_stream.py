@@ -47,7 +47,7 @@ ddp = DistributedDataParallel(manager, model)
 optimizer = Optimizer(manager, adamw)
 loader = StreamLoader(stream, length, manager, global_batch_size=96)
 
-while loader.sampler.epoch < EPOCHS:
+for _ in loader.sampler.epochs(EPOCHS):
     for batch in loader:  # begin the step: the part of its examples that this group takes
         tokens = batch["tokens"]
         optimizer.zero_grad()

@@ -15,16 +15,19 @@ _OF_THE_SAMPLER = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_la
 
 
 class _Plan(data.Sampler[list[int]]):
-    """Endless shares from ``next_at`` on, as they will be if every step commits with the groups of now."""
+    """Shares from ``next_at`` to the end of its epoch, as they will be if every step commits with the groups of now."""
 
     def __init__(self, sampler: ElasticSampler, next_at: Position) -> None:
         self.next_at = next_at
+        self.epoch = next_at.epoch
+        """Epoch that is loaded."""
         self.planned: deque[Share] = deque()
         """Shares that the loader loads or has loaded, in its order."""
         self._sampler = sampler
 
     def __iter__(self) -> Iterator[list[int]]:
-        while True:
+        epoch = self.next_at.epoch
+        while self.next_at.epoch == epoch:
             share = self._sampler.share_at(self.next_at)
             self.next_at = self._sampler.after(self.next_at)
             self.planned.append(share)
@@ -36,11 +39,14 @@ class ElasticLoader:
 
     Iterate once for each epoch::
 
-        while sampler.epoch < epochs:
+        for _ in sampler.epochs(3):
             for batch in loader:
                 optimizer.zero_grad()
                 (loss_of(model, batch) * sampler.weight).backward()
                 optimizer.step()
+
+    Each epoch starts its workers again, as a DataLoader does: they see what the script changed in the dataset. With
+    ``persistent_workers=True`` they do not. If the dataset has a method ``set_epoch``, it is called before they start.
 
     Batches are planned for the groups of the last quorum. After a change, or a step that did not commit, the loader
     discards those that it has loaded ahead: at most ``num_workers * prefetch_factor``.
@@ -67,10 +73,8 @@ class ElasticLoader:
         self._loading: Iterator[Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the batches of this rank to the end of the epoch, or until a heal goes on in another one."""
-        epoch = self._sampler.epoch
-        while self._sampler.epoch == epoch:
-            yield self._load(self._sampler.draw())
+        """Yield the batches of this rank to the end of an epoch: ``ElasticSampler.shares``."""
+        return map(self._load, self._sampler.shares())
 
     def __len__(self) -> int:
         """Return the number of steps in an epoch."""
@@ -97,15 +101,27 @@ class ElasticLoader:
     def _load(self, wanted: Share) -> Any:
         plan = self._plan
         if wanted not in plan.planned:
+            if wanted.position.epoch != plan.epoch:
+                self._loading = None
             plan.next_at = wanted.position
-        if self._loading is None:
-            self._loading = iter(self._loader)
         while True:
+            loading = self._start(wanted.position) if self._loading is None else self._loading
             try:
-                batch = next(self._loading)  # DataLoader(timeout=...) limits the wait for a worker
+                batch = next(loading)  # DataLoader(timeout=...) limits the wait for a worker
+            except StopIteration:  # the batches planned for this epoch; the last steps of it did not commit
+                self._loading = None
+                continue
             except BaseException:  # the next batch may be this one or the one after it: discard all
                 self._loading = None
-                plan.planned.clear()
                 raise
             if plan.planned.popleft() == wanted:
                 return batch
+
+    def _start(self, at: Position) -> Iterator[Any]:
+        """Start to load the batches from ``at`` to the end of its epoch."""
+        self._plan.planned.clear()
+        self._plan.next_at, self._plan.epoch = at, at.epoch
+        if (set_epoch := getattr(self._loader.dataset, "set_epoch", None)) is not None:
+            set_epoch(at.epoch)
+        self._loading = iter(self._loader)
+        return self._loading

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch.utils import data
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 STATE = "elastic_sampler"
 """Key of the sampler's state among the registered states of the Manager."""
 
+MOST_LEFT_OPEN = 3
+"""Number of steps in a row whose batch is drawn again before they end, at which a mistake of the script is assumed."""
+
 
 class ElasticSampler(data.Sampler[list[int]]):
     """Batches of indices for one rank, cut from global batches of a constant size.
@@ -29,8 +32,10 @@ class ElasticSampler(data.Sampler[list[int]]):
     epoch is smaller.
 
     A draw begins the step (``Manager.start_quorum``) and waits for its quorum. Draw once in each step: with
-    ``DataLoader(dataset, batch_sampler=sampler)``, or with an ``ElasticLoader``, which loads ahead. The position heals,
-    and is in durable checkpoints, together with the rest of the state: all groups must have a sampler with the same
+    ``DataLoader(dataset, batch_sampler=sampler)``, or with an ``ElasticLoader``, which loads ahead. Each of them yields
+    the batches of an epoch: ``epochs`` has the loop. A draw after a batch whose step was never ended, because the
+    script caught an out-of-memory error for example, discards that step and draws its samples again. The position
+    heals, and is in durable checkpoints, with the rest of the state: all groups must have a sampler with the same
     arguments. Not for ``LocalSGD`` and ``DiLoCo``, whose groups take many batches between two quorums.
 
     Args:
@@ -85,6 +90,8 @@ class ElasticSampler(data.Sampler[list[int]]):
         """Number of this group among those of the last quorum, and how many took part."""
         self._drawn: int | None = None
         """The step, by number of the attempt, for which the last batch was drawn."""
+        self._left_open = (0, 0)
+        """Step of the Manager whose batch was last drawn again without an end of the step, and how many in a row."""
         self._share: Share | None = None
         self._order: tuple[int, Permutation] | None = None
         manager.register_state_dict_fn(STATE, self.load_state_dict, self.state_dict)
@@ -122,6 +129,8 @@ class ElasticSampler(data.Sampler[list[int]]):
         step = self._manager.current_step()
         if self._loaded and not self._base_step <= step <= self._base_step + 1:
             return self._base
+        if step < self._base_step and self._manager.torn:
+            return self._base  # until the heal, which brings a position
         if step < self._base_step:
             raise KeepstepError(
                 f"the Manager went back from step {self._base_step} to {step} without the sampler's position; load the "
@@ -164,29 +173,31 @@ class ElasticSampler(data.Sampler[list[int]]):
         self._base = self._batches.advance(Position(epoch, sample), 0)
         step = self._manager.current_step()
         self._base_step = int(state_dict.get("step", step))
-        self._loaded = self._base_step != step
+        self._loaded = self._base_step != step and not self._manager.catching_up  # which replays the steps in between
 
     # ---- batches
 
-    def draw(self) -> Share:
+    def draw(self, *, ahead: bool = True) -> Share:
         """Begin the step if none is open, wait for its quorum, and return this rank's share of its samples.
 
-        A group that heals or is a spare gets a share too, which does not count.
+        A group that heals or is a spare gets a share too, which does not count. If a share was drawn for the open step
+        already, the script has left that step: it is discarded, and this share is one of the same samples.
+
+        Args:
+            ahead: whether the caller may draw before the batch of the last draw was used, as a DataLoader with workers
+                does. Then two draws in a row are an error, unless the script went on with the step
+                (``Optimizer.zero_grad``) between them.
 
         Raises:
-            RuntimeError: a share was drawn for this step already.
+            RuntimeError: two shares were drawn for one step: ahead, or in the third step in a row.
             Drained, EvictedExit, MismatchExit: the process must end.
         """
         manager = self._manager
+        if self._is_left_open():
+            self._leave(allowed=manager.step_continued or not ahead)
         if manager.open_step() is None:
             manager.start_quorum()
-        number = manager.open_step()
-        if number is not None and number == self._drawn:
-            raise RuntimeError(
-                "two batches were drawn in one step: end each step with should_commit() (Optimizer.step), load ahead "
-                "with ElasticLoader instead of DataLoader(num_workers=...), and split a batch for gradient accumulation"
-            )
-        self._drawn = number
+        self._drawn = manager.open_step()
         manager.keep_step()
         if self._loaded:
             self._loaded, step = False, manager.current_step()
@@ -194,8 +205,71 @@ class ElasticSampler(data.Sampler[list[int]]):
                 self._base_step = step
         with contextlib.suppress(Exception):  # without a quorum the step is discarded, and should_commit() logs why
             self._groups = (manager.participating_rank() or 0, max(1, manager.num_participants()))
-        self._share = self.share_at(self._position())
+        self._base, self._base_step = self._position(), manager.current_step()
+        self._share = self.share_at(self._base)
         return self._share
+
+    def _is_left_open(self) -> bool:
+        return self._drawn is not None and self._manager.open_step() == self._drawn
+
+    def _leave(self, *, allowed: bool) -> None:
+        """Discard the open step, for which a batch was drawn."""
+        step, (before, times) = self._manager.current_step(), self._left_open
+        times = times + 1 if times and step - before in (0, 1) else 1
+        self._left_open = (step, times)
+        if not allowed or times >= MOST_LEFT_OPEN:
+            raise RuntimeError(
+                "two batches were drawn in one step: end each step with should_commit() (Optimizer.step), load ahead "
+                "with ElasticLoader instead of DataLoader(num_workers=...), and split a batch for gradient accumulation"
+            )
+        reason = "the script left this step without should_commit() (Optimizer.step); its batch is drawn again"
+        self._manager.report_error(KeepstepError(reason))
+        self._manager.should_commit()
+
+    def shares(self, *, ahead: bool = False, before: Callable[[], object] = lambda: None) -> Iterator[Share]:
+        """Draw shares to the end of an epoch.
+
+        A heal goes on in the epoch of the others. So the iteration ends after a step that this group has committed,
+        where all groups end it; or when others finish the training.
+
+        Args:
+            ahead: see ``draw``.
+            before: called before each draw, outside of the step.
+        """
+        if self._is_left_open():  # an exception, such as KeyboardInterrupt in a notebook, ended the last iteration
+            self._leave(allowed=True)
+        while True:
+            before()
+            yield self.draw(ahead=ahead)
+            if self._ended_epoch() or self._manager.groups_finish:
+                return
+
+    def _ended_epoch(self) -> bool:
+        """Return whether the last step was committed, and was the last one of its epoch."""
+        return self._manager.current_step() > self._base_step and self._position().epoch > self._base.epoch
+
+    def epochs(self, number: int) -> Iterator[None]:
+        """Iterate until ``number`` epochs are complete, once for each epoch::
+
+            for _ in sampler.epochs(3):
+                for batch in loader:
+                    optimizer.zero_grad()
+                    (loss_of(model, batch) * sampler.weight).backward()
+                    optimizer.step()
+                scheduler.step()
+                print(f"{sampler.epoch} epochs are complete")
+
+        The code after the inner loop runs between the same two steps in all groups. This yields no number: within the
+        inner loop a group may heal, and go on in the epoch of the others, so ask ``sampler.epoch``.
+
+        Args:
+            number: of epochs in the whole training, equal in all groups.
+        """
+        while self.epoch < number:
+            yield
+            if self.epoch >= number and not self._ended_epoch() and not self._manager.torn:
+                # a heal brought the final state, on which the code after the inner loop ran again: finish() heals it
+                self._manager.mark_torn()
 
     def share_at(self, at: Position) -> Share:
         """Return this rank's share of the step at ``at``, with the groups of the last quorum."""
@@ -217,10 +291,8 @@ class ElasticSampler(data.Sampler[list[int]]):
         return self._order[1].at(start, stop)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Draw batches to the end of this epoch, or until a heal goes on in another one."""
-        epoch = self.epoch
-        while self.epoch == epoch:
-            yield self.indices(self.draw())
+        """Draw batches to the end of an epoch: ``shares``."""
+        return map(self.indices, self.shares(ahead=True))
 
     def __len__(self) -> int:
         """Return the number of steps in an epoch."""

@@ -27,7 +27,7 @@ class StreamLoader:
     does not commit is divided again from memory. Iterate once for each epoch, and multiply the mean loss of each batch
     by ``weight``::
 
-        while loader.sampler.epoch < epochs:
+        for _ in loader.sampler.epochs(3):
             for batch in loader:
                 ...
 
@@ -84,15 +84,13 @@ class StreamLoader:
         return self.sampler.weight
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the batches of this rank to the end of the epoch, or until a heal goes on in another one.
+        """Yield the batches of this rank to the end of an epoch: ``ElasticSampler.shares``.
 
         Raises:
             ValueError: the stream has fewer examples than ``length``.
         """
-        epoch = self.sampler.epoch
-        while self.sampler.epoch == epoch:
-            self._read(self._now())  # before the step, which the other groups would have to wait in
-            yield self._collate(self._examples_of(self.sampler.draw()))
+        shares = self.sampler.shares(before=lambda: self._read(self._now()))  # else the other groups wait in the step
+        return (self._collate(self._examples_of(share)) for share in shares)
 
     def __len__(self) -> int:
         """Return the number of steps in an epoch."""
@@ -172,4 +170,6 @@ class StreamLoader:
 
     def _state(self, at: Position) -> Any:
         """Return the state of the stream, which has been read up to ``at``; None: at the beginning of an epoch."""
+        if self._loaded is not None and self._loaded[0] == at:
+            return self._loaded[1]  # a stream that has read nothing since has only the state of its beginning
         return self._stream.state_dict() if self._resumes and at.sample else None

@@ -80,6 +80,7 @@ class ElasticIterator:
             len(ds), manager, global_batch_size, shuffle=False, drop_last=drop_last, rank=rank, num_ranks=num_ranks
         )
         self._loader = ElasticLoader(_Elements(ds), self.sampler, **loading)
+        self._batches = iter(self._loader)
 
     @property
     def weight(self) -> float:
@@ -98,7 +99,11 @@ class ElasticIterator:
         """
         if self.sampler.epoch > 0:
             raise StopIteration
-        return next(iter(self._loader))
+        try:
+            return next(self._batches)
+        except BaseException:
+            self._batches = iter(self._loader)
+            raise
 
     def get_state(self) -> dict[str, int]:
         """Return the position, equal in all groups. Grain's iterators accept it.

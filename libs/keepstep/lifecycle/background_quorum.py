@@ -67,6 +67,17 @@ class BackgroundQuorum(StateAndProgress):
         attempt = self._attempt
         return None if attempt is None or attempt.done or attempt.requested_early else attempt.number
 
+    @property
+    def step_continued(self) -> bool:
+        """Whether ``start_quorum`` was called in the open step after ``keep_step``."""
+        return self._attempt is not None and self._attempt.continued
+
+    @property
+    def groups_finish(self) -> bool:
+        """Whether groups finish in the quorum of this step, or of the last one: it commits nothing, no step follows."""
+        plan = None if self._attempt is None else self._attempt.plan
+        return plan is not None and plan.finishing
+
     def keep_step(self) -> None:
         """Let only ``should_commit`` end the open step, because a batch was drawn for its groups.
 

@@ -234,6 +234,11 @@ class StateAndProgress:
         """
         self._context.tear()
 
+    @property
+    def torn(self) -> bool:
+        """Whether this group's state is torn (``mark_torn``), until it heals."""
+        return self._context.progress.torn
+
     def record(self, **values: float) -> None:
         """Record numbers of the current step for the metrics service, such as ``record(loss=loss.item())``.
 

@@ -75,6 +75,8 @@ class Attempt:
         """Whether ``request`` was called and ``begin`` was not."""
         self.kept = False
         """Whether only ``should_commit`` ends this attempt, because the script has a batch for its groups."""
+        self.continued = False
+        """Whether ``start_quorum`` was called since then."""
         self.synchronized = False
         """Whether the script says that this step makes the states of all groups that take part equal."""
         self.may_overflow = False
@@ -150,6 +152,7 @@ class Attempt:
 
         A kept attempt stays open in any case. If it cannot be continued, it will not commit.
         """
+        self.continued = self.kept
         if self.arguments == arguments and self.is_untouched():
             return True
         if self.kept:

@@ -184,6 +184,21 @@ def test_a_stream_goes_on_in_the_middle_of_an_epoch_and_reads_no_more_than_it_mu
                 assert take(loader, m, 1) == list(range(size)), "the next epoch begins at its beginning"
 
 
+def test_a_state_of_a_stream_that_is_saved_again_before_a_batch_was_read_is_that_of_its_place(lighthouse):
+    """As a job does that is stopped right after its start."""
+    saved: dict[str, Any] = {}
+    for name in "abcd":
+        with manager(lighthouse, name) as m:
+            loader = StreamLoader(stream_of(shuffled=False), LENGTH, m, BATCH, resumes=True)
+            if saved:
+                loader.load_state_dict(saved)
+            if name in "ad":
+                first = 0 if name == "a" else BATCH
+                assert next(iter(loader))["index"].tolist() == list(range(first, first + BATCH))
+                assert m.should_commit()
+            saved = loader.state_dict()
+
+
 def test_a_stream_that_is_divided_or_too_short_is_refused(lighthouse):
     split_dataset_by_node = importlib.import_module(f"{hugging_face().__name__}.distributed").split_dataset_by_node
     stream = stream_of(shuffled=False)
