@@ -84,6 +84,19 @@ async def _lines(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
             raise Refused(f"line of {answer.url} too long (limit {MAX_LINE_BYTES} bytes)", answer.status)
 
 
+def _shown(value: Any) -> Any:
+    """Return a value of JSON whose texts can be shown on a terminal: a group may have sent them."""
+    from keepstep_mesh.text import printable
+
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, list):
+        return [_shown(one) for one in value]
+    if isinstance(value, dict):
+        return {printable(name): _shown(one) for name, one in value.items()}
+    return value
+
+
 class Lighthouse:
     """Client of the first of ``addresses`` that answers within ``timeout`` seconds. Paths are below /v1."""
 
@@ -150,7 +163,7 @@ class Lighthouse:
         from keepstep_mesh.net.http import Problem, read_json_answer
 
         try:
-            return await read_json_answer(answer, MAX_ANSWER_BYTES)
+            return _shown(await read_json_answer(answer, MAX_ANSWER_BYTES))  # type: ignore[no-any-return]
         except Problem as problem:
             raise Unreachable(f"{answer.url.origin()}: {self.impostor} ({problem})") from problem
 
@@ -196,7 +209,7 @@ class Lighthouse:
             async for line in _lines(answer):
                 if line.startswith(b"data:"):
                     try:
-                        yield json.loads(line[5:])
+                        yield _shown(json.loads(line[5:]))
                     except ValueError as error:
                         raise Unreachable(f"{answer.url.origin()}: {self.impostor}") from error
 

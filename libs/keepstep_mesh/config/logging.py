@@ -2,7 +2,8 @@
 
 ``get_logger`` is for every module. In a process that configures nothing (a training script) events go to the
 ``logging`` logger of that name as one line of text, so that the script's own set-up rules. ``configure`` is for
-processes of ours: it routes all logs, those of libraries too, to one stream. Texts that look like tokens are removed.
+processes of ours: it routes all logs, those of libraries too, to one stream. Texts that look like tokens are removed,
+and control characters are escaped: a line may contain the text of another process.
 """
 
 from __future__ import annotations
@@ -17,9 +18,13 @@ from typing import Any, TextIO, cast
 import structlog
 from structlog.typing import EventDict, WrappedLogger
 
+from keepstep_mesh.text import printable
+
 HIDDEN = "[hidden]"
 _SECRET_NAMES = re.compile(r"token|secret|password|authorization", re.IGNORECASE)
 _BEARER = re.compile(r"(?i)\b(bearer\s+)[^\s,;'\"]+")
+_LINES = "\n\t"
+"""Kept in tracebacks and in the logs of libraries."""
 _secrets: set[str] = set()
 
 Logger = structlog.stdlib.BoundLogger
@@ -52,7 +57,7 @@ def _to_record(_logger: WrappedLogger, _method: str, event: EventDict) -> tuple[
     keep = {name: event.pop(name) for name in ("exc_info", "stack_info") if event.get(name)}
     message = str(event.pop("event", ""))
     text = message + "".join(f" {name}={value}" for name, value in event.items())
-    return (text,), {**keep, "extra": {"keepstep": (message, dict(event))}}
+    return (printable(text),), {**keep, "extra": {"keepstep": (message, dict(event))}}
 
 
 _PROCESSORS = (structlog.stdlib.filter_by_level, redact, _to_record)
@@ -88,8 +93,20 @@ class LogFormatter(logging.Formatter):
         if record.stack_info:
             event["stack"] = without_secrets(record.stack_info)
         if self.as_json:
-            return json.dumps(event, default=str, ensure_ascii=False)
-        return str(self._render(None, record.levelname.lower(), event))
+            return _ascii_escapes(json.dumps(event, default=str, ensure_ascii=False))
+        shown = {name: printable(one, _LINES) if isinstance(one, str) else one for name, one in event.items()}
+        if message is not None:
+            shown |= {
+                name: printable(one) for name, one in (("event", message), *fields.items()) if isinstance(one, str)
+            }
+        return str(self._render(None, record.levelname.lower(), shown))
+
+
+def _ascii_escapes(line: str) -> str:
+    """Return a line of JSON with escapes instead of the unprintable characters that JSON allows."""
+    if line.isprintable():
+        return line
+    return "".join([one if one.isprintable() else json.dumps(one)[1:-1].replace("\x7f", "\\u007f") for one in line])
 
 
 def configured() -> tuple[str, bool | None]:

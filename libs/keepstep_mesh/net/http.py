@@ -21,6 +21,7 @@ from keepstep_mesh.net.fork_safety import open_socket
 from keepstep_mesh.protocol.messages import PROTOCOL_VERSION
 from keepstep_mesh.security.tls import TlsFiles, as_safe, watched_client_context
 from keepstep_mesh.security.tokens import ClientToken, derived, place_of
+from keepstep_mesh.text import printable
 
 log = get_logger("keepstep.http")
 
@@ -135,7 +136,7 @@ async def raise_for_problem(response: aiohttp.ClientResponse) -> None:
         body = None
     if not isinstance(body, dict):
         body = {"detail": text.strip()[:500]}
-    title, detail = str(body.pop("title", "")), str(body.pop("detail", ""))
+    title, detail = (printable(str(body.pop(name, ""))) for name in ("title", "detail"))
     if response.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
         raise AuthError(f"{response.url.origin()}: {detail or title or 'not authorized'}")
     for known in ("type", "status"):

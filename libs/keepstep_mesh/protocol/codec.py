@@ -19,7 +19,7 @@ import msgpack
 from keepstep_mesh.errors import ProtocolError, VersionError
 from keepstep_mesh.protocol.frozen_records import maker
 from keepstep_mesh.protocol.group_messages import RankQuorum, WithinGroup
-from keepstep_mesh.protocol.membership import MAX_DATA_BYTES, MemberInfo
+from keepstep_mesh.protocol.membership import MAX_DATA_BYTES, MemberInfo, Sentence
 from keepstep_mesh.protocol.messages import (
     OLDEST_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
@@ -30,6 +30,7 @@ from keepstep_mesh.protocol.messages import (
     ToWorker,
     Welcome,
 )
+from keepstep_mesh.text import printable
 
 MAX_FRAME_BYTES = 1024 * 1024
 """Limit of a frame from a worker."""
@@ -62,6 +63,13 @@ def _text(value: Any, path: str) -> str:
     if len(value) > MAX_TEXT:
         raise ProtocolError(f"{path} too long: {len(value)} characters (limit {MAX_TEXT})")
     return value
+
+
+def _sentence(value: Any, path: str) -> str:
+    """Longer ones are cut, and not refused: a lighthouse puts that of one group into its own."""
+    if type(value) is not str:
+        raise ProtocolError(f"{path} must be a string, not {type(value).__name__}")
+    return printable(value[:MAX_TEXT])[:MAX_TEXT]
 
 
 def _whole(value: Any, path: str) -> int:
@@ -128,7 +136,7 @@ def _sequence(item: Any, path_name: str) -> Decoder:
 
 
 def _record(cls: type, name: str) -> Decoder:
-    hints = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
     fields = dataclasses.fields(cls)
     decoders = [(_decoder(hints[f.name], f"{name}.{f.name}"), f"{name}.{f.name}") for f in fields]
     required = sum(f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING for f in fields)
@@ -146,9 +154,10 @@ def _record(cls: type, name: str) -> Decoder:
     return _in_line(cls, [hints[f.name] for f in fields], decoders, decode)
 
 
-_WRONG = {
+_WRONG: dict[Any, str] = {
     int: "type({x}) is not int or not 0 <= {x} < 9223372036854775808",
     str: f"type({{x}}) is not str or len({{x}}) > {MAX_TEXT}",
+    Sentence: f"type({{x}}) is not str or len({{x}}) > {MAX_TEXT} or not {{x}}.isprintable()",
     bool: "type({x}) is not bool",
     object: "{x} is not None",
 }
@@ -186,6 +195,8 @@ def _decoder(hint: Any, name: str) -> Decoder:
         return _real
     if hint is str:
         return _text
+    if hint == Sentence:
+        return _sentence
     if hint is object:
         return _data
     if typing.get_origin(hint) in (types.UnionType, typing.Union):

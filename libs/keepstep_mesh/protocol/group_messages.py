@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from keepstep_mesh.protocol.membership import FinalState, Lineage, Quorum, StateRoot, StepFailure, StepReport
+from keepstep_mesh.protocol.membership import FinalState, Lineage, Quorum, Sentence, StateRoot, StepFailure, StepReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class RankAsk:
     shrink_only: bool
     commit_failures: int
     timeout_ms: int
-    leaving: str = ""
+    leaving: Sentence = ""
     """Reason why this rank, and so the group, leaves (SIGTERM); empty: it stays."""
     layout: str = ""
     handle: str = ""
@@ -71,7 +71,7 @@ class RankAsk:
     """As in ``QuorumRequest``, of this rank."""
     retry: bool = False
     """As in ``QuorumRequest``."""
-    replace: str = ""
+    replace: Sentence = ""
     """As in ``QuorumRequest``."""
     publish: str = ""
     """As in ``QuorumRequest``."""
@@ -98,7 +98,7 @@ class RankDenied:
     kind: ClassVar[str] = "rank_denied"
     request: int
     code: str
-    reason: str
+    reason: Sentence
     peer_address: str = ""
     job_closed: FinalState | None = None
     """With code ``finished`` (``Closed``) or ``start`` (``Denied.closed``): the final state of the job."""

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Annotated
+
+from keepstep_mesh.text import printable
 
 MAX_DATA_BYTES = 64 * 1024
 """Limit of ``MemberInfo.data``, packed."""
 
 Lineage = int | str
 """Identity of a group's weights: the quorum_id of its last commit; before the first one its incarnation or ``""``."""
+
+Sentence = Annotated[str, printable]
+"""Text for people. When it is decoded, control characters become escapes: other processes log it and show it."""
 
 Data = object
 """Any msgpack value. Its size is checked, its content is not."""
@@ -99,7 +105,7 @@ class StepFailure:
     reach. ``unknown``: neither is known."""
     peers: tuple[str, ...] = ()
     """replica_ids of the groups that it cannot reach; with ``peer`` only."""
-    reason: str = ""
+    reason: Sentence = ""
     """The error, for operators."""
 
 

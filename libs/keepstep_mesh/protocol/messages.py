@@ -22,6 +22,7 @@ from keepstep_mesh.protocol.membership import (
     Lineage,
     Member,
     MemberInfo,
+    Sentence,
     StateRoot,
     StepFailure,
     StepReport,
@@ -57,11 +58,11 @@ class Hello:
     held: HeldAnswer | None = None
     heartbeat_interval_ms: int = 0
     """Interval that the worker asks for; 0: the lighthouse chooses."""
-    library: str = ""
+    library: Sentence = ""
     """Name and version of the client, which an error about protocol versions names."""
-    host: str = ""
+    host: Sentence = ""
     """Name of its machine."""
-    runtime: str = ""
+    runtime: Sentence = ""
     """Versions that decide its arithmetic, such as ``python 3.11.7, torch 2.9.1``; empty: unknown."""
     groups: int = 0
     """Number of groups of the job, which its first quorum waits for; 0: unknown."""
@@ -109,7 +110,7 @@ class QuorumRequest:
     retry: bool = False
     """The group takes its last step again, with the gradients that it has. Denied with code ``retry`` if another group
     has committed that step. Always with ``shrink_only`` and ``commit_failures``."""
-    replace: str = ""
+    replace: Sentence = ""
     """Why the group must leave soon: a spare replaces it, or it is drained. Empty: it stays."""
     publish: str = ""
     """With ``final``, whether the final state goes to the relays before the job is closed, equal in all groups: ``no``,
@@ -139,14 +140,14 @@ class Healing:
     """Over the last seconds; the average once the heal has ended."""
     step: int = 0
     """Step of the state that is loaded."""
-    source: str = ""
+    source: Sentence = ""
     """replica_id of the source; empty: unknown."""
-    via: str = ""
+    via: Sentence = ""
     """``CheckpointTransport.via``."""
     seconds: float = 0.0
     """Time since the heal began."""
     ended: bool = False
-    error: str = ""
+    error: Sentence = ""
     """Reason of the failure; empty: the heal has not failed."""
 
     @property
@@ -162,7 +163,7 @@ class Leave:
     """Graceful leave, answered with ``Goodbye``. Never sent in the middle of a step."""
 
     kind: ClassVar[str] = "leave"
-    reason: str
+    reason: Sentence
     cause: str = ""
     """``finished`` (the script ended), ``failed`` (it ended with an error), ``drained`` (an operator's order),
     ``stopped`` (a signal); empty: unknown."""
@@ -182,7 +183,7 @@ class Failed:
     """The whole group is lost because one of its ranks died. Sent by rank 0."""
 
     kind: ClassVar[str] = "failed"
-    reason: str
+    reason: Sentence
 
 
 # ---- lighthouse to worker
@@ -293,7 +294,7 @@ class Denied:
     code: str
     """``deadline``, ``layout``, ``collectives``, ``diverged``, ``start`` or ``retry``; a worker treats any other code
     as a failure of the request."""
-    reason: str
+    reason: Sentence
     peer_address: str = ""
     """With code ``layout``: a group server with the parameters of the job; empty: ``reason`` names the difference."""
     closed: FinalState | None = None
@@ -305,7 +306,7 @@ class MemberLost:
     kind: ClassVar[str] = "member_lost"
     quorum_id: int
     replica_id: str
-    reason: str
+    reason: Sentence
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +315,7 @@ class RoundBroken:
 
     kind: ClassVar[str] = "round_broken"
     quorum_id: int
-    reason: str
+    reason: Sentence
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,13 +323,13 @@ class Drain:
     """Order to finish the step, leave, and exit with 0."""
 
     kind: ClassVar[str] = "drain"
-    reason: str
+    reason: Sentence
 
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
     kind: ClassVar[str] = "evicted"
-    reason: str
+    reason: Sentence
     ban_seconds: float
 
 
@@ -347,7 +348,7 @@ class Refused:
     code: str
     """``version_too_old``, ``version_too_new``, ``bad_message``, ``banned``, ``replaced`` or ``not_ready``. Retry only
     for ``not_ready``."""
-    reason: str
+    reason: Sentence
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,8 @@ MUTATIONS = (
     Mutation(
         "the reference state is the highest quorum_id, at any step",
         f"{MESH}/protocol/lineage.py",
-        "came.resumed, state.step, came.quorum_id, live",
-        "came.resumed, came.quorum_id, state.step, live",
+        "came.resumed, state.step, came.quorum_id, not",
+        "came.resumed, came.quorum_id, state.step, not",
         Test(HISTORIES),
     ),
     Mutation(

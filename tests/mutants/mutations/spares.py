@@ -92,8 +92,8 @@ MUTATIONS = (
     Mutation(
         "a group that finishes is replaced",
         CHANGES,
-        "    if state.finished_step and state.record.ended is None:\n",
-        "    if state.finished_step and state.record.ended is not None:\n",
+        "    return bool(state.finished_step) and state.record.ended is None\n",
+        "    return bool(state.finished_step) and state.record.ended is not None\n",
         Test(f"{SCENARIOS}[47_spares_at_the_end]"),
     ),
     Mutation(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep_mesh.text import bytes_text, listed
+from keepstep_mesh.text import bytes_text, listed, printable
 
 
 @pytest.mark.parametrize(
@@ -19,3 +19,17 @@ def test_names_beyond_the_limit_are_counted(names: str, text: str) -> None:
 )
 def test_a_size_is_in_the_largest_unit_up_to_gib(size: int, text: str) -> None:
     assert bytes_text(size) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("größer 日本", "größer 日本"),
+        ("a\x1b[2J\x9b1m\x7f", r"a\x1b[2J\x9b1m\x7f"),
+        ("a\nb\r", r"a\nb\r"),
+        ("\u202e\u2028\udc80", r"\u202e\u2028\udc80"),
+    ],
+)
+def test_characters_that_a_terminal_obeys_are_shown_as_escapes(text: str, shown: str) -> None:
+    assert printable(text) == shown
+    assert printable(text, keep="\n\r").count("\n") == text.count("\n")

@@ -110,3 +110,32 @@ def test_in_a_process_that_configures_nothing_events_are_plain_logging(caplog) -
     with caplog.at_level("INFO", "keepstep.z"):
         get_logger("keepstep.z").info("healed", step=4, rate="50%")
     assert caplog.records[0].getMessage() == "healed step=4 rate=50%"
+
+
+EVIL = "gone\x1b[2J\n2026 all is well\x9b31m\u202e"
+
+
+def test_a_line_of_json_has_no_character_that_a_terminal_obeys_and_keeps_the_value(lines) -> None:
+    stream = io.StringIO()
+    configure("debug", as_json=True, stream=stream)
+    get_logger("keepstep.x").warning("left", reason=EVIL + "ü")
+    line = stream.getvalue()
+    assert line.removesuffix("\n").isprintable()
+    assert "ü" in line
+    assert json.loads(line)["reason"] == EVIL + "ü"
+
+
+def test_a_line_for_people_has_no_character_that_a_terminal_obeys() -> None:
+    stream = io.StringIO()
+    configure("debug", as_json=False, stream=stream)
+    get_logger("keepstep.x").warning(f"left {EVIL}", reason=EVIL)
+    logging.getLogger("aiohttp.server").error("invalid request %s", EVIL.replace("\n", ""))
+    first, second = stream.getvalue().splitlines()
+    assert first.isprintable()
+    assert second.isprintable()
+    assert r"left gone\x1b[2J\n2026" in first
+
+
+def test_a_process_that_configures_nothing_logs_no_character_that_a_terminal_obeys(caplog) -> None:
+    get_logger("keepstep.x").warning("left", reason=EVIL)
+    assert caplog.messages[0].isprintable()

@@ -16,16 +16,21 @@ from hypothesis import strategies as st
 from keepstep_mesh.errors import ProtocolError
 from keepstep_mesh.protocol import codec
 from keepstep_mesh.protocol.group_messages import WithinGroup
-from keepstep_mesh.protocol.membership import MAX_DATA_BYTES, Member, MemberInfo
+from keepstep_mesh.protocol.membership import MAX_DATA_BYTES, Member, MemberInfo, Sentence
 from keepstep_mesh.protocol.messages import (
+    Denied,
+    Failed,
+    Healing,
     Heartbeat,
     Hello,
     Leave,
+    MemberLost,
     QuorumAnswer,
     QuorumRequest,
     ToLighthouse,
     ToWorker,
 )
+from keepstep_mesh.text import printable
 
 KINDS = [
     *typing.get_args(ToLighthouse),
@@ -49,7 +54,14 @@ data = st.recursive(
 
 @functools.cache  # hypothesis prepares each new strategy again
 def values(hint: object) -> st.SearchStrategy:
-    simple = {bool: st.booleans(), int: whole, str: texts, object: data, type(None): st.none()}
+    simple = {
+        bool: st.booleans(),
+        int: whole,
+        str: texts,
+        Sentence: texts.map(printable),
+        object: data,
+        type(None): st.none(),
+    }
     if hint in simple:
         return simple[hint]
     if hint is float:
@@ -58,7 +70,7 @@ def values(hint: object) -> st.SearchStrategy:
         return st.one_of([values(choice) for choice in typing.get_args(hint)])
     if typing.get_origin(hint) is tuple:
         return st.lists(values(typing.get_args(hint)[0]), max_size=3).map(tuple)
-    hints = typing.get_type_hints(hint)
+    hints = typing.get_type_hints(hint, include_extras=True)
     return st.builds(hint, **{field.name: values(hints[field.name]) for field in dataclasses.fields(hint)})
 
 
@@ -141,11 +153,28 @@ def test_a_header_that_promises_a_huge_list_costs_nothing() -> None:
 
 
 def test_long_texts_and_lists_are_refused() -> None:
-    with pytest.raises(ProtocolError, match=r"leave\.reason too long: 5000 characters"):
-        codec.decode(codec.encode(Leave("x" * 5000)))
+    with pytest.raises(ProtocolError, match=r"leave\.cause too long: 5000 characters"):
+        codec.decode(codec.encode(Leave("", "x" * 5000)))
     many = MemberInfo(handles=("",) * (codec.MAX_ITEMS + 1))
     with pytest.raises(ProtocolError):
         codec.decode(codec.encode(QuorumRequest(1, 0, "", False, 0, 1, many)))
+
+
+@pytest.mark.parametrize(
+    "sent", [Leave, Failed, lambda text: Denied(1, "start", text), lambda text: Healing(0, 0, 0.0, error=text)]
+)
+def test_a_sentence_cannot_command_the_terminal_of_a_reader(sent) -> None:
+    message = codec.decode(codec.encode(sent("bad\x1b[2J disk\n\x9b31m\u202e")))
+    assert "bad\\x1b[2J disk\\n\\x9b31m\\u202e" in dataclasses.astuple(message)
+
+
+@pytest.mark.parametrize("sent", ["x" * 5000, "\x1b" * 4096])
+def test_a_long_sentence_is_cut_so_that_no_reader_refuses_one_that_contains_it(sent: str) -> None:
+    left = codec.decode(codec.encode(Leave(sent)))
+    assert isinstance(left, Leave)
+    assert len(left.reason) == codec.MAX_TEXT
+    told = codec.decode(codec.encode(MemberLost(1, "r0:1", f"it failed: {left.reason}")))
+    assert isinstance(told, MemberLost)
 
 
 def test_user_data_has_a_limit_that_both_sides_check() -> None:
