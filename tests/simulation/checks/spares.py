@@ -60,6 +60,8 @@ class SpareChecks:
                     self._missed.add(replica_id)
                 case LogEntry("joined", replica_id):
                     self._replaced.discard(replica_id)
+                case LogEntry("policy", _, detail):
+                    self._most = max(self._most, detail["changed"].get("min_replicas", 0))
                 case LogEntry("quorum_id_raised"):
                     self._members_unknown.add(job)
                 case LogEntry("drain", replica_id, detail) if str(detail["reason"]).startswith("replaced"):
@@ -77,7 +79,6 @@ class SpareChecks:
 
     def _on_announce(self, job: Job, members: list[str]) -> None:
         record, probation = job.core.record, job.core._state.probation
-        self._most = max(self._most, record.policy.min_replicas)
         came_back = len(self._missed.intersection(members)) + len(probation.groups)
         self._missed |= self._trained.difference(members)
         self._trained.update(members)
