@@ -271,7 +271,7 @@ class QuorumAnswer:
     """Step that the job had reached, if this quorum begins at an earlier one; else 0."""
     finishing: bool = False
     """A member asked with ``final``: members that are behind heal, and no member reduces or commits anything."""
-    differ: str = ""
+    differ: Sentence = ""
     """A comparison found that the weights of groups differ: which groups, at which step, and what follows; a sentence
     for the logs of the trainers. Empty: no comparison ended with this quorum, or all weights are equal."""
 

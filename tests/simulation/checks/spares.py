@@ -15,7 +15,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from keepstep_lighthouse.jobs.job import Job
-from keepstep_lighthouse.quorum.events import Announce, LogEntry
+from keepstep_lighthouse.quorum.events import Announce, LogEntry, Persist
 from keepstep_mesh.protocol.lineage import Soundness, soundness
 from keepstep_mesh.session.session_machine import About
 
@@ -60,8 +60,8 @@ class SpareChecks:
                     self._missed.add(replica_id)
                 case LogEntry("joined", replica_id):
                     self._replaced.discard(replica_id)
-                case LogEntry("policy", _, detail):
-                    self._most = max(self._most, detail["changed"].get("min_replicas", 0))
+                case Persist(record):
+                    self._most = max(self._most, record.policy.min_replicas)
                 case LogEntry("quorum_id_raised"):
                     self._members_unknown.add(job)
                 case LogEntry("drain", replica_id, detail) if str(detail["reason"]).startswith("replaced"):
