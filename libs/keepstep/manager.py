@@ -330,6 +330,7 @@ class Manager(Finishing, BackgroundQuorum, Rehearsing, StateAndProgress):
             Drained: the group was asked to leave the job, and has left.
             TimeoutError: no quorum formed within ``timeout``; the next call asks again. Only where this waits.
             KeepstepError: any other reason why no quorum formed; the next call asks again. Only where this waits.
+            RuntimeError: three steps in a row were begun, and not ended with ``should_commit``.
         """
         context = self._context
         context.raise_fatal()
@@ -347,6 +348,7 @@ class Manager(Finishing, BackgroundQuorum, Rehearsing, StateAndProgress):
                 if attempt.goes_on(arguments):
                     return
                 attempt.abandon()
+                context.end_if_repeated(attempt.own_error)
             attempt = self._new_attempt(arguments, limit, allow_heal=allow_heal)
         while True:
             if context.leaving and context.settings.world_size == 1:
@@ -546,7 +548,8 @@ class Manager(Finishing, BackgroundQuorum, Rehearsing, StateAndProgress):
             StateMismatchExit: the state of the other groups does not fit this one, and the process must end.
             CollectivesExit: other groups began another number of collectives, and the process must end.
             GroupFailedExit: the outcome of the vote is unknown, and the process must end.
-            RuntimeError: no step has begun, or more than ``max_retries`` steps in a row failed.
+            RuntimeError: no step has begun; more than ``max_retries`` steps in a row failed; or three in a row failed
+                with the same error of this group, which is the cause of this one.
         """
         committed = False
         try:
@@ -572,6 +575,7 @@ class Manager(Finishing, BackgroundQuorum, Rehearsing, StateAndProgress):
                 collectives=attempt.collectives,
                 synchronized=attempt.synchronized,
             )
+        self._context.end_if_repeated(None if committed else attempt.own_error)
         failures, most = self._context.progress.commit_failures, self._settings.max_retries
         if not committed and most is not None and failures > most:
             raise RuntimeError(f"{failures} steps in a row failed (max_retries={most}); the last one: {attempt.error}")

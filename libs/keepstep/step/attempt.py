@@ -129,6 +129,11 @@ class Attempt:
         return self._first_error.error
 
     @property
+    def own_error(self) -> Exception | None:
+        """``error``, if this group caused it in a quorum."""
+        return self._first_error.of_this_group if self.plan is not None else None
+
+    @property
     def _round(self) -> QuorumRound | None:
         return self._rounds.current
 

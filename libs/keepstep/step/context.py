@@ -24,6 +24,7 @@ from keepstep.step.following import Follower
 from keepstep.step.live_state import LiveState
 from keepstep.step.progress import GroupProgress
 from keepstep.step.reconfigurer import Reconfigurer
+from keepstep.step.repeated_error import LIMIT, RepeatedError
 from keepstep.step.reporting.step_log import StepLog
 from keepstep.step.reporting.step_telemetry import StepTelemetry
 from keepstep.step.retrying.kept_reductions import KeptReductions
@@ -58,6 +59,8 @@ class StepContext:
     world_size_mode: WorldSizeMode
     signals: HeldSignals = field(default_factory=HeldSignals)
     """Holds signals back from the commit of a step to the end of the change of the weights."""
+    repeated: RepeatedError = field(default_factory=RepeatedError)
+    """Ends the group after the same error of its own in several steps in a row."""
     changing: bool = False
     """An optimizer of the script has begun a step, and has not ended it."""
     fatal: BaseException | None = None
@@ -156,6 +159,22 @@ class StepContext:
         """Raise ``error`` now and in every later step."""
         self.fatal = error
         raise error
+
+    def end_if_repeated(self, own: Exception | None) -> None:
+        """End training if the step that ended now failed with the same error of this group as those before it.
+
+        Args:
+            own: as of ``RepeatedError.step_ended``.
+
+        Raises:
+            RuntimeError: it did, and training on does not help. Its cause is the error.
+        """
+        if self.repeated.step_ended(own):
+            self.fatal = RuntimeError(
+                f"{LIMIT} steps in a row failed with the same error of this group, so training on does not help: "
+                f"{type(own).__name__}: {own}"
+            )
+            raise self.fatal from own
 
     def raise_fatal(self) -> None:
         """Raise the error that ended training in this process, if any."""

@@ -50,6 +50,11 @@ class FirstError:
             self._abort = f"this group reported {reason}"
             self.abort()
 
+    @property
+    def of_this_group(self) -> Exception | None:
+        """The error, if this group caused it."""
+        return self.error if self._cause == OWN else None
+
     def abort(self) -> None:
         """Abort the process group, if an error was reported: again, because one that is being built stays."""
         if self._abort:

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -165,12 +166,14 @@ def main() -> None:
     pauses = {int(step) for step in os.environ.get("TRAINER_PAUSE_AT", "").split(",") if step}
     pace = float(os.environ.get("TRAINER_PACE", "0.03"))
     workers = int(os.environ.get("TRAINER_WORKERS", "0"))
+    failures = itertools.count(1)
     drawn = batches_of_workers(workers, len(inputs)) if workers else None
     try:
         while not steps or manager.current_step() < steps:
             wrapped.zero_grad()
             if has_trouble("own"):
-                manager.report_error(ValueError("the test lets this step fail"))
+                number = next(failures)  # another error in each step, because the same one would end the group
+                manager.report_error(ValueError(f"the test lets this step fail, for time {number}"))
             if drawn is not None and manager.current_step() > 0:
                 batch = next(drawn)
             else:

@@ -33,12 +33,20 @@ class Collectives:
         context: of this process.
         times: when the last collective began is written here.
         report: called with the error of a collective that failed.
+        report_own: called with an error of this group alone; None: ``report`` is.
     """
 
-    def __init__(self, context: StepContext, times: StepTimes, report: Callable[[Exception], None]) -> None:
+    def __init__(
+        self,
+        context: StepContext,
+        times: StepTimes,
+        report: Callable[[Exception], None],
+        report_own: Callable[[Exception], None] | None = None,
+    ) -> None:
         self._context = context
         self._times = times
         self._report = report
+        self._report_own = report_own or report
         self._works: list[ManagedWork] = []
         self._contributed: list[torch.Tensor] = []
         """The smallest and the largest element of each contribution to a sum or an average."""
@@ -190,7 +198,7 @@ class Collectives:
                     work.write_back()
                 except Exception as error:  # noqa: BLE001  the tensors that it wrote are equal in no other group
                     self.write_back_failed = True
-                    self._report(error)
+                    self._report_own(error)
 
     def succeeded(self) -> bool:
         """Wait for all collectives, and return whether they succeeded."""

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch.distributed import Work
 
 from keepstep.collectives.codecs.codec import Round
@@ -43,7 +44,7 @@ class StepCollectives:
         self._rounds = rounds
         self._times = times
         self._errors = errors
-        self._present = Collectives(context, times, errors.report_of_peers)
+        self._present = Collectives(context, times, errors.report_of_peers, errors.report)
         """Of the present try."""
         if context.kept is not None:
             context.kept.begin()
@@ -89,8 +90,10 @@ class StepCollectives:
             return start(rank is not None, world)
         except SystemExit as error:  # should_commit raises it again: a backward pass must not be left by an exit
             errors.report(KeepstepError(f"leaving: {error}"))
-        except Exception as error:  # noqa: BLE001  reported: the step does not commit, training goes on
+        except (KeepstepError, OSError, dist.DistError) as error:
             errors.report_of_peers(error)
+        except Exception as error:  # noqa: BLE001  reported: the step does not commit, training goes on
+            errors.report(error)  # before anything was sent
         return ManagedWork(None, value, ok=False)
 
     def succeeded(self) -> bool:
@@ -99,7 +102,8 @@ class StepCollectives:
 
     def begin_retry(self) -> None:
         """Begin another try of the step, without a collective."""
-        self._present = Collectives(self._context, StepTimes(self._times.began), self._errors.report_of_peers)
+        errors = self._errors
+        self._present = Collectives(self._context, StepTimes(self._times.began), errors.report_of_peers, errors.report)
 
     def start_again(self) -> None:
         """Start the all-reduces of the step again, with the gradients of this group."""
