@@ -5,7 +5,8 @@
     checkpoints/JOB/ID/manifest-N  manifest of rank N
     partial/                       files that are being written
 
-A file gets its name when it is complete. Only a commit syncs, and it syncs everything that it needs.
+A file gets its name when it is complete. Only a commit syncs, and it syncs everything that it needs. Files and folders
+with other names are not the relay's: it neither reads nor deletes them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import fcntl
 import itertools
 import json
 import os
-import shutil
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,9 @@ from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.protocol.manifest import DIGEST_BYTES, chunk_digest
 from keepstep_relay.core.events import Facts, Key, Kind
+
+CHUNK_NAME = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}", re.ASCII)
+MANIFEST_NAME = re.compile(r"manifest-\d+", re.ASCII)
 
 log = get_logger("keepstep.relay.disk")
 
@@ -108,8 +112,10 @@ class DiskTier:
             os.close(lock)
             raise KeepstepError(f"another relay uses {folder}; give each relay its own --data-dir") from error
         self._lock = lock
-        for left in self._partial.iterdir():
-            left.unlink()
+        with _explained(f"cannot use the data directory {folder}", folder):
+            for left in self._partial.iterdir():
+                if left.name.isdecimal() and left.is_file():
+                    left.unlink()
 
     def close(self) -> None:
         if self._lock is not None:
@@ -146,11 +152,11 @@ class DiskTier:
 
     def found(self) -> Iterator[tuple[bytes, int]]:
         """Iterate over the chunk files: (digest, length)."""
-        for folder in self._chunks.iterdir():
-            for entry in os.scandir(folder):
-                with contextlib.suppress(ValueError):
+        for number in range(256):
+            for entry in os.scandir(self._chunks / f"{number:02x}"):
+                if CHUNK_NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
                     digest = bytes.fromhex(entry.name)
-                    if len(digest) == DIGEST_BYTES:
+                    if digest[0] == number:
                         yield digest, entry.stat().st_size
 
     def sync(self, digests: Iterable[bytes]) -> None:
@@ -198,13 +204,13 @@ class DiskTier:
         with _explained(f"cannot delete {key}", self.folder):
             with contextlib.suppress(FileNotFoundError):
                 (self._of(key) / "record").unlink()
-            shutil.rmtree(self._of(key), ignore_errors=True)
-            with contextlib.suppress(OSError):
-                self._of(key).parent.rmdir()
+            _delete_rest(self._of(key))
 
     def load(self) -> Iterator[tuple[Key, Record, dict[int, bytes]]]:
-        """Iterate over the checkpoints and the manifests that they have. A folder without a record is deleted."""
+        """Iterate over the checkpoints and the manifests that they have. Delete the rest of those without a record."""
         for folder in sorted(self._checkpoints.glob("*/*")):
+            if not folder.is_dir():
+                continue
             try:
                 key, record = decode_record((folder / "record").read_bytes())
                 if self._of(key) != folder:
@@ -212,8 +218,8 @@ class DiskTier:
                 files = {rank: folder / f"manifest-{rank}" for rank in range(record.facts.ranks)}
                 yield key, record, {rank: file.read_bytes() for rank, file in files.items() if file.exists()}
             except FileNotFoundError:
-                log.info("deleted the rest of a checkpoint", folder=str(folder))
-                shutil.rmtree(folder, ignore_errors=True)
+                if _delete_rest(folder):
+                    log.info("deleted the rest of a checkpoint", folder=str(folder))
             except (OSError, ValueError) as error:
                 self.unreadable.add(Key(folder.parent.name, folder.name))
                 log.error("could not read a checkpoint; its files stay", folder=str(folder), reason=str(error))
@@ -242,6 +248,22 @@ def _explained(what: str, folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise DiskError(what, error, folder) from error
+
+
+def _delete_rest(folder: Path) -> bool:
+    """Delete the manifests of a checkpoint without a record, and its folder, if nothing else is in it.
+
+    Returns:
+        Whether the folder is gone.
+    """
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            if MANIFEST_NAME.fullmatch(path.name) and path.is_file():
+                path.unlink()
+        folder.rmdir()
+        with contextlib.suppress(OSError):
+            folder.parent.rmdir()
+    return not folder.exists()
 
 
 def _sync(path: Path) -> None:

@@ -169,6 +169,32 @@ async def test_an_upload_that_ended_while_its_manifest_was_written_can_begin_aga
         assert await worker.pack() == ONE.pack
 
 
+async def test_files_of_others_in_its_folder_neither_stop_its_start_nor_are_deleted(tmp_path: Path) -> None:
+    foreign = [
+        *("notes", "chunks/notes", "chunks/00/notes", f"chunks/00/{'00' * 31}ZZ", "partial/notes", "partial/7x/notes"),
+        *("partial/8/notes", "checkpoints/notes", "checkpoints/other/notes", "checkpoints/other/2026/notes"),
+        *("checkpoints/job/c1/notes", "checkpoints/job/c2/manifest-0.old", f"chunks/0a/{'0b' * 32}"),
+        f"chunks/0a/{'0a' * 32}/notes",
+    ]
+    async with relay_process("--data-dir", str(tmp_path)) as (_, address), client(address) as worker:
+        await worker.store(ONE)
+    for name in foreign:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("not the relay's")
+    for left in ("checkpoints/job/c3/manifest-0", "partial/3"):
+        (tmp_path / left).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / left).write_text("the relay's")
+    async with relay_process("--data-dir", str(tmp_path)) as (_, address), client(address) as worker:
+        assert await worker.pack() == ONE.pack
+        await worker.call("DELETE", f"{worker.checkpoints}/c1", 204)
+        await worker.store(TWO, "c1")
+        assert await worker.pack() == TWO.pack
+    for name in foreign:
+        assert (tmp_path / name).read_text() == "not the relay's", name
+    assert not (tmp_path / "checkpoints/job/c3").exists()
+    assert not (tmp_path / "partial/3").exists()
+
+
 async def test_two_relays_do_not_share_a_folder(tmp_path: Path) -> None:
     async with relay(data_dir=tmp_path):
         with pytest.raises(KeepstepError, match="another relay uses"):
