@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from keepstep_cli.asking.sections import SectionedGroup
 from keepstep_cli.commands import admin
 from keepstep_cli.commands.chaos_command import chaos
 from keepstep_cli.commands.check_history import check_history
@@ -22,8 +23,17 @@ from keepstep_cli.commands.run import run
 from keepstep_cli.commands.serve import lighthouse, up
 from keepstep_cli.running.console.standard_output import check_standard_output
 
+SECTIONS = {
+    "Try and train": ("demo", "run", "restart"),
+    "Services": ("up", "lighthouse", "relay", "metrics"),
+    "See": ("status", "jobs", "replicas", "inspect", "quorum", "events", "transfers"),
+    "Change": ("drain", "replace", "evict", "readmit", "policy", "job"),
+    "Check": ("doctor", "verify-replicas", "check-history", "chaos", "inject"),
+    "Checkpoints and shell": ("checkpoint", "completion"),
+}
 
-class Keepstep(click.Group):
+
+class Keepstep(SectionedGroup):
     """Raise ``Unwritable`` if the output cannot be written."""
 
     def main(self, *arguments: Any, **how: Any) -> Any:
@@ -37,7 +47,7 @@ class Keepstep(click.Group):
             sys.stdout.flush()
 
 
-@click.group(cls=Keepstep, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Keepstep, sections=SECTIONS, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="keepstep", prog_name="keepstep")
 def main() -> None:
     """Fault-tolerant PyTorch training."""

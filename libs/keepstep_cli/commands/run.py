@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from keepstep_cli.asking import options
+from keepstep_cli.asking.sections import SectionedCommand
 from keepstep_cli.running.supervisor_events import MAX_RESTARTS, RESTART_BACKOFF, Restarts
 
 if TYPE_CHECKING:
@@ -20,8 +21,21 @@ if TYPE_CHECKING:
 ASK_FIRST_SECONDS = 5.0
 
 
+SECTIONS = {
+    "Groups": ("--replicas", "--nproc-per-replica", "--gpus-per-replica", "--spares"),
+    "Restarts and the end": ("--max-restarts", "--max-restart-pause", "--grace", "--notice", "--final-code"),
+    "Output": ("--log-dir", "--timestamps"),
+    "A lighthouse that runs": ("--lighthouse", "--job", "--token-file", "--tls-ca", "--tls-cert", "--tls-key"),
+    "The lighthouse started here": ("--min-replicas", "--join-timeout", "--refuse-going-back", "--state-dir"),
+    "Several machines": ("--first-replica", "--replicas-in-job", "--spares-in-job"),
+}
+
+
 @click.command(
-    short_help="Run replica groups of a script; restart dead ones.", context_settings={"allow_interspersed_args": False}
+    cls=SectionedCommand,
+    sections=SECTIONS,
+    short_help="Run replica groups of a script; restart dead ones.",
+    context_settings={"allow_interspersed_args": False},
 )
 @click.option("--replicas", type=click.IntRange(1), required=True, help="Replica groups to run on this machine.")
 @click.option("--nproc-per-replica", type=click.IntRange(1), default=1, show_default=True, help="Ranks of each group.")

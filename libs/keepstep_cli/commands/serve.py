@@ -15,6 +15,7 @@ import click
 from keepstep_cli.asking.defaults import DEFAULT_PORT
 from keepstep_cli.asking.options import Seconds, all_of, make_folder
 from keepstep_cli.asking.policy_options import FIELDS, new_job_policy
+from keepstep_cli.asking.sections import SectionedCommand
 from keepstep_cli.running.service_options import FILE, service_options
 from keepstep_cli.running.services import announce, checked, configure_logs, importing, reported
 
@@ -38,7 +39,32 @@ _job_options = all_of(
 )
 
 
-@click.command(short_help="Run a lighthouse, which forms the quorum of each step.")
+SECTIONS = {
+    "Addresses": ("--bind", "--relay-bind", "--metrics-bind", "--advertise", "--allow-host", "--insecure"),
+    "Tokens and TLS": ("--token-file", "--tls-cert", "--tls-key", "--tls-ca"),
+    "State and logs": ("--state-dir", "--store", "--lease", "--event-log", "--log-format", "--log-level"),
+    "Policy of new jobs: quorums": ("--min-replicas", "--max-replicas", "--initial-replicas", "--join-timeout"),
+    "Policy of new jobs: failures": (
+        "--heartbeat-timeout",
+        "--reconnect-grace",
+        "--takeover-grace",
+        "--heal-timeout",
+        "--drain-straggler-after",
+    ),
+    "Policy of new jobs: equal weights and the end": (
+        "--verify-every",
+        "--on-divergence",
+        "--refuse-going-back",
+        "--finish-grace",
+        "--job-ttl",
+        "--max-jobs",
+    ),
+}
+
+
+@click.command(
+    cls=SectionedCommand, sections=SECTIONS, short_help="Run a lighthouse, which forms the quorum of each step."
+)
 @service_options(DEFAULT_PORT)
 @_event_log_option
 @click.option(
@@ -64,7 +90,11 @@ def lighthouse(**flags: Any) -> None:
     _serve(flags)
 
 
-@click.command(short_help="Run the whole mesh (lighthouse, relay, metrics) in this process.")
+@click.command(
+    cls=SectionedCommand,
+    sections=SECTIONS,
+    short_help="Run the whole mesh (lighthouse, relay, metrics) in this process.",
+)
 @service_options(DEFAULT_PORT)
 @_event_log_option
 @click.option(
