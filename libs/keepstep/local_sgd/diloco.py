@@ -268,8 +268,12 @@ class DiLoCo(OuterSteps):
     def _merge(self) -> None:
         assert self._merges is not None
         self._start_quorum()
-        if self._merges.merge():
-            self._schedule.end()
+        before, committed = self._manager.current_step(), False
+        try:
+            committed = self._merges.merge()
+        finally:
+            if committed or self._manager.current_step() != before:  # the merge may end with an exception after it
+                self._schedule.end()
 
     def _start_quorum(self) -> None:
         super()._start_quorum()

@@ -91,7 +91,7 @@ class Attempt:
         self._rounds = Rounds(context, rules, self._times, self._first_error)
         self._collectives = StepCollectives(context, self._rounds, self._times, self._first_error)
         self._failed: tuple[bool, Exception | None] | None = None
-        """Result of the last try, if ``settle`` ended it: the step will not commit."""
+        """Result of the last try, if ``finalize`` ended it: the step will not commit."""
         self._began_at: tuple[int, Lineage] | None = None
         """Step and lineage of this group when ``begin`` returned."""
 
@@ -235,16 +235,16 @@ class Attempt:
         See ``Collectives.allreduce``.
         """
         work = self._collectives.allreduce(reduction)
-        settles = self._context.kept is not None and self._context.settings.world_size == 1
-        if settles and not at_end_of_backward(self.settle):
-            work.settle = self.settle
+        finalizes = self._context.kept is not None and self._context.settings.world_size == 1
+        if finalizes and not at_end_of_backward(self.finalize):
+            work.finalize = self.finalize
         return work
 
     def run_collective(self, tensors: list[torch.Tensor], start: Callable[[Round], Work]) -> ManagedWork:
         """Average ``tensors`` in place with ``start``. Errors are reported, not raised. See ``Collectives.run``."""
         return self._collectives.run(tensors, start)
 
-    def settle(self) -> bool:
+    def finalize(self) -> bool:
         """Repeat the all-reduces so far until they succeed, before the script sees their results.
 
         In a group of one rank, with ``retry_allreduce``: at the end of a backward pass, and when the script waits.

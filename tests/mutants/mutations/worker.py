@@ -8,6 +8,7 @@ BUFFERS = "tests/services/manager/models/test_synced_buffers.py"
 GROUPS = "tests/services/manager/agreement/test_verification.py"
 SYNCHRONIZED = "tests/services/manager/agreement/test_synchronized.py"
 HISTORIES = "tests/unit/lighthouse/test_lineage_model.py::test_no_short_history_breaks_a_rule"
+CHANGES = "tests/services/manager/steps/test_commit_and_change.py"
 ABANDONED = "tests/services/manager/steps/test_abandoned_steps.py"
 
 PLANS = "tests/unit/step/test_quorum_plan.py"
@@ -183,5 +184,33 @@ MUTATIONS = (
         "        version = min(member.info.rendezvous for member in plan.members)\n",
         "        version = max(member.info.rendezvous for member in plan.members)\n",
         Test("tests/unit/group/test_rendezvous_size.py::test_addresses_are_short_when_every_member_can_read_them"),
+    ),
+    Mutation(
+        "a signal interrupts the change of the weights after a commit",
+        "libs/keepstep/step/attempt.py",
+        "            self._context.signals.hold()\n",
+        "            pass\n",
+        Test(f"{CHANGES}::test_a_signal_between_commit_and_change_is_handled_right_after_the_change"),
+    ),
+    Mutation(
+        "a group whose optimizer failed after the commit counts as equal to the others",
+        "libs/keepstep/manager.py",
+        "            if context.signals.holding:  # the step counts, and no other group has these weights\n",
+        "            if context.state.readable:\n",
+        Test(f"{CHANGES}::test_an_error_of_an_optimizer_after_the_commit_makes_the_group_heal"),
+    ),
+    Mutation(
+        "a wrapped optimizer that failed after a bare commit goes unnoticed",
+        "libs/keepstep/lifecycle/state_and_progress.py",
+        "            if not context.progress.torn:\n",
+        "            if context.progress.torn:\n",
+        Test(f"{CHANGES}::test_an_error_of_an_optimizer_after_the_commit_makes_the_group_heal[should_commit]"),
+    ),
+    Mutation(
+        "an error of the script ends the group although steps committed in between",
+        "libs/keepstep/step/repeated_error.py",
+        "        self._count = self._count + 1 if error == self._error else 1\n",
+        "        self._count = self._count + 1 if error else self._count\n",
+        Test("tests/unit/step/test_repeated_error.py"),
     ),
 )

@@ -36,7 +36,7 @@ class ManagedWork(dist.Work):
         ended: Callable[[], None] | None = None,
     ) -> None:
         super().__init__()
-        self.settle: Callable[[], bool] | None = None
+        self.finalize: Callable[[], bool] | None = None
         """Called instead of a wait of the script, with ``retry_allreduce``. Returns what ``wait`` returns."""
         self._value = value
         self._ok = ok
@@ -62,7 +62,7 @@ class ManagedWork(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002  the process group keeps the deadline
         """Wait for the collective, and return whether it succeeded."""
-        return self.ended() if self.settle is None else self.settle()
+        return self.ended() if self.finalize is None else self.finalize()
 
     def ended(self) -> bool:
         """Wait for this try of the collective, and return whether it succeeded."""
@@ -75,8 +75,8 @@ class ManagedWork(dist.Work):
 
     def is_completed(self) -> bool:
         done = self._future.done()
-        if done and self.settle is not None:
-            self.settle()
+        if done and self.finalize is not None:
+            self.finalize()
         return done
 
     def synchronize(self) -> None:
@@ -87,8 +87,8 @@ class ManagedWork(dist.Work):
 
     def get_future(self) -> Future[Any]:
         """Return a future that completes with the tensor, and never with an exception."""
-        if self.settle is not None:
-            self.settle()
+        if self.finalize is not None:
+            self.finalize()
         return self._future
 
     def result(self) -> list[torch.Tensor]:

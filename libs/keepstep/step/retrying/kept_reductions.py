@@ -9,7 +9,7 @@ the result of the failed one. That is so for
 * a tensor whose result is used in ``write_back`` alone.
 
 No counter shows that a script has read a result, or has written to it through ``.data`` or numpy. So a group of one
-rank repeats the reductions before the script sees a result (``Attempt.settle``), and none that it has seen. The ranks
+rank repeats the reductions before the script sees a result (``Attempt.finalize``), and none that it has seen. The ranks
 of a larger group agree in ``should_commit`` only, so their script must not use a gradient before.
 """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from keepstep import DistributedDataParallel, Manager
+from keepstep.coordination import LighthouseServer
 from keepstep.step.repeated_error import LIMIT
 from tests.services.manager.groups import events, manager
 from tests.services.manager.steps.test_retried_steps import Lossy
@@ -89,7 +91,19 @@ def test_errors_of_other_groups_never_end_it(lighthouse, steps):
     assert events(steps).count("discarded") == 2 * LIMIT
 
 
-def test_quorums_that_do_not_form_never_end_it(lighthouse, steps):
+def test_quorums_that_do_not_form_never_end_it(steps):
+    server = LighthouseServer("127.0.0.1:0", min_replicas=2, join_timeout_ms=60_000)
+    options: dict[str, Any] = {"init_sync": False, "quorum_timeout": timedelta(seconds=0.1)}
+    with manager(server.address(), "a", **options) as m:
+        for _ in range(2 * LIMIT):
+            m.start_quorum()
+            m.allreduce(torch.ones(1))
+            assert not m.should_commit()
+    server.shutdown()
+    assert events(steps).count("discarded") == 2 * LIMIT
+
+
+def test_steps_with_too_few_groups_never_end_it(lighthouse, steps):
     with manager(lighthouse, "a", min_replica_size=2, init_sync=False) as m:
         for _ in range(2 * LIMIT):
             m.start_quorum()
