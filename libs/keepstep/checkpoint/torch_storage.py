@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import (
@@ -312,7 +311,7 @@ def _deliver(item: ReadItem, planner: LoadPlanner, value: Any) -> None:
     key = item.dest_index.fqn
     if isinstance(planner, DefaultLoadPlanner) and _keeps(planner, DefaultLoadPlanner, "load_bytes"):
         if planner.flatten_state_dict:
-            set_element(planner.original_state_dict, planner.mappings[key], value)
+            _place(planner.original_state_dict, planner.mappings[key], value)
         else:
             planner.state_dict[key] = value
     elif isinstance(value, bytes):
@@ -322,3 +321,17 @@ def _deliver(item: ReadItem, planner: LoadPlanner, value: Any) -> None:
             f"{key} is a {type(value).__name__}, and {type(planner).__name__}.load_bytes expects the bytes of its own "
             f"save planner: save with that planner, or load with one that inherits DefaultLoadPlanner.load_bytes"
         )
+
+
+def _place(state: Any, path: Iterable[Any], value: Any) -> None:
+    """Set a value of ``state`` that is there. torch's planner has all keys of dicts as text, also numbers."""
+    *steps, last = path
+    for step in steps:
+        state = state[_own_key(state, step)]
+    state[_own_key(state, last)] = value
+
+
+def _own_key(container: Any, step: Any) -> Any:
+    if not isinstance(container, Mapping) or step in container:
+        return step
+    return next((key for key in container if str(key) == step), step)

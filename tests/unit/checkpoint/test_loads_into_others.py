@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -129,6 +131,13 @@ def test_a_multistep_schedule_is_saved_and_loaded(tmp_path):
     assert type(new_scheduler.milestones) is type(scheduler.milestones)
     assert new_scheduler.last_epoch == 3
     assert new.param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+def test_torch_loads_a_number_that_is_a_key_into_that_key(tmp_path):
+    checkpoint.save({"scheduler": {"milestones": Counter({3: 1})}}, tmp_path / "c")
+    state = {"scheduler": {"milestones": Counter({3: 2})}}
+    load_through_torch(state, tmp_path / "c")
+    assert state == {"scheduler": {"milestones": Counter({3: 1})}}
 
 
 @pytest.mark.parametrize("groups", [1, 2])

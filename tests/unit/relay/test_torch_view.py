@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
 from datetime import UTC, date, datetime, time, timedelta
-from typing import Any
+from enum import Enum
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from keepstep.checkpointing.state.sharding import LocalShard
 from keepstep_mesh.errors import ManifestError
 from keepstep_mesh.protocol.state_content import ITEM_BYTES, Content, Sharding, unpack_content
 from keepstep_relay.torch_view.torch_files import METADATA, TorchDirectory, torch_directory
+from tests.support.models.wrapped_tensor import scaled
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:ComplexHalf support")
 
@@ -109,6 +112,36 @@ def test_other_values_come_back(tmp_path):
     assert (type(three), three, three._metadata) == (OrderedDict, ordered, {"version": 2})
     assert found["groups"][0]["lr"] == 0.1
     assert found["groups"][0]["0"].equal(torch.ones(2))
+
+
+class Mode(Enum):
+    WARM = "warm"
+
+
+class Point(NamedTuple):
+    x: int
+
+
+def test_values_of_other_classes_are_shown_as_plain_ones(tmp_path):
+    """torch unpickles them: the relay names no class that a checkpoint chose."""
+    state = {
+        "tuple": (Counter({3: 1}), defaultdict(list, a=[1]), Mode.WARM, Point(1), Path("/x"), torch.per_tensor_affine),
+        "queue": deque([1, torch.ones(2)], maxlen=3),
+        "bytes": bytearray(b"ab"),
+        "milestones": Counter({30: 1}),
+    }
+    found = everything(written(*stored(state), tmp_path / "d"))
+    assert found["tuple"] == ({3: 1}, {"a": [1]}, "warm", (1,), "/x", "per_tensor_affine")
+    assert type(found["tuple"][0]) is dict
+    assert (type(found["queue"]), found["queue"].maxlen, found["queue"][0]) == (deque, 3, 1)
+    assert found["queue"][1].equal(torch.ones(2))
+    assert found["bytes"] == bytearray(b"ab")
+    assert found["milestones"] == {"30": 1}
+
+
+def test_a_tensor_that_wraps_others_is_named():
+    with pytest.raises(ManifestError, match=r"state\.exp_avg cannot be shown to torch: .*keepstep.checkpoint.load"):
+        stored({"state": {"exp_avg": scaled(1)}})
 
 
 def shard(rows: range) -> LocalShard:

@@ -14,6 +14,7 @@ import torch
 from keepstep.checkpoint.checkpoint_errors import CheckpointError
 from keepstep.checkpoint.parts.flattening import Leaf, Path, key_of
 from keepstep.checkpointing import UnsupportedValue
+from keepstep.checkpointing.state.known_classes import class_name
 from keepstep.checkpointing.state.leaves import TORCH_DTYPE_NAMES
 from keepstep.checkpointing.state.sharding import is_dtensor, sharding_of
 from keepstep.checkpointing.state.tensor_subclasses import is_whole_value, plain
@@ -103,6 +104,7 @@ def _part(key: str, leaf: Leaf, shards: _Shards) -> Part:
         raise UnsupportedValue(f"{key} is a tensor of {value.dtype}, which a checkpoint cannot store")
     mesh, is_sharded, shape = None, True, tuple(value.size())
     if is_dtensor(value):
+        _check_shard(key, value)
         mesh = shards.mesh(key, value)
         pieces = shards.pieces(key, value)
     elif _is_sharded_tensor(value):
@@ -115,6 +117,16 @@ def _part(key: str, leaf: Leaf, shards: _Shards) -> Part:
         pieces = [(whole(shape), value.detach())]
     kept = tuple((box, tensor) for box, tensor in pieces if box.volume or not math.prod(shape))
     return TensorPart(leaf.path, value.dtype, shape, kept, mesh, is_sharded)
+
+
+def _check_shard(key: str, value: DTensor) -> None:
+    with torch.no_grad():
+        local = value.to_local()
+    if is_whole_value(local):
+        raise UnsupportedValue(
+            f"{key} is a DTensor whose shards are {class_name(type(local))}, which a checkpoint of several ranks cannot "
+            f"cut in another way: use an optimizer whose state is not quantized, or durable checkpoints of a Manager"
+        )
 
 
 def _is_sharded_tensor(value: object) -> TypeGuard[ShardedTensor]:

@@ -79,7 +79,7 @@ def plain(value: torch.Tensor, path: str) -> torch.Tensor:
     tensor = value.detach()
     if type(tensor) not in PLAIN_TENSORS:
         raise UnsupportedValue(
-            f"{path} is a {class_name(type(value))}, which cannot be stored here: convert it to a plain tensor or "
-            f"DTensor (a tensor subclass with __tensor_flatten__ can be stored where it is whole, not in shards)"
+            f"{path} is a {class_name(type(value))}, which cannot be stored here: convert it to a plain tensor (a "
+            f"subclass that wraps others is stored if it has __tensor_flatten__, and only whole)"
         )
     return tensor
