@@ -9,6 +9,8 @@ from keepstep.checkpointing import UnsupportedValue
 from keepstep.checkpointing.errors import StateMismatch
 from keepstep.checkpointing.state.state_bytes import load_state, save_state
 from keepstep.checkpointing.state.tensors_in_containers import tensors_in
+from keepstep.lifecycle.rehearsal.state_before import StateBefore
+from keepstep.script_checks.state_coverage import StateCoverage
 from tests.support.models.wrapped_tensor import ScaledTensor, parts, scaled
 
 
@@ -95,3 +97,20 @@ class Opaque(torch.Tensor):
 def test_a_subclass_without_parts_is_named(make):
     with pytest.raises(UnsupportedValue, match=r"state\['a'\] is a .*(Named|Opaque), which cannot be stored"):
         save_state({"a": make()})
+
+
+def test_a_rehearsal_puts_the_tensors_in_a_wrapper_back():
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    optimizer.state[weight] = {"exp_avg": scaled(1)}
+    before = StateBefore([optimizer], {"registered": scaled(2)})
+    optimizer.state[weight]["exp_avg"].codes.zero_()
+    before.restore()
+    assert parts(optimizer.state[weight]["exp_avg"]) == parts(scaled(1))
+
+
+def test_a_state_covers_the_wrapper_that_it_has_and_no_other():
+    here = scaled(1)
+    coverage = StateCoverage({"w": here})
+    assert coverage.has(here)
+    assert not coverage.has(scaled(2))

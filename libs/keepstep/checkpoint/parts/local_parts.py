@@ -124,8 +124,8 @@ def _check_shard(key: str, value: DTensor) -> None:
         local = value.to_local()
     if is_whole_value(local):
         raise UnsupportedValue(
-            f"{key} is a DTensor whose shards are {class_name(type(local))}, which a checkpoint of several ranks cannot "
-            f"cut in another way: use an optimizer whose state is not quantized, or durable checkpoints of a Manager"
+            f"{key} is a DTensor whose shards are {class_name(type(local))}, which a checkpoint of several ranks "
+            f"cannot cut in another way: use an optimizer without quantized state, or durable checkpoints of a Manager"
         )
 
 
