@@ -11,6 +11,7 @@ from aiohttp import web
 from keepstep_mesh.net.addresses import in_url
 from keepstep_mesh.net.fork_safety import listening_socket
 from keepstep_mesh.net.http import Problem
+from keepstep_mesh.net.malformed_requests import server_log
 from keepstep_mesh.security.tokens import ClientToken, is_loopback
 from keepstep_mesh.security.web_pages import HOST_ADVICE, host_problem, origin_problem
 from keepstep_mesh.serving.open_port import FIRST_REQUEST_SECONDS, FirstRequestLimit
@@ -42,7 +43,7 @@ class GroupListener:
         limit = FirstRequestLimit(FIRST_REQUEST_SECONDS)
         app = web.Application(middlewares=[limit.middleware, self._authorize], client_max_size=MAX_BODY_BYTES)
         app.add_routes(self._routes)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(app, access_log=None, logger=server_log, shutdown_timeout=1.0)
         await self._runner.setup()
         listener = listening_socket(self._host, self._port)  # blocks only for a name; the loop does nothing else yet
         self._server = await asyncio.get_running_loop().create_server(limit.acceptor(self._runner), sock=listener)

@@ -28,6 +28,7 @@ from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.config.settings import bind_address
 from keepstep_mesh.net.addresses import in_url
 from keepstep_mesh.net.http import Problem
+from keepstep_mesh.net.malformed_requests import server_log
 from keepstep_mesh.security.reloaded_files import ReloadedFiles
 from keepstep_mesh.security.tls import TlsFiles
 from keepstep_mesh.security.tokens import Access, Tokens, check_bind, is_loopback
@@ -156,6 +157,7 @@ async def serving(
         app,
         handle_signals=False,
         access_log=None,
+        logger=server_log,
         shutdown_timeout=stop_seconds / 2,
         lingering_time=LINGER_SECONDS,
         read_bufsize=service.read_ahead_bytes,

@@ -70,6 +70,7 @@ class Leadership:
         self._released.set()
         self._wake = asyncio.Event()
         self._look_at = 0.0
+        self._failures_logged = LogLimiter(STORE_LOG_SECONDS, max_keys=4)
         self._notifications = 0
         """Number of changes that the watch reported."""
         self._revoking: set[asyncio.Task[None]] = set()
@@ -154,9 +155,9 @@ class Leadership:
                     self._look_at = 0.0  # the watch reported a change during the read, which may be newer
         except (StoreError, TimeoutError) as error:
             self.doubt = f"cannot read the leader from the store: {str(error) or 'no answer'}"
-            log.warning("cannot read the leader from the store", reason=self.doubt)
+            self._warn("cannot read the leader from the store", self.doubt)
         else:
-            self.doubt = None
+            self._store_answers()
 
     async def _take(self, expected: bytes | None) -> None:
         sent, lease = time.monotonic(), 0
@@ -179,7 +180,7 @@ class Leadership:
             raise
         except (StoreError, TimeoutError) as error:
             self.trouble = f"cannot begin a term: {str(error) or 'the store does not answer'}"
-            log.error("cannot begin a term", reason=self.trouble)
+            self._warn("cannot begin a term", self.trouble)
             self._not_taken(lease, outrun=False)
             return
         if not taken:
@@ -211,16 +212,25 @@ class Leadership:
                 await self._store.keep_alive(self._lease)
                 self._heard(await self._store.get(LEADER_KEY))
             self.core.renewed(sent)
-            self.doubt = None
+            self._store_answers()
         except (StoreError, TimeoutError) as error:
             now = time.monotonic()
             reason = str(error) or "it does not answer"
             self.doubt = f"cannot renew the lease, which ends in {self.core.until - now:.1f} s: {reason}"
-            log.warning("lease not renewed", reason=self.doubt)
+            self._warn("lease not renewed", self.doubt)
             self.core.not_renewed(now)
             with contextlib.suppress(StoreError, TimeoutError):
                 async with asyncio.timeout(self.core.lease / 20):
                     self._heard(await self._store.get(LEADER_KEY))
+
+    def _warn(self, event: str, reason: str) -> None:
+        """Log what the store did not do. The election tries again several times a second."""
+        if (suppressed := self._failures_logged.take(time.monotonic(), event)) is not None:
+            log.warning(event, reason=reason, **({"more_of_these": suppressed} if suppressed else {}))
+
+    def _store_answers(self) -> None:
+        self.doubt = None
+        self._failures_logged.reset()
 
     def _step_down(self, reason: str, *, stand_back: bool = False) -> None:
         self._term = None

@@ -23,6 +23,7 @@ from aiohttp import web
 
 from keepstep_mesh.config import logging
 from keepstep_mesh.net.event_loop import new_event_loop
+from keepstep_mesh.net.malformed_requests import server_log
 from keepstep_mesh.security.tls import TlsError, TlsFiles
 from keepstep_mesh.serving.open_port import LINGER_SECONDS, FirstRequestLimit, adopt
 from keepstep_mesh.threads.starting import ThreadPoolExecutor
@@ -146,6 +147,7 @@ class FurtherProcess:
                     lambda request: limited(request, forwarding.handle),
                     on_closed=lambda: self._control.send(Message.CLOSED),
                     access_log=None,
+                    logger=server_log,
                     lingering_time=LINGER_SECONDS,
                     read_bufsize=settings.read_ahead_bytes,
                     auto_decompress=False,

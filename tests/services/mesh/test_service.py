@@ -66,6 +66,27 @@ async def running(**changes) -> AsyncIterator[tuple[str, aiohttp.ClientSession]]
         yield endpoint.url, http
 
 
+async def test_malformed_requests_are_one_line_of_the_log_that_commands_no_terminal(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with running() as (url, http):
+        for sent in (b"GET / HTTP/1.1\r\nbad \x1b[2J header\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n") * 3:
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+            writer.write(sent)
+            async with asyncio.timeout(DEADLINE):
+                assert b"400" in await reader.readline()
+                await reader.read()
+            writer.close()
+            await writer.wait_closed()
+        async with http.get(f"{url}/broken") as answer:
+            assert answer.status == 500
+    malformed = [one for one in caplog.records if "malformed request from 127.0.0.1" in one.getMessage()]
+    assert len(malformed) == 1
+    assert malformed[0].exc_info is None
+    assert malformed[0].getMessage().isprintable()
+    assert any("inside" in str(one.exc_info) for one in caplog.records), "other faults have their traceback"
+
+
 async def test_a_json_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(application, "BODY_SECONDS", 0.1)
     async with serving(Service("test", routes()), "127.0.0.1", 0) as endpoint:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +17,10 @@ from keepstep_lighthouse.registry import service_registry
 from keepstep_lighthouse.registry.service_registry import Registry
 from keepstep_lighthouse.store.contract import Store, StoreError, Watch
 from keepstep_lighthouse.store.memory_store import MemoryStore
+from keepstep_lighthouse.store.opening import open_store
 from keepstep_mesh.net.http import Identity
 from keepstep_mesh.net.tasks import cancelled
+from tests.support.services.etcd_server import EtcdCluster
 from tests.support.services.lighthouse_driver import eventually
 
 
@@ -61,3 +64,21 @@ async def test_a_watch_that_keeps_failing_is_logged_once_for_each_reason(
     first, second = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert ": refused" in first
     assert ": timed out" in second
+
+
+async def test_a_follower_without_its_etcd_logs_each_failure_once_though_it_tries_to_lead_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(campaign, "TRY_AGAIN_SECONDS", 0.001)
+    with EtcdCluster(tmp_path) as cluster:
+        store = await open_store(f"{cluster.address}/x")
+        leadership = Leadership(store, "n", "http://n:1", 0.2, LeaderLink(Identity()), lambda _: None, lambda _: None)
+        leadership.core.heard(None)
+        cluster.nodes[0].kill()
+        for _ in range(5):
+            await leadership._take(None)
+            await leadership._look()
+        said = [record.getMessage() for record in caplog.records if "keepstep" in record.name]
+        assert sum("cannot begin a term" in one for one in said) == 1
+        assert sum("cannot read the leader" in one for one in said) == 1
+        await store.close()
