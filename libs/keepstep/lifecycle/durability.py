@@ -25,6 +25,7 @@ from keepstep.checkpointing.direct.rate_limiter import RateLimiter
 from keepstep.checkpointing.durable.due_checkpoints import (
     MAX_UPLOADERS,
     Commit,
+    Held,
     Stored,
     choose_relays,
     follow_seconds,
@@ -42,7 +43,7 @@ from keepstep.lifecycle.resharding import load_resharded
 from keepstep.runtime.exits import JobClosedExit, script_error
 from keepstep.step.context import StepContext
 from keepstep_mesh.errors import Drained, JobClosed, KeepstepError
-from keepstep_mesh.protocol.lineage import NEW, Soundness, origin, same_weights, soundness
+from keepstep_mesh.protocol.lineage import NEW, Soundness, is_diverged, origin, same_weights, soundness
 from keepstep_mesh.security.tls import TlsFiles, as_safe
 from keepstep_mesh.security.tokens import ClientToken
 
@@ -73,11 +74,12 @@ class Durability:
             limiter=RateLimiter(settings.uplink),
             report=self._report,
         )
-        self._commit: tuple[QuorumPlan, int] | None = None
-        """The last committed step: its plan, and the number of committed steps after it."""
+        self._commit: tuple[QuorumPlan, Held] | None = None
+        """The last committed step: its plan, and the state after it."""
         self._attempts = 0
-        """Number of checkpoints of that step."""
-        self._saved = 0
+        """Number of checkpoints of that state."""
+        self._saved: Held | None = None
+        """The state of the last checkpoint that this process staged, or was loaded from."""
         self._damage: dict[tuple[str, str], str] = {}
         """Copies of checkpoints that this group could not load. Only rank 0 knows them."""
         self._looked = False
@@ -105,7 +107,18 @@ class Durability:
 
     def committed(self, plan: QuorumPlan) -> None:
         """Note that the step of ``plan`` was committed."""
-        self._commit, self._attempts = (plan, self._context.progress.step), 0
+        self._commit, self._attempts = (plan, self._held), 0
+
+    @property
+    def _held(self) -> Held:
+        return self._context.progress.step, self._context.progress.lineage
+
+    def _last_commit(self) -> tuple[QuorumPlan, Held] | None:
+        """Return the last committed step, if this group still has the state after it: it has not gone back."""
+        commit, (step, lineage) = self._commit, self._held
+        if commit is None or commit[1] == (step, lineage):
+            return commit
+        return commit if is_diverged(lineage) and commit[1][0] == step else None
 
     def before_step(self) -> None:
         """Resume in front of the first step; stage the state of the last one, if a checkpoint of it is due."""
@@ -114,20 +127,20 @@ class Durability:
         self._save_if_due()
 
     def _save_if_due(self) -> None:
-        step = self._context.progress.step
-        if is_due(step, self._settings.every, self._saved) and self._commit is not None and self._commit[1] == step:
-            self._save(*self._commit)
+        commit = self._last_commit()
+        if commit is not None and is_due(commit[1], self._settings.every, self._saved):
+            self._save(*commit)
 
     def save(self) -> LastCheckpoint:
         """Stage the state now. RuntimeError if it is not that of a step that this process committed."""
-        step = self._context.progress.step
-        if self._commit is None or self._commit[1] != step:
+        commit = self._last_commit()
+        if commit is None:
             raise RuntimeError(
-                f"no step has been committed since this process started or healed (step {step}); call "
-                f"save_checkpoint() after a step that committed, and before the next one begins"
+                f"no step has been committed since this process started, healed, or loaded a state (step "
+                f"{self._held[0]}); call save_checkpoint() after a step that committed, and before the next one begins"
             )
         before = self.last
-        self._save(*self._commit)
+        self._save(*commit)
         return before
 
     def publish(self, seconds: float | None) -> bool:
@@ -139,19 +152,20 @@ class Durability:
         Returns:
             Whether nothing is left to write.
         """
-        if self._commit is None or self._commit[1] != self._context.progress.step:
+        commit = self._last_commit()
+        if commit is None:
             return True
-        if self._saved != self._commit[1]:
-            self._save(*self._commit)
+        if self._saved != commit[1]:
+            self._save(*commit)
         limit = COMMIT_SECONDS if seconds is None else seconds
         written = self._writer.finish(limit)
         if not written:
-            self._context.log.error("final state not published yet", step=self._commit[1], waited_seconds=limit)
+            self._context.log.error("final state not published yet", step=commit[1][0], waited_seconds=limit)
         return written
 
-    def _save(self, plan: QuorumPlan, step: int) -> None:
-        context, writer = self._context, self._writer
-        self._saved = step
+    def _save(self, plan: QuorumPlan, held: Held) -> None:
+        context, writer, step = self._context, self._writer, held[0]
+        self._saved = held
         self._attempts += 1
         relays = self._relays()
         ticket = self._ticket(plan, step, spare_relays=len(relays) > self._settings.copies)
@@ -424,7 +438,7 @@ class Durability:
             raise
         context.progress.resume(state["manager"])
         context.log_progress("loaded")
-        self._saved = context.progress.step
+        self._saved = self._held
         skipped: dict[str, str] = choice.get("skipped", {})
         self._writer.resumed(context.progress.step, name, addresses, tuple(skipped.values()))
         self._tell_lighthouse()

@@ -19,6 +19,7 @@ class GroupProgress:
         self.step = 0
         self.batches_committed = 0
         self.lineage = lineage
+        self._first = lineage
         self.commit_failures = 0
         """Number of discarded steps in a row."""
         self._replica_id = replica_id
@@ -42,6 +43,8 @@ class GroupProgress:
         self.load(state)
         if self.step or "lineage" in state:
             self.lineage = lineages.loaded(state.get("lineage", ""))
+        elif self.lineage != self._first:  # back to before the first commit: the same steps come again
+            self.lineage = lineages.loaded(self._first)
 
     def tear(self) -> None:
         """Mark the state as torn."""

@@ -6,6 +6,7 @@ import pytest
 
 from keepstep.checkpointing.durable.due_checkpoints import (
     Commit,
+    Held,
     RelayHealth,
     Stored,
     choose_relays,
@@ -20,10 +21,22 @@ MEMBERS = ("a:1", "b:2", "c:3")
 
 @pytest.mark.parametrize(
     ("step", "every", "saved", "due"),
-    [(10, 5, 0, True), (10, 5, 5, True), (10, 5, 10, False), (11, 5, 10, False), (0, 5, 0, False), (10, 0, 0, False)],
+    [
+        (10, 5, None, True),
+        (10, 5, (5, 1), True),
+        (10, 5, (10, 7), False),
+        (11, 5, (10, 7), False),
+        (0, 5, None, False),
+        (10, 0, None, False),
+        (10, 5, (10, 1), True),
+        (8, 5, (10, 1), True),
+        (8, 0, (10, 1), False),
+    ],
 )
-def test_a_checkpoint_is_due_every_so_many_steps_and_once(step: int, every: int, saved: int, *, due: bool) -> None:
-    assert is_due(step, every, saved) is due
+def test_a_checkpoint_is_due_every_so_many_steps_and_once_in_each_history(
+    step: int, every: int, saved: Held | None, *, due: bool
+) -> None:
+    assert is_due((step, 7), every, saved) is due
 
 
 def test_all_groups_derive_one_name_that_no_other_commit_has() -> None:

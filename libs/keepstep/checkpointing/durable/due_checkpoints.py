@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from keepstep_mesh.net.backoff import Backoff
+from keepstep_mesh.protocol.membership import Lineage
 
 MAX_UPLOADERS = 8
 """Groups that upload a share of one checkpoint. The other groups only follow its outcome."""
@@ -47,15 +48,24 @@ class Commit:
         return (*self.members[first:], *self.members[:first])[:most]
 
 
-def is_due(step: int, every: int, saved: int) -> bool:
-    """Return whether a checkpoint of ``step`` is due.
+Held = tuple[int, Lineage]
+"""A state of the job: its number of committed steps, and its lineage. A step number alone may come twice."""
+
+
+def is_due(held: Held, every: int, saved: Held | None) -> bool:
+    """Return whether a checkpoint of a committed state is due.
+
+    After a job has gone back behind its last checkpoint, one of its first step is due at once: that checkpoint is of a
+    state that the job has given up, and must not be the newest.
 
     Args:
-        step: number of committed steps.
+        held: the state.
         every: number of steps between two checkpoints; 0: never.
-        saved: step of the last checkpoint that this process staged, or was loaded from; 0: none.
+        saved: the state of the last checkpoint that this process staged, or was loaded from; None: none.
     """
-    return every > 0 and step > 0 and step % every == 0 and step != saved
+    step = held[0]
+    went_back = saved is not None and saved[0] >= step
+    return every > 0 and step > 0 and held != saved and (went_back or step % every == 0)
 
 
 def follow_seconds(ranks: int) -> float:

@@ -103,6 +103,8 @@ def drain_left_behind(state: JobState) -> None:
 def note(state: JobState, announce: Announce, ended: JobEnd | None) -> None:
     """A quorum was announced. ``ended``: how the job had ended before."""
     usual = 1 if ended is None else 0
+    if announce.step < state.reached:
+        state.reports.went_back(announce.step)
     if announce.step < state.reached - usual:
         why = "no group with a later step takes part"
         if ended is not None:

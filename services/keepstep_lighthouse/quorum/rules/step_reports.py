@@ -132,6 +132,11 @@ class StepReports:
                 return Mixture(report.step, tuple(encoded), tuple(plain), repeated)
         return None
 
+    def went_back(self, step: int) -> None:
+        """Note that the job goes on from ``step``: later steps come again, with other contributions."""
+        first, last = self._poisoned
+        self._poisoned = (first, min(last, step)) if step >= first else (-1, -1)
+
     def is_first_nonfinite(self, report: StepReport) -> bool:
         """Note a contribution that was not finite. Return False if it follows from one in an earlier step."""
         first, last = self._poisoned

@@ -165,6 +165,21 @@ def test_a_nan_after_finite_steps_is_named_again():
     assert nonfinite(driver) == [("r0", 1), ("r0", 3)]
 
 
+def test_a_nan_in_a_step_that_comes_again_after_the_job_went_back_is_named_too():
+    driver, quorum_id = running("r0", "r1")
+    for step in (2, 3, 4):
+        for name in ("r0", "r1"):
+            driver.asks(name, step, quorum_id, last_step=StepReport(quorum_id, step - 1, True, 4, name == "r0"))
+    for name in ("r0", "r1"):  # the script loads a state from before the first NaN
+        driver.asks(name, 1, f"loaded:{quorum_id}", last_step=StepReport(quorum_id, 3, True, 4, name == "r0"))
+    later = quorum_id + 1
+    for step in (2, 3):
+        for name in ("r0", "r1"):
+            report = StepReport(later, step - 1, True, 4, (name, step) == ("r0", 3))
+            driver.asks(name, step, f"resumed:{later}:{later}", last_step=report)
+    assert nonfinite(driver) == [("r0", 2), ("r0", 3)]
+
+
 def test_a_refused_nan_is_named_once_for_all_its_retries_and_once_for_each_request():
     driver, quorum_id = running("r0", "r1")
     for attempt in range(1, 4):
