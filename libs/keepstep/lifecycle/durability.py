@@ -437,6 +437,7 @@ class Durability:
             context.tear()
             raise
         context.progress.resume(state["manager"])
+        context.state.check_loaded(state["user"])
         context.log_progress("loaded")
         self._saved = self._held
         skipped: dict[str, str] = choice.get("skipped", {})

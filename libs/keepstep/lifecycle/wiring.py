@@ -66,6 +66,7 @@ def connect(
             transport = _relay_transport(settings, link)
             closing.callback(transport.shutdown)
         progress = GroupProgress(link.replica_id, f"{NEW}{link.replica_id}" if settings.init_sync else "")
+        named_log = log.bind(replica_id=link.replica_id, rank=own.rank)
         context = StepContext(
             loop_thread=loop_thread,
             link=link,
@@ -83,11 +84,11 @@ def connect(
                 timeout=settings.timeout,
             ),
             transport=transport,
-            state=LiveState(progress.state_dict, progress.load),
+            state=LiveState(progress.state_dict, progress.load, named_log),
             progress=progress,
             steps=StepLog(own.job, link.replica_id, own.rank),
             telemetry=StepTelemetry(loop_thread, link, own, on_step),
-            log=log.bind(replica_id=link.replica_id, rank=own.rank),
+            log=named_log,
             timeout=settings.timeout,
             evidence=FailureEvidence(settings.timeout.total_seconds()),
             min_replica_size=settings.min_replica_size,

@@ -43,6 +43,17 @@ class ParameterFacts:
     """Those of them that are not in the registered state."""
 
 
+@dataclass(frozen=True, slots=True)
+class OptimizerFacts:
+    """Tensors in the state of an optimizer, compared with the registered state."""
+
+    optimizer: str
+    """Name of its class."""
+    tensors: int
+    unregistered: int
+    """Those of them that are not in the registered state."""
+
+
 def in_state(*, registered: bool) -> Mistake | None:
     """Judge the first request for a quorum. ``registered``: the script has registered a state."""
     if registered:
@@ -136,6 +147,18 @@ def in_parameters(facts: ParameterFacts) -> list[Mistake]:
             )
         )
     return found
+
+
+def in_optimizer(facts: OptimizerFacts) -> Mistake | None:
+    """Judge an optimizer that has taken a step."""
+    if not facts.unregistered:
+        return None
+    return Mistake(
+        "optimizer not in the registered state",
+        f"{facts.unregistered} of {facts.tensors} tensors in the state of {facts.optimizer} do not heal, so a group "
+        f"that heals changes its weights in another way than the others",
+        "return the optimizer's state_dict() in the Manager's state_dict, and load it in load_state_dict",
+    )
 
 
 def _some(names: Sequence[str], total: int) -> str:

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from keepstep.checkpointing.state.sharding import is_dtensor
+from keepstep.checkpointing.state.tensors_in_containers import tensors_in
 from keepstep.script_checks import mistakes
-from keepstep.script_checks.mistakes import Mistake, ParameterFacts
+from keepstep.script_checks.mistakes import Mistake, OptimizerFacts, ParameterFacts
 from keepstep.script_checks.state_coverage import StateCoverage, memory_of
 from keepstep.step.live_state import LiveState
 from keepstep_mesh.config.logging import Logger
+
+OPTIMIZERS_CHECKED_AT = (2, 10)
+"""Committed steps of this process after which the states of optimizers are checked. Before the first step of an
+optimizer it has none, and a GradScaler may skip the first steps."""
 
 
 class ScriptChecker:
@@ -44,6 +49,7 @@ class ScriptChecker:
         """When it ended; None: the next quorum is requested."""
         self._pause = 0.0
         """Seconds between these two."""
+        self._commits = 0
         self._parameters_checked = False
         self._warned: set[str] = set()
         """Names of mistakes."""
@@ -83,7 +89,7 @@ class ScriptChecker:
             self._warn(mistakes.in_state(registered=self._state.registered))
 
     def committed(self, step: int, now: float, *, groups: int, collectives: int, synchronized: bool) -> None:
-        """Check a committed step; after the first one, the parameters too.
+        """Check a committed step; after the first one, the parameters too, and later the states of optimizers.
 
         Args:
             step: number of committed steps.
@@ -95,20 +101,25 @@ class ScriptChecker:
         self._last_step, self._ended_at, self._pause = step, now, 0.0
         if not collectives:
             self._warn(mistakes.in_commit(groups=groups, collectives=collectives, synchronized=synchronized))
+        self._commits += 1
         if not self._parameters_checked:
             self._parameters_checked = True
-            self._check_parameters()
-            self._modules, self._optimizers = [], []
+            self._check(lambda covered: mistakes.in_parameters(_facts(self._modules, self._optimizers, covered)))
+            self._modules = []
+        elif self._commits in OPTIMIZERS_CHECKED_AT and self._optimizers:
+            self._check(lambda covered: [mistakes.in_optimizer(_states(one, covered)) for one in self._optimizers])
+            if self._commits == OPTIMIZERS_CHECKED_AT[-1]:
+                self._optimizers = []
 
-    def _check_parameters(self) -> None:
+    def _check(self, judge: Callable[[StateCoverage], Sequence[Mistake | None]]) -> None:
         if not self._state.registered or not (self._modules or self._optimizers):
             return
         try:  # by every rank: the state_dict of FSDP is collective
-            facts = _facts(self._modules, self._optimizers, StateCoverage(self._state.user_state()))
+            found = judge(StateCoverage(self._state.user_state()))
         except Exception as error:  # noqa: BLE001  a heal reports it if it matters
-            self._log.debug("parameters not checked", reason=f"{type(error).__name__}: {error}")
+            self._log.debug("registered state not checked", reason=f"{type(error).__name__}: {error}")
             return
-        for mistake in mistakes.in_parameters(facts):
+        for mistake in found:
             self._warn(mistake)
 
     def _warn(self, mistake: Mistake | None) -> None:
@@ -128,6 +139,11 @@ def _facts(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], covere
         unaveraged=[_shape(one) for one in optimized if memory_of(one) not in averaged],
         optimized_unregistered=[_shape(one) for one in optimized if not covered.has(one)],
     )
+
+
+def _states(optimizer: Optimizer, covered: StateCoverage) -> OptimizerFacts:
+    tensors = [one for one in tensors_in(dict(optimizer.state)) if not is_dtensor(one)]  # those may be gathered
+    return OptimizerFacts(type(optimizer).__name__, len(tensors), sum(not covered.has(one) for one in tensors))
 
 
 def _shape(tensor: torch.Tensor) -> str:

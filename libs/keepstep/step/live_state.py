@@ -14,9 +14,17 @@ from typing import Any
 import torch
 
 from keepstep.checkpointing.errors import StateMismatch
+from keepstep.checkpointing.state.exact_load import differences, put_back
 from keepstep.checkpointing.state.state_bytes import state_root
 from keepstep.checkpointing.transport import CheckpointTransport, Progress
+from keepstep_mesh.config.logging import Logger, get_logger
 from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.text import listed
+
+HOW_TO_RESTORE = (
+    "this group trains apart from the source if they decide the weights: let load_state_dict load everything that "
+    "state_dict returns, without a cast, and return no values that differ between groups"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +39,16 @@ class LiveState:
     Args:
         save_manager: returns the Manager's own part.
         load_manager: loads it.
+        log: names the group.
     """
 
     def __init__(
-        self, save_manager: Callable[[], dict[str, Any]], load_manager: Callable[[dict[str, Any]], None]
+        self,
+        save_manager: Callable[[], dict[str, Any]],
+        load_manager: Callable[[dict[str, Any]], None],
+        log: Logger | None = None,
     ) -> None:
+        self._log = log or get_logger("keepstep.manager")
         self._parts: dict[str, _Part] = {}
         self._save_manager = save_manager
         self._load_manager = load_manager
@@ -131,6 +144,7 @@ class LiveState:
             state = transport.recv_checkpoint(source, metadata, step, timeout)
         self.load_user_state(state["user"])
         self._load_manager(state["manager"])
+        self.check_loaded(state["user"])
 
     def load_user_state(self, user: dict[str, Any]) -> None:
         """Load every registered part.
@@ -155,3 +169,22 @@ class LiveState:
             except Exception as error:
                 what = f"load_state_dict of {key!r} failed: {type(error).__name__}: {error}"
                 raise StateMismatch(what, torn=True) from error
+
+    def check_loaded(self, user: dict[str, Any]) -> None:
+        """Put back the values that torch cast in a load, and log those that this group does not hold after it.
+
+        Call it when step and batches of the Manager are those of the state, which parts may depend on.
+
+        Args:
+            user: what ``load_user_state`` has loaded.
+        """
+        try:
+            held = self.user_state()
+            put_back(user, held)
+            lost = [path for key, value in user.items() for path in differences(value, self._parts[key].save(), key)]
+        except Exception as error:  # noqa: BLE001  the state is loaded, and the groups compare their weights later
+            self._log.warning("loaded state not compared", reason=f"{type(error).__name__}: {error}")
+            return
+        if lost:
+            what = f"{len(lost)} values of the registered state differ from those that were loaded: {listed(lost, 3)}"
+            self._log.error("state not restored", reason=what, remedy=HOW_TO_RESTORE)

@@ -61,10 +61,10 @@ async def test_every_k_steps_a_flipped_bit_is_found_named_and_healed(sync: str) 
         log = (job.directory / "lighthouse.log").read_text()
         assert re.search(r"replica_diverged.*c:", log), log[-2000:]
         compared = await events(job, "replicas_verified", "replicas_differ")
-        assert [one["detail"]["step"] for one in compared][:4] == [10, 20, 30, 40]
-        assert [one["kind"] for one in compared[:4]] == [
-            "replicas_verified",
-            "replicas_verified",
+        after_start, after_heal = 3, FOUND_AT + 4
+        assert [one["detail"]["step"] for one in compared][:5] == [after_start, 10, 20, FOUND_AT, after_heal]
+        assert [one["kind"] for one in compared[:5]] == [
+            *["replicas_verified"] * 3,
             "replicas_differ",
             "replicas_verified",
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from keepstep.script_checks.mistakes import in_commit, in_ranks
-from keepstep.script_checks.script_checker import ScriptChecker
+from keepstep.script_checks.script_checker import OPTIMIZERS_CHECKED_AT, ScriptChecker
 from keepstep.step.live_state import LiveState
 
 
@@ -85,6 +86,38 @@ def test_an_optimizer_of_other_parameters_is_named() -> None:
     assert wrapped["optimizer of other parameters"].startswith(of_other + "in no DistributedDataParallel module")
     unwrapped = Script(of(model)).trains(None, other)
     assert unwrapped["optimizer of other parameters"].startswith(of_other + "not in the registered state")
+
+
+def trained_with(optimizer: torch.optim.Optimizer, save: Callable[[], Any], skipped: int = 0) -> dict[str, str]:
+    """Commit steps, as many as are checked; the optimizer skips the first ones, as with a GradScaler."""
+    script = Script(save)
+    script.checker.add_optimizer(optimizer)
+    for number in range(1, OPTIMIZERS_CHECKED_AT[-1] + 1):
+        script.step(number)
+        if number > skipped:
+            for group in optimizer.param_groups:
+                for one in group["params"]:
+                    one.grad = torch.ones_like(one)
+            optimizer.step()
+    return script.warnings
+
+
+@pytest.mark.parametrize("skipped", [0, 3])
+def test_an_optimizer_that_is_not_in_the_state_is_named(skipped: int) -> None:
+    model = nn.Linear(3, 4)
+    adam = torch.optim.Adam(model.parameters())
+    assert trained_with(adam, of(model), skipped) == {
+        "optimizer not in the registered state": "6 of 6 tensors in the state of Adam do not heal, so a group that "
+        "heals changes its weights in another way than the others"
+    }
+
+
+def test_an_optimizer_that_is_in_the_state_or_has_none_causes_no_warning() -> None:
+    model = nn.Linear(3, 4)
+    adam = torch.optim.Adam(model.parameters())
+    assert trained_with(adam, lambda: [model.state_dict(), adam.state_dict()]) == {}
+    assert trained_with(adam, lambda: copy.deepcopy([model.state_dict(), adam.state_dict()])) == {}
+    assert trained_with(torch.optim.SGD(model.parameters(), 0.1), of(model)) == {}
 
 
 def test_frozen_parameters_may_be_left_out_of_the_optimizer_and_of_the_state() -> None:

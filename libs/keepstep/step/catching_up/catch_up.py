@@ -273,6 +273,7 @@ class CatchUp:
                 raise KeepstepError(f"{self.source} sent step {sent} instead of step {base.step}")
             progress.step = base.step  # parts that count samples go by it
             context.state.load_user_state(state["user"])
+            context.state.check_loaded(state["user"])
         except Exception as error:  # noqa: BLE001  whatever broke it, the weights are half written
             self._tear(f"{type(error).__name__}: {error}")
             context.check_heal(error)

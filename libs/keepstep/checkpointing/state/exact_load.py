@@ -1,0 +1,94 @@
+"""Compare a state after a load with the values that were loaded, and put back those that torch has cast.
+
+``torch.optim.Optimizer.load_state_dict`` casts each floating-point value of its state to the dtype of the parameter,
+except ``step``: momentum in float32 of parameters in bfloat16 loses its low bits, and the group that loaded it trains
+apart from the source. ``Optimizer.state_dict`` returns the dicts of the optimizer's own state, so a value can be put
+back into them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from keepstep.checkpointing.state.sharding import is_dtensor
+
+_ABSENT = object()
+
+
+def put_back(loaded: Any, held: Any) -> None:
+    """Put tensors of ``loaded`` that have another dtype in ``held`` back into the states of optimizers in ``held``.
+
+    Args:
+        loaded: what ``state_dict`` of another group returned.
+        held: what ``state_dict`` of this group returns now. Not changed outside of optimizers' states.
+    """
+    if not isinstance(loaded, Mapping) or not isinstance(held, Mapping):
+        return
+    of_optimizer = {"state", "param_groups"} <= held.keys()
+    for key, value in loaded.items():
+        if of_optimizer and key == "state":
+            _put_back_into(value, held[key])
+        else:
+            put_back(value, held.get(key))
+
+
+def _put_back_into(loaded: Any, held: Any) -> None:
+    if isinstance(loaded, Mapping) and isinstance(held, dict):
+        pairs: Iterator[tuple[Any, Any]] = iter(loaded.items())
+    elif isinstance(loaded, list) and isinstance(held, list) and len(loaded) == len(held):
+        pairs = iter(enumerate(loaded))
+    else:
+        return
+    for key, value in pairs:
+        here = held.get(key) if isinstance(held, dict) else held[key]
+        if not isinstance(value, torch.Tensor):
+            _put_back_into(value, here)
+        elif isinstance(here, torch.Tensor) and here.dtype != value.dtype and here.shape == value.shape:
+            held[key] = value.to(here.device)
+
+
+def differences(loaded: Any, held: Any, path: str = "") -> Iterator[str]:
+    """Yield the path of each value of ``loaded`` that ``held`` does not have, or has with another value or dtype.
+
+    Values that only ``held`` has are yielded too. Tensors are compared bit for bit, on the device of ``held``; those
+    that are the same memory are not read.
+    """
+    if held is _ABSENT or loaded is _ABSENT:
+        yield path
+    elif isinstance(loaded, torch.Tensor) or isinstance(held, torch.Tensor):
+        if not _same_tensor(loaded, held):
+            yield path
+    elif isinstance(loaded, Mapping) and isinstance(held, Mapping):
+        for key in {**loaded, **held}:
+            yield from differences(loaded.get(key, _ABSENT), held.get(key, _ABSENT), f"{path}[{key!r}]")
+    elif isinstance(loaded, (list, tuple)) and isinstance(held, (list, tuple)) and len(loaded) == len(held):
+        for index, (one, other) in enumerate(zip(loaded, held, strict=True)):
+            yield from differences(one, other, f"{path}[{index}]")
+    elif not _same_value(loaded, held):
+        yield path
+
+
+def _same_tensor(loaded: Any, held: Any) -> bool:
+    if not isinstance(loaded, torch.Tensor) or not isinstance(held, torch.Tensor) or loaded.shape != held.shape:
+        return False
+    loaded, held = (one.to_local() if is_dtensor(one) else one for one in (loaded.detach(), held.detach()))
+    if loaded.dtype != held.dtype or loaded.shape != held.shape:
+        return False
+    same_place = loaded.device == held.device and loaded.data_ptr() == held.data_ptr()
+    if same_place and loaded.stride() == held.stride():
+        return True
+    return torch.equal(_bytes_of(loaded.to(held.device)), _bytes_of(held))
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
+
+
+def _same_value(loaded: Any, held: Any) -> bool:
+    if isinstance(loaded, np.ndarray) and isinstance(held, np.ndarray):
+        return loaded.dtype == held.dtype and loaded.shape == held.shape and loaded.tobytes() == held.tobytes()
+    return bool(loaded == held) or (loaded != loaded and held != held)  # noqa: PLR0124  NaN
