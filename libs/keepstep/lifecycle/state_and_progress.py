@@ -235,6 +235,11 @@ class StateAndProgress:
         self._context.tear()
 
     @property
+    def leaving(self) -> bool:
+        """Whether this group was asked to leave, by SIGTERM or a drain: the next ``start_quorum`` raises Drained."""
+        return bool(self._context.leaving)
+
+    @property
     def torn(self) -> bool:
         """Whether this group's state is torn (``mark_torn``), until it heals."""
         return self._context.progress.torn

@@ -169,6 +169,28 @@ def test_a_group_that_does_not_fit_is_refused(
         fit(Line(set()), max_steps=1)
 
 
+def test_synchronized_batchnorm_is_refused_by_name(alone: None) -> None:
+    with pytest.raises(ValueError, match="sync_batchnorm=True has no effect on a group of one process"):
+        fit(Line(set()), max_steps=1, sync_batchnorm=True)
+
+
+def test_workers_of_each_group_have_random_numbers_of_their_own(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PL_SEED_WORKERS", "1")
+    monkeypatch.setenv("REPLICA_GROUP_ID", "1")
+    monkeypatch.setenv("NUM_REPLICA_GROUPS", "2")
+    seen = {}
+
+    class Seen(Line):
+        def on_train_start(self) -> None:
+            seen["train"] = self.trainer.train_dataloader.worker_init_fn.keywords["rank"]
+
+        def on_validation_start(self) -> None:
+            seen["val"] = self.trainer.val_dataloaders.worker_init_fn.keywords["rank"]
+
+    fit(Seen(set()), max_epochs=1)
+    assert seen == {"train": 1, "val": 0}, "groups validate alike"
+
+
 async def test_checkpoints_are_stored_at_a_relay() -> None:
     async with relay() as at:
         place = RelayCheckpointIO(f"{at.address}/v1/jobs/j/checkpoints", kind="live")

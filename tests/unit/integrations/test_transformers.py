@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ import accelerate
 import transformers
 
 from keepstep.integrations.transformers import KeepstepTrainer, prepare
+from keepstep.integrations.transformers.group_trainer import newest_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Transformers, about small runs
 
@@ -153,6 +157,63 @@ def test_a_group_whose_callback_fails_leaves_the_job(environment: pytest.MonkeyP
         trainer.train()
     with pytest.raises(RuntimeError):
         trainer.manager.start_quorum()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optim": "galore_adamw_layerwise"}, "changes the weights in the backward pass"),
+        ({"optim": "adalomo"}, "optim='adalomo' changes the weights in the backward pass"),
+        ({"accelerator_config": {"split_batches": True}}, "split_batches=True divides a batch over the processes"),
+        ({"auto_find_batch_size": True}, "would choose another batch size in each group"),
+    ],
+)
+def test_arguments_that_would_let_groups_differ_are_refused_by_name(
+    environment: pytest.MonkeyPatch, tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(tmp_path, **options)
+
+
+def test_a_stream_that_is_not_divided_is_refused(environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed: pip install -e '.[datasets]'")
+    environment.setenv("NUM_REPLICA_GROUPS", "2")
+    trainer = make(tmp_path, max_steps=2)
+    trainer.train_dataset = datasets.Dataset.from_list(DATA).to_iterable_dataset()
+    with pytest.raises(ValueError, match=r"the stream is not divided.*split_dataset_by_node"):
+        trainer.get_train_dataloader()
+    divide = importlib.import_module("datasets.distributed").split_dataset_by_node
+    trainer.train_dataset = divide(trainer.train_dataset, 0, 2)
+    assert len(list(trainer.get_train_dataloader())) == 2
+
+
+def test_workers_of_each_group_have_random_numbers_of_their_own(
+    environment: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    environment.setenv("NUM_REPLICA_GROUPS", "3")
+    environment.setenv("REPLICA_GROUP_ID", "2")
+    assert make(tmp_path).get_train_dataloader().worker_init_fn.keywords["rank"] == 2
+
+
+def test_a_group_that_is_asked_to_leave_writes_the_checkpoint_of_enable_jit_checkpoint(
+    environment: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With a real SIGTERM, whose handlers are those of the Manager and of the process."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    class Preempted(transformers.TrainerCallback):
+        def on_step_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+            if state.global_step == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer = make(tmp_path, Preempted(), num_train_epochs=4, enable_jit_checkpoint=True)
+    trainer.args.save_strategy = transformers.trainer_utils.SaveStrategy.NO
+    with pytest.raises(SystemExit) as left:
+        trainer.train()
+    assert left.value.code == 0
+    assert json.loads((tmp_path / "checkpoint-3" / "keepstep.json").read_text())["step"] == 3
+    assert newest_checkpoint(str(tmp_path)).endswith("checkpoint-3"), "complete"
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_loop_of_accelerate_steps_its_scheduler_only_with_the_optimizer(manager: Any) -> None:

@@ -21,7 +21,12 @@ from keepstep.integrations.group_number import group_and_groups
 from keepstep.integrations.lightning.callback_state import load_states, states
 from keepstep.integrations.lightning.closure_optimizer import ClosureOptimizer
 from keepstep.integrations.lightning.epoch_loop import CommittedEpochLoop
-from keepstep.integrations.lightning.lightning_modules import fabric_seed, strategies, trainer_states
+from keepstep.integrations.lightning.lightning_modules import (
+    fabric_data,
+    fabric_seed,
+    strategies,
+    trainer_states,
+)
 from keepstep.manager import Manager
 from keepstep.process_group import ProcessGroupGloo, ProcessGroupNCCL
 
@@ -44,7 +49,8 @@ class KeepstepStrategy(strategies.DDPStrategy):  # type: ignore[misc]  # its pac
         **kwargs: of ``DDPStrategy``; all others are of ``keepstep.DistributedDataParallel``.
 
     Raises:
-        ValueError: in ``fit``: more than one process, more than one optimizer, or a group without a number.
+        ValueError: in ``fit``: more than one process, more than one optimizer, ``sync_batchnorm``, or a group without a
+            number.
     """
 
     def __init__(
@@ -112,6 +118,12 @@ class KeepstepStrategy(strategies.DDPStrategy):  # type: ignore[misc]  # its pac
         )
         return {"num_replicas": groups, "rank": group}
 
+    def process_dataloader(self, dataloader: object) -> object:
+        """Give the workers of each group random numbers of their own in training, as ``seed_everything(workers=True)``."""
+        if self.lightning_module.trainer.training and (group := os.environ.get("REPLICA_GROUP_ID", "")).isdecimal():
+            fabric_data._auto_add_worker_init_fn(dataloader, int(group))  # noqa: SLF001  else for rank 0
+        return super().process_dataloader(dataloader)
+
     def _configure_launcher(self) -> None:
         """Launch nothing: ``keepstep run`` or another launcher starts the groups."""
 
@@ -146,6 +158,11 @@ class KeepstepStrategy(strategies.DDPStrategy):  # type: ignore[misc]  # its pac
         if not isinstance(trainer.fit_loop.epoch_loop, CommittedEpochLoop):
             trainer.fit_loop.epoch_loop = CommittedEpochLoop(trainer.fit_loop.epoch_loop)
         self._loop = trainer.fit_loop.epoch_loop
+        if self._layer_sync is not None:
+            raise ValueError(
+                "sync_batchnorm=True has no effect on a group of one process: its statistics of a batch would be those "
+                "of the group; remove it, and use a larger batch or another normalization"
+            )
         super().setup(trainer)
         if len(self.optimizers) != 1:
             raise ValueError(

@@ -36,6 +36,7 @@ class CommittedFlow(TrainerCallback):  # type: ignore[misc]  # its package may b
         manager = self._trainer.manager
         self._loss_before = self._trainer._tr_loss.clone()
         if manager.open_step() is None:
+            self._trainer.save_before_leaving()
             manager.start_quorum()
         self._step_before = state.global_step
 

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 import transformers
 from torch import nn
 from torch.distributed import ReduceOp
+from torch.utils.data import IterableDataset
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import DefaultFlowCallback, ExportableState
 
@@ -27,6 +30,9 @@ from keepstep.integrations.transformers.accelerated import (
     replace_optimizer,
 )
 from keepstep.integrations.transformers.flow import CommittedFlow
+from keepstep.integrations.transformers.just_in_time import take_over_sigterm
+from keepstep.integrations.transformers.refused_arguments import check_arguments, check_stream
+from keepstep.integrations.transformers.token_weighting import TokenWeighting
 from keepstep.manager import Manager
 from keepstep.process_group import ProcessGroupGloo, ProcessGroupNCCL
 
@@ -56,8 +62,8 @@ class KeepstepMixin:
         **kwargs: of the Trainer.
 
     Raises:
-        ValueError: Accelerate connects several processes, the process sees several GPUs, or ``auto_find_batch_size``
-            would let groups differ.
+        ValueError: Accelerate connects several processes, the process sees several GPUs, or an argument would let
+            groups differ.
     """
 
     def __init__(self, *args: Any, manager: Manager | None = None, **kwargs: Any) -> None:
@@ -69,17 +75,16 @@ class KeepstepMixin:
                 f"this group sees {trainer.args.n_gpu} GPUs, and a Trainer would split batches over them: give it one "
                 f"(keepstep run --gpus-per-replica 1)"
             )
-        if trainer.args.auto_find_batch_size:
-            raise ValueError(
-                "auto_find_batch_size=True would choose another batch size in each group, and groups must agree on the "
-                "steps of an epoch: pass per_device_train_batch_size"
-            )
+        check_arguments(trainer.args)
         self._manager = manager
         self._agrees = False
         """Whether the metrics of this evaluation become those of all groups."""
         self.steps_in_epoch = 1
         """Number of committed steps in an epoch."""
         self._group_optimizer: GroupOptimizer | None = None
+        self._weighting: TokenWeighting | None = None
+        self._jit_checkpoint = take_over_sigterm(trainer)
+        """Whether a group that is asked to leave writes a checkpoint first."""
         self._place: int | None = 0
         """Number of this group among those of the last committed step; 0 before the first one."""
         callbacks = trainer.callback_handler.callbacks
@@ -128,6 +133,18 @@ class KeepstepMixin:
 
     # ---- data and length of the training
 
+    def get_train_dataloader(self) -> Any:
+        """Return the data of this group, with workers that have random numbers of their own in each group."""
+        trainer: Any = self
+        groups, group = os.environ.get("NUM_REPLICA_GROUPS", "1"), os.environ.get("REPLICA_GROUP_ID", "0")
+        if isinstance(trainer.train_dataset, IterableDataset) and groups != "1":
+            check_stream(trainer.train_dataset)
+        loader = super().get_train_dataloader()  # type: ignore[misc]
+        begin = getattr(loader, "worker_init_fn", None)
+        if isinstance(begin, partial) and "rank" in begin.keywords and group.isdecimal():
+            loader.worker_init_fn = partial(begin, rank=int(group))
+        return loader
+
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         trainer: Any = self
         dataset = trainer.train_dataset if train_dataset is None else train_dataset
@@ -164,8 +181,33 @@ class KeepstepMixin:
         trainer: Any = self
         replicated = replace_model(self.manager, trainer.accelerator, model)
         trainer.model_wrapped = replicated
+        self._weighting = TokenWeighting(self.manager, trainer.accelerator, replicated)
         self._register(model)
         return replicated, dataloader
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Compute the gradients of a batch. The tokens of all groups count alike in their average.
+
+        Args:
+            model: as of the Trainer.
+            inputs: as of the Trainer.
+            num_items_in_batch: tokens of this group in the step, over all batches of an accumulation.
+        """
+        trainer: Any = self
+        counted = num_items_in_batch is not None and (
+            trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+        )
+        if self._weighting is None or not counted or not trainer.args.average_tokens_across_devices:
+            return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc, no-any-return]
+        with self._weighting.of(num_items_in_batch) as at_least_one:
+            return super().training_step(model, inputs, at_least_one)  # type: ignore[misc, no-any-return]
+
+    def save_before_leaving(self) -> None:
+        """Write the checkpoint of ``enable_jit_checkpoint``, if this group was asked to leave the job."""
+        trainer: Any = self
+        if self._jit_checkpoint and self.manager.leaving and trainer.state.global_step > 0:
+            self._jit_checkpoint = False
+            self._save_checkpoint(trainer.model, trial=None)
 
     def _register(self, model: nn.Module) -> None:
         trainer: Any = self

@@ -1,0 +1,55 @@
+"""Arguments of a Trainer that mean something else in each group, or let the groups differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from keepstep_mesh.config.logging import get_logger
+
+log = get_logger("keepstep.integrations")
+
+IN_BACKWARD = ("layerwise", "lomo")
+"""Ends of the names of optimizers that change the weights in the backward pass."""
+
+
+def check_arguments(args: Any) -> None:
+    """Raise ValueError for ``TrainingArguments`` that do not work with groups."""
+    if args.auto_find_batch_size:
+        raise ValueError(
+            "auto_find_batch_size=True would choose another batch size in each group, and groups must agree on the "
+            "steps of an epoch: pass per_device_train_batch_size"
+        )
+    optim = str(getattr(args.optim, "value", args.optim))
+    if optim.endswith(IN_BACKWARD):
+        raise ValueError(
+            f"optim={optim!r} changes the weights in the backward pass, before the gradients are averaged over the "
+            f"groups and before the step commits: use an optimizer that steps after it, such as 'adamw_torch' or "
+            f"'galore_adamw'"
+        )
+    if getattr(args.accelerator_config, "split_batches", False):
+        raise ValueError(
+            "split_batches=True divides a batch over the processes of Accelerate, and a group is one process: pass "
+            "per_device_train_batch_size, the number of samples of one group, without split_batches"
+        )
+
+
+def check_stream(dataset: Any) -> None:
+    """Raise ValueError for an undivided stream of Hugging Face datasets; warn of any other stream.
+
+    Args:
+        dataset: an ``IterableDataset`` to train on.
+    """
+    remedy = (
+        'split_dataset_by_node(stream, rank=int(os.environ["REPLICA_GROUP_ID"]), '
+        'world_size=int(os.environ["NUM_REPLICA_GROUPS"]))'
+    )
+    if not hasattr(dataset, "_distributed"):
+        log.warning(
+            "a stream is not divided over the groups",
+            reason="each group trains on all samples that this IterableDataset yields in its process",
+            remedy="yield the part of REPLICA_GROUP_ID, of NUM_REPLICA_GROUPS parts",
+        )
+    elif dataset._distributed is None:  # noqa: SLF001  datasets has no public name for it
+        raise ValueError(
+            f"the stream is not divided, so that all groups would train on the same samples: pass {remedy}"
+        )
