@@ -119,7 +119,7 @@ class KeepstepStrategy(strategies.DDPStrategy):  # type: ignore[misc]  # its pac
         return {"num_replicas": groups, "rank": group}
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Give the workers of each group random numbers of their own in training, as ``seed_everything(workers=True)``."""
+        """Seed the workers of each group differently in training, after ``seed_everything(workers=True)``."""
         if self.lightning_module.trainer.training and (group := os.environ.get("REPLICA_GROUP_ID", "")).isdecimal():
             fabric_data._auto_add_worker_init_fn(dataloader, int(group))  # noqa: SLF001  else for rank 0
         return super().process_dataloader(dataloader)
