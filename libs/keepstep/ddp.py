@@ -1,20 +1,29 @@
 """Data parallelism over replica groups: the Manager averages the gradients, and buffers are made equal with them.
 
 torch's reducer fills the buckets. The buckets must always be the same in every group, also in a group that joins later,
-so they are never rebuilt in the order of the first backward pass (``find_unused_parameters`` prevents it). A parameter
-that a step does not use has a gradient of zero.
+so they are never rebuilt in the order of the first backward pass (``find_unused_parameters`` prevents it).
 
-Parameters inside a reentrant activation checkpoint are in no graph until the backward pass reaches them, and the
-reducer would treat them as unused. After a forward pass with such a checkpoint, the same buckets are reduced in the
-same order at the end of the backward pass.
+Every backward pass is averaged, whatever its graph is: of several forward passes, of a part of the outputs, of a term
+that uses the parameters themselves. The reducer expects the gradients of all parameters, and what has not come at the
+end of the pass is unused. If a pass left parameters out, the next ones look at their graph when they begin, so that the
+buckets of such parameters are reduced in time too.
+
+Two parameters of one bucket each are the reducer's alone:
+
+* ``signal`` is ready with the first gradient of a pass. Its bucket is the first one, and only tells that the pass began.
+* ``flags`` is in the last bucket. It carries the usage of the parameters (``gradient_usage``).
+
+Parameters inside a reentrant activation checkpoint may get several gradients in one pass. After a forward pass with
+such a checkpoint, the same buckets are reduced in the same order at the end of the backward pass.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,8 +35,13 @@ from torch.nn import parallel
 from torch.nn.parallel.distributed import _find_tensors
 from torch.utils import checkpoint
 
-from keepstep.data_parallel.synced_buffers import SyncedBuffers
+from keepstep.data_parallel.gradient_usage import GradientUsage
+from keepstep.data_parallel.module_layout import ModuleLayout
+from keepstep.data_parallel.sparse_gradients import average_sparse
+from keepstep.data_parallel.synced_buffers import AVERAGED_DTYPES, SyncedBuffers
+from keepstep.data_parallel.trained_parameters import TrainedParameters, left_out
 from keepstep.process_group import ProcessGroupDummy
+from keepstep_mesh.errors import KeepstepError
 
 if TYPE_CHECKING:
     from keepstep.manager import Manager
@@ -37,42 +51,31 @@ class _ReducerGroup(ProcessGroupDummy):
     """The process group of torch's reducer.
 
     The reducer runs one collective in it, to find the parameters that were used. The result here is all parameters, so
-    that every parameter gets its averaged gradient in every group.
+    that every parameter gets its averaged gradient; ``GradientUsage`` removes those that no group has.
     """
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         for tensor in tensors if isinstance(tensors, (list, tuple)) else [tensors]:
+            if tensor.dtype is not torch.int32:  # a gradient: an option of torch reduces it beside the buckets
+                raise RuntimeError(
+                    "torch's DistributedDataParallel reduced a gradient without keepstep's hook, so it would be "
+                    "averaged over no groups: remove the option of torch that does so, such as optimize_ddp = "
+                    "'python_reducer' of torch._dynamo"
+                )
             tensor.fill_(1)
         return super().allreduce(tensors, opts, timeout)
 
 
-class _OneParameter(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1, device="cpu"))
+class _Reach(torch.autograd.Function):
+    """A tensor whose graph leads to all parameters."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weight * x
+    @staticmethod
+    def forward(_ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return torch.zeros((), device=parameters[0].device)
 
-
-@functools.cache
-def _trigger_torchs_warning() -> None:
-    """Trigger a warning of torch's reducer now, where it is ignored.
-
-    The reducer warns once per process, in C++, that it searched for unused parameters and found none. The search is
-    needed here, to keep the buckets, and users cannot change it.
-    """
-
-    def look(value: float) -> float:
-        with torch.inference_mode(mode=False), torch.enable_grad():
-            parallel.DistributedDataParallel(
-                _OneParameter(), process_group=_ReducerGroup(0, 1), init_sync=False, find_unused_parameters=True
-            )(torch.zeros(1, device="cpu"))
-        return value
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        torch.zeros(1, device="cpu").apply_(look)  # inside a method of torch, a warning from C++ becomes one of Python
+    @staticmethod
+    def backward(_ctx: Any, *_gradients: torch.Tensor) -> Any:
+        raise RuntimeError("the graph that torch's reducer searches has no backward pass")
 
 
 _forward_pass = threading.local()
@@ -95,16 +98,24 @@ def _notice_reentrant_checkpoints() -> None:
 _patching = threading.Lock()
 """Groups may be threads of one process, and the filters of warnings are those of the whole process."""
 
-
-def _prepare_torch() -> None:
-    """Trigger torch's warning and patch its reentrant checkpoints, once per process."""
-    with _patching:
-        _trigger_torchs_warning()
-        _notice_reentrant_checkpoints()
+REFUSED = (
+    "process_group",
+    "static_graph",
+    "delay_all_reduce_named_params",
+    "param_to_hook_all_reduce",
+    "skip_all_reduce_unused_params",
+)
+"""Arguments of torch's class that keepstep's does not take."""
+IGNORED = ("init_sync", "broadcast_buffers", "forward_sync_buffers", "find_unused_parameters")
 
 
 class DistributedDataParallel(parallel.DistributedDataParallel):
     """``torch.nn.parallel.DistributedDataParallel`` whose gradients go through ``manager.allreduce``.
+
+    It trains what torch's class trains, with and without ``find_unused_parameters``. A parameter that no group used
+    keeps the gradient None; one that some group used has the average in all groups. Parameters may be frozen, unfrozen,
+    added, replaced and cast between two steps, in all groups alike. A sparse gradient, of ``nn.Embedding(sparse=True)``
+    for example, stays sparse.
 
     If another group dies during the backward pass, the step does not commit; the pass does not raise. A buffer whose
     shape or dtype has changed since it was wrapped raises RuntimeError in the backward pass. ``no_sync()`` accumulates
@@ -121,13 +132,14 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         ignore_buffers: names, or shell patterns of names, of buffers that are not synchronized. They cost nothing, and
             are equal over the groups only if the script keeps them equal. Suited to constants and caches.
         should_quantize: average the gradients with 8-bit values, a quarter of the bytes; see ``keepstep.collectives``.
-            Buffers are not quantized. All groups must give the same value.
-        **kwargs: of torch's class. ``find_unused_parameters``, ``init_sync`` and ``broadcast_buffers`` are set here and
-            ignored. ``gradient_as_bucket_view`` defaults to True, which saves a copy of all gradients.
+            Buffers and sparse gradients are not quantized. All groups must give the same value.
+        **kwargs: of torch's class. ``find_unused_parameters``, ``init_sync``, ``broadcast_buffers`` and
+            ``forward_sync_buffers`` are set here and ignored. ``gradient_as_bucket_view`` defaults to True, which saves
+            a copy of all gradients.
 
     Raises:
-        ValueError: ``process_group`` or ``static_graph`` was given, a buffer cannot be synchronized, or a name matches
-            no buffer.
+        ValueError: an argument of torch's class that is not supported was given, a gradient cannot be averaged, a
+            buffer cannot be synchronized, or a name matches no buffer.
     """
 
     def __init__(
@@ -141,17 +153,32 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         should_quantize: bool = False,
         **kwargs: Any,
     ) -> None:
-        for name in ("process_group", "init_sync", "broadcast_buffers", "find_unused_parameters", "static_graph"):
-            if kwargs.pop(name, None) and name in ("process_group", "static_graph"):
+        for name in REFUSED:
+            if kwargs.pop(name, None):
                 raise ValueError(
                     f"{name} is not supported: keepstep's DistributedDataParallel sets it; remove the argument"
                 )
+        for name in IGNORED:
+            kwargs.pop(name, None)
         kwargs.setdefault("gradient_as_bucket_view", True)
         buffers = SyncedBuffers(manager, module, sync=sync_buffers, average=average_buffers, ignore=ignore_buffers)
-        _prepare_torch()
+        _notice_reentrant_checkpoints()
+        self._trained = TrainedParameters(module, getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self._keepstep_manager = manager
+        self._synced = buffers
+        self._should_quantize = should_quantize
+        self._sparse_hooks: list[Any] = []
         self._averages_at_end = False
         """True from a forward pass through a reentrant checkpoint to the end of its backward pass."""
-        self._reduction_queued = False
+        self._armed = self._armed_by_forward = False
+        """Whether the next gradient begins a pass that is averaged; and whether a forward pass decided that."""
+        self._queued = False
+        """Whether the end of the present pass calls ``_complete`` or ``_reduce_all``."""
+        self._local = False
+        """Whether the present pass is outside of all steps."""
+        self._last_bucket_started = False
+        self._left_out = False
+        """Whether the last pass left parameters out."""
         with _patching, warnings.catch_warnings():
             # of broadcast_buffers; older versions of torch do not have its successor
             warnings.simplefilter("ignore", FutureWarning)
@@ -163,54 +190,194 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
                 find_unused_parameters=True,
                 **kwargs,
             )
-        self._keepstep_manager = manager
-        self._synced = buffers
-        self._should_quantize = should_quantize
         self.register_comm_hook(self, _average_bucket)
         manager.script_checker.add_module(module)
         buckets = str(kwargs.get("bucket_cap_mb") or "default")
-        manager.add_layout(_layout(module, buckets, buffers, should_quantize=should_quantize))
+        header = _header(buckets, should_quantize=should_quantize)
+        manager.add_layout(ModuleLayout(header, self._trained, buffers.lines, self._rebuild))
+
+    # ---- the reducer of torch
+
+    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
+        """Return the parameters of the reducer, ``flags`` first and ``signal`` last. None has a sparse gradient."""
+        self._assign_modules_buffers()  # type: ignore[no-untyped-call]
+        members, sparse = self._trained.members, self._trained.sparse
+        self._dense = [one for name, one in members.items() if name not in sparse]
+        self._sparse = [(name, one) for name, one in members.items() if name in sparse]
+        self._usage = GradientUsage(self._dense)
+        for hook in self._sparse_hooks:
+            hook.remove()
+        self._sparse_hooks = [
+            one.register_post_accumulate_grad_hook(self._sparse_gradient_came) for _, one in self._sparse
+        ]
+        first = next(iter([*self._dense, *members.values()]))
+        own = [one for one in AVERAGED_DTYPES if all(one is not used.dtype for used in self._dense)]
+        # an own dtype is an own bucket: in a bucket that is sent in 8 bits the flags would be lost
+        flags = _marker(max(1, len(self._dense)), own[1] if self._should_quantize else first.dtype, first.device)
+        reduced = [flags, *self._dense, _marker(1, own[0], first.device)]
+        return reduced, [False] * len(reduced)
+
+    def _build_debug_param_to_name_mapping(self, parameters: list[nn.Parameter]) -> dict[int, str]:
+        names = {id(one): name for name, one in self._trained.members.items()}
+        return {number: names.get(id(one), "a marker of keepstep") for number, one in enumerate(parameters)}
+
+    def _ddp_init_helper(self, *args: Any, **kwargs: Any) -> None:
+        with torch.inference_mode(mode=False), torch.enable_grad(), _all_trainable(self._dense):
+            super()._ddp_init_helper(*args, **kwargs)  # type: ignore[no-untyped-call]
+            reach = [_Reach.apply(*self._dense)] if self._dense else []
+        self._reach: list[torch.Tensor] = reach
+        self._nodes = [node for one in reach for node, _ in one.grad_fn.next_functions]
+
+    def _rebuild(self) -> None:
+        """Make the reducer of the present members, between two steps."""
+        self.reducer._remove_autograd_hooks()  # noqa: SLF001
+        self._module_parameters = list(self._trained.members.values())
+        parameters, sparse = self._build_params_for_reducer()
+        self._ddp_init_helper(parameters, sparse, self._build_debug_param_to_name_mapping(parameters), False)
+        self._comm_hooks.clear()
+        self.register_comm_hook(self, _average_bucket)
+        self._disarm()
+
+    # ---- a backward pass
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; the backward pass of the result averages the gradients."""
         _forward_pass.reentrant = False
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
-            self.reducer._reset_state()  # noqa: SLF001  a backward pass that raised leaves it waiting for gradients
-            self._reduction_queued = False
+            self._disarm()  # a backward pass that raised leaves the reducer waiting for gradients
         return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
 
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keep the gradients of the forward passes in this context local, as in torch."""
+        with super().no_sync():
+            if not self._armed_by_forward:
+                self._disarm()
+            yield
+
     def _post_forward(self, output: Any) -> Any:
-        synced = torch.is_grad_enabled() and self.require_backward_grad_sync
-        self._averages_at_end |= synced and _forward_pass.reentrant
-        if not (synced and self._averages_at_end):
-            return super()._post_forward(output)  # type: ignore[no-untyped-call]
-        with self.no_sync():  # so that the reducer does not wait for gradients
-            output = super()._post_forward(output)  # type: ignore[no-untyped-call]
-        for tensor in _find_tensors(output):  # type: ignore[no-untyped-call]
-            if tensor.requires_grad:
-                tensor.register_hook(self._queue_reduction)
+        self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
+        if not self.require_forward_param_sync:
+            return output
+        self._averages_at_end |= _forward_pass.reentrant
+        if not self._averages_at_end:
+            self._arm(by_forward=True)
+            if not self._left_out:
+                return output
+        tensors = [one for one in _find_tensors(output) if one.requires_grad]  # type: ignore[no-untyped-call]
+        if self._averages_at_end and not tensors:
+            raise RuntimeError(
+                f"the forward pass used a reentrant activation checkpoint and returned a {type(output).__name__}, in "
+                f"which no tensor was found, so the end of its backward pass is unknown: return tensors, or a list, "
+                f"tuple, dict or dataclass of them, or use checkpoint(..., use_reentrant=False)"
+            )
+        for tensor in tensors:
+            tensor.register_hook(self._pass_began)
         return output
 
-    def _queue_reduction(self, _gradient: torch.Tensor) -> None:
-        """At the beginning of the backward pass, outside of all checkpoints."""
-        if not self._reduction_queued:
-            self._reduction_queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._reduce_all)  # noqa: SLF001
+    def _arm(self, *, by_forward: bool) -> None:
+        """Let the reducer expect gradients of all parameters."""
+        self._armed, self._armed_by_forward = True, by_forward
+        self.reducer.prepare_for_backward(self._reach)
+
+    def _disarm(self) -> None:
+        self._armed = self._armed_by_forward = self._queued = False
+        self.reducer._reset_state()  # noqa: SLF001
+
+    def _queue(self, end: Callable[[], None]) -> None:
+        if not self._queued:
+            self._queued = True
+            _at_end_of_pass(end)
+
+    def _pass_began(self, _gradient: torch.Tensor) -> None:
+        """At the beginning of a backward pass, outside of all checkpoints."""
+        if self._averages_at_end:
+            self._queue(self._reduce_all)
+        elif self._armed and not self._queued:
+            try:
+                used = [torch._C._will_engine_execute_node(node) for node in self._nodes]  # type: ignore[attr-defined]  # noqa: SLF001
+            except RuntimeError:  # of torch.autograd.grad, which accumulates no gradient
+                return
+            if any(used):
+                self._mark(number for number, one in enumerate(used) if not one)
+
+    def _sparse_gradient_came(self, _parameter: torch.Tensor) -> None:
+        if self._armed:
+            self._queue(self._complete)
+
+    def _mark(self, numbers: Iterable[int]) -> None:
+        """Tell the reducer that no gradient comes for these parameters, or that it came already."""
+        for number in numbers:
+            with contextlib.suppress(RuntimeError):  # it came already
+                self.reducer._autograd_hook(1 + number)  # type: ignore[attr-defined]  # noqa: SLF001
+
+    def _begin(self) -> None:
+        """At the first gradient of a pass."""
+        self._last_bucket_started = False
+        # a pass of the inner module between two steps is the script's own
+        self._local = not self._armed_by_forward and self._keepstep_manager.open_step() is None
+        self._queue(self._complete)
+        if not self._local:
+            self._synced.start()
+
+    def _reduce(self, bucket: GradBucket) -> Future[torch.Tensor]:
+        """Reduce a bucket that is complete."""
+        buffer, manager = bucket.buffer(), self._keepstep_manager
+        if bucket.index() == 0:
+            self._begin()
+            return _done(buffer)
+        if bucket.is_last():
+            self._last_bucket_started = True
+            self._usage.fill(buffer[: max(1, len(self._dense))])
+        if self._local:
+            return _done(buffer)
+        quantize = self._should_quantize and not bucket.is_last()
+        again = None
+        if manager.retry_allreduce and self.gradient_as_bucket_view and any(p.grad is None for p in bucket.parameters()):
+            again = self._usage.publish_again
+        return manager.allreduce(buffer, should_quantize=quantize, write_back=again).get_future()
+
+    def _complete(self) -> None:
+        """At the end of a pass, whose last buckets may wait for parameters that it did not use."""
+        self._left_out = not self._last_bucket_started
+        if self._left_out:
+            self._mark(range(max(1, len(self._dense))))
+        _at_end_of_pass(self._end_pass)  # after the reducer has written the gradients
 
     def _reduce_all(self) -> None:
-        self._averages_at_end = self._reduction_queued = False
+        self._averages_at_end = False
         self.reducer.prepare_for_backward([])
         self.reducer._delay_all_reduce()  # type: ignore[attr-defined]  # noqa: SLF001
+        self._end_pass()
+
+    def _end_pass(self) -> None:
+        manager = self._keepstep_manager
+        if not self._local:
+            if self._sparse:
+                average_sparse(manager, self._sparse)
+            if self._trained.changed() and (names := self._trained.outside()):
+                manager.report_error(KeepstepError(left_out(names)))
+        self._usage.publish(failed=manager.errored() is not None)
+        self._queued = False
+        self._arm(by_forward=False)
+
+
+def _at_end_of_pass(act: Callable[[], None]) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(act)  # noqa: SLF001  torch's own DDP does
+
+
+def _marker(elements: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(elements, dtype=dtype, device=device))
+
+
+def _done(value: torch.Tensor) -> Future[torch.Tensor]:
+    future: Future[torch.Tensor] = Future()
+    future.set_result(value)
+    return future
 
 
 def _average_bucket(state: DistributedDataParallel, bucket: GradBucket) -> Future[torch.Tensor]:
-    if bucket.index() == 0:
-        state._synced.start()  # noqa: SLF001  ours
-    work = state._keepstep_manager.allreduce(  # noqa: SLF001
-        bucket.buffer(),
-        should_quantize=state._should_quantize,  # noqa: SLF001
-    )
-    return work.get_future()
+    return state._reduce(bucket)  # noqa: SLF001  ours
 
 
 # torch checks the hook's annotations, and does not evaluate strings
@@ -221,7 +388,8 @@ class PureDistributedDataParallel(nn.Module):
     """Averages the gradient of each parameter separately, at the end of the backward pass. Slow for many parameters.
 
     All parameters are reduced in the module's order, those without a gradient as zeros, so that groups whose passes
-    used different parameters never average one parameter with another.
+    used different parameters never average one parameter with another. What it trains is what
+    ``DistributedDataParallel`` trains.
 
     Args:
         manager: of this replica group.
@@ -233,7 +401,7 @@ class PureDistributedDataParallel(nn.Module):
             float32.
 
     Raises:
-        ValueError: a buffer cannot be synchronized, or a name matches no buffer.
+        ValueError: a gradient cannot be averaged, a buffer cannot be synchronized, or a name matches no buffer.
     """
 
     def __init__(
@@ -248,15 +416,26 @@ class PureDistributedDataParallel(nn.Module):
     ) -> None:
         super().__init__()
         self._synced = SyncedBuffers(manager, module, sync=sync_buffers, average=average_buffers, ignore=ignore_buffers)
+        self._trained = TrainedParameters(module)
         self.module = module
         self._keepstep_manager = manager
         self._should_quantize = should_quantize
         self._averaging = False
-        for parameter in module.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._queue_averaging)  # type: ignore[no-untyped-call]
+        self._hooks: list[Any] = []
+        self._watch()
         manager.script_checker.add_module(module)
-        manager.add_layout(_layout(module, "one bucket a parameter", self._synced, should_quantize=should_quantize))
+        header = _header("one bucket a parameter", should_quantize=should_quantize)
+        manager.add_layout(ModuleLayout(header, self._trained, self._synced.lines, self._watch))
+
+    def _watch(self) -> None:
+        """Call ``_queue_averaging`` with each gradient of a present member."""
+        for hook in self._hooks:
+            hook.remove()
+        with _all_trainable(self._trained.members.values()):
+            self._hooks = [
+                one.register_post_accumulate_grad_hook(self._queue_averaging)  # type: ignore[no-untyped-call]
+                for one in self._trained.members.values()
+            ]
 
     def forward(self, *args: object, **kwargs: object) -> object:
         """Run the module; the backward pass of the result averages the gradients."""
@@ -266,35 +445,46 @@ class PureDistributedDataParallel(nn.Module):
     def _queue_averaging(self, _parameter: torch.Tensor) -> None:
         if not self._averaging:
             self._averaging = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._average)  # noqa: SLF001  torch's own DDP does
+            _at_end_of_pass(self._average)
 
     def _average(self) -> None:
         self._averaging = False
+        manager, trained = self._keepstep_manager, self._trained
         self._synced.start()
-        works = []
-        for parameter in self.module.parameters():
-            if parameter.requires_grad:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                works.append(self._keepstep_manager.allreduce(parameter.grad, should_quantize=self._should_quantize))
+        dense = [one for name, one in trained.members.items() if name not in trained.sparse]
+        sparse = [(name, one) for name, one in trained.members.items() if name in trained.sparse]
+        usage, works = GradientUsage(dense), []
+        if dense:
+            flags = torch.zeros(len(dense), device=dense[0].device)
+            usage.fill(flags)
+            works.append(manager.allreduce(flags, write_back=usage.publish_again))
+        for parameter in dense:
+            again = None
+            if parameter.grad is None:
+                parameter.grad, again = torch.zeros_like(parameter), usage.publish_again
+            works.append(manager.allreduce(parameter.grad, should_quantize=self._should_quantize, write_back=again))
+        if sparse:
+            average_sparse(manager, sparse)
         for work in works:
             work.wait()
+        if trained.changed() and (names := trained.outside()):
+            manager.report_error(KeepstepError(left_out(names)))
+        usage.publish(failed=manager.errored() is not None)
 
 
-def _layout(module: nn.Module, bucket_cap_mb: str, buffers: SyncedBuffers, *, should_quantize: bool) -> list[str]:
-    """Return the layout of the buckets, which must be equal in all groups: one line for each parameter and buffer."""
-    lines = [f"bucket_cap_mb {bucket_cap_mb}{', should_quantize' if should_quantize else ''}"]
-    lines += [
-        f"{name} {tuple(p.shape)} {p.dtype} {p.device.type}{_order_in_memory(p)}"
-        for name, p in module.named_parameters()
-        if p.requires_grad
-    ]
-    return lines + buffers.lines
+@contextlib.contextmanager
+def _all_trainable(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Let parameters that are frozen by now require gradients, for what torch allows for such parameters only."""
+    frozen = [one for one in parameters if not one.requires_grad]
+    for one in frozen:
+        one.requires_grad_(requires_grad=True)
+    try:
+        yield
+    finally:
+        for one in frozen:
+            one.requires_grad_(requires_grad=False)
 
 
-def _order_in_memory(parameter: torch.Tensor) -> str:
-    """Return the strides of a parameter that is not in torch's usual order, such as channels_last.
-
-    A bucket of torch's reducer has the gradients in the order of their parameters in memory.
-    """
-    return "" if parameter.is_contiguous() else f" strides {parameter.stride()}"
+def _header(bucket_cap_mb: str, *, should_quantize: bool) -> str:
+    """Return the first line of the layout of a module."""
+    return f"bucket_cap_mb {bucket_cap_mb}{', should_quantize' if should_quantize else ''}"

@@ -39,6 +39,7 @@ from keepstep.quantization.fused import check_quantizable
 from keepstep.script_checks.graph_capture import refuse_capture
 from keepstep.script_checks.script_checker import ScriptChecker
 from keepstep.step.attempt import Attempt
+from keepstep.step.layout import LayoutChanges
 from keepstep.step.quorums.quorum_round import HealRules
 from keepstep.step.reduction import Reduction
 from keepstep.step.retrying.kept_reductions import BATCH_BY_NUMBER, KeptReductions
@@ -340,6 +341,7 @@ class Manager(Finishing, BackgroundQuorum, Rehearsing, StateAndProgress):
             self._begin_rehearsed_step()
             return
         self.script_checker.quorum_requested(time.monotonic())
+        context.read_layout()
         limit = (timeout or self._settings.quorum_timeout).total_seconds()
         arguments = (allow_heal, shrink_only, limit, context.layout_digest)
         attempt = self._attempt
@@ -360,6 +362,9 @@ class Manager(Finishing, BackgroundQuorum, Rehearsing, StateAndProgress):
                     attempt.wait_plan()
                     context.stands_by = False
                 break
+            except LayoutChanges as error:
+                context.log.info("adopt the parameters of the job", reason=str(error))
+                context.read_layout()
             except TimeoutError as error:
                 limited = timeout is not None and not context.stands_by
                 if limited or ask.leaving or not attempt.quorum_failed:

@@ -10,6 +10,7 @@ import aiohttp
 from keepstep.group.agreement import first_difference
 from keepstep_mesh.errors import AuthError, KeepstepError
 from keepstep_mesh.net.http import Problem, client_session, raise_for_problem, read_json_answer
+from keepstep_mesh.protocol.job_settings import differ
 from keepstep_mesh.protocol.names import MAX_REPLICA_ID, name_of
 from keepstep_mesh.security.tokens import ClientToken
 
@@ -60,14 +61,19 @@ async def checkpoint_metadata(address: str, group_rank: int, token: str | Client
 
 async def first_layout_difference(
     address: str, token: str | ClientToken | None, ours: list[str], *, settings: str = "", timeout: float = 5.0
-) -> str:
-    """Describe the first difference in parameters or settings from the group served at ``address``. Does not raise."""
+) -> tuple[list[str], str]:
+    """Return the layout of the group served at ``address``, and the first difference from it. Does not raise.
+
+    Returns:
+        Its lines, empty if they or the settings do not fit; and the first difference in parameters or settings.
+    """
     try:
         answer = await _get_json(f"{address}/v1/layout", token, timeout, MAX_LAYOUT_BYTES)
     except (aiohttp.ClientError, KeepstepError, OSError, TimeoutError) as error:
-        return f"the difference is unknown: {address} does not answer ({str(error) or type(error).__name__})"
+        return [], f"the difference is unknown: {address} does not answer ({str(error) or type(error).__name__})"
     lines = answer.get("lines")
-    theirs = [str(line)[:MAX_LINE_CHARACTERS] for line in lines] if isinstance(lines, list) else []
-    cut = [line[:MAX_LINE_CHARACTERS] for line in ours]
+    whole = [str(line) for line in lines] if isinstance(lines, list) else []
+    theirs, cut = ([line[:MAX_LINE_CHARACTERS] for line in one] for one in (whole, ours))
     their_settings, peer = str(answer.get("settings", "")), name_of(str(answer.get("replica_id")))[:MAX_REPLICA_ID]
-    return first_difference(settings, cut, their_settings, theirs, peer)
+    difference = first_difference(settings, cut, their_settings, theirs, peer)
+    return [] if differ(settings, their_settings) else whole, difference

@@ -17,6 +17,7 @@ from datetime import timedelta
 from keepstep.lifecycle.background_quorum import BackgroundQuorum
 from keepstep.lifecycle.membership import GroupMembership
 from keepstep.step.agreeing import final_root_of
+from keepstep.step.layout import LayoutChanges
 from keepstep_mesh.errors import JobClosed, KeepstepError
 from keepstep_mesh.protocol.membership import PUBLISHED, TO_PUBLISH, UNPUBLISHED
 
@@ -118,12 +119,19 @@ class Finishing(BackgroundQuorum):
             attempt.abandon()
 
     def _ask_for_the_end(self, limit: float, deadline: float | None, *, publish: bool) -> Finished | None:
-        """Ask with ``final``. Return None if a quorum forms: this group heals in it, or publishes the state of all."""
+        """Ask with ``final``. Return None if a quorum forms: this group heals in it, or publishes the state of all.
+
+        None too if this group has to ask again with other parameters.
+        """
         context = self._context
         step, attempt = context.progress.step, self._new_attempt((), limit, final=True)
         wanted = PUBLISHED if self._published else TO_PUBLISH if publish else UNPUBLISHED
+        context.read_layout()
         try:
             attempt.begin(context.next_ask(limit, allow_heal=True, shrink_only=False, publish=wanted))
+        except LayoutChanges as error:
+            context.log.info("adopt the parameters of the job", reason=str(error))
+            return None
         except JobClosed as closed:  # and this group holds the final state
             closed.with_traceback(None)  # it is in a cycle, and would hold the script's frames, with its loaders
             context.log.info("all groups have finished", step=closed.step, groups=closed.groups)

@@ -11,6 +11,7 @@ from keepstep.checkpointing.durable.durable_writer import LastCheckpoint
 from keepstep.lifecycle.durability import Durability
 from keepstep.step.catching_up.catch_up import CatchUp
 from keepstep.step.context import StepContext
+from keepstep.step.layout import FixedLines, LayoutPart
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.protocol.messages import ServiceAddress
 
@@ -83,15 +84,16 @@ class StateAndProgress:
         """Hand out no state until ``allow_state_dict_read``, because the state is in the middle of a change."""
         self._context.state.readable = False
 
-    def add_layout(self, lines: list[str]) -> None:
+    def add_layout(self, lines: list[str] | LayoutPart) -> None:
         """Add to the layout that all groups must have in common. Each DDP adds the layout of its module.
 
-        A group whose lines differ from the job's, also in their order, is refused with the first difference.
+        A group whose lines differ from the job's, also in their order, is refused with the first difference. All groups
+        may add lines between two steps, in the same step.
 
         Args:
-            lines: one for each parameter or bucket.
+            lines: one for each parameter or bucket; or a part whose lines may change between two steps.
         """
-        self._context.add_layout(lines)
+        self._context.add_layout(FixedLines(lines) if isinstance(lines, list) else lines)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the Manager's part of the user's own checkpoint.
@@ -204,7 +206,7 @@ class StateAndProgress:
             raise ValueError("catch_up=True does not work with groups that train while a quorum forms; remove one")
         follower = CatchUp(context, optimizer, after_commit, memory)
         context.follower = follower
-        context.add_layout(["optimizer catches up"])
+        self.add_layout(["optimizer catches up"])
         return follower
 
     def change_begins(self) -> None:

@@ -21,6 +21,7 @@ from keepstep.runtime.held_signals import HeldSignals
 from keepstep.runtime.loop_thread import LoopThread
 from keepstep.step.failure_evidence import FailureEvidence
 from keepstep.step.following import Follower
+from keepstep.step.layout import Layout, LayoutPart
 from keepstep.step.live_state import LiveState
 from keepstep.step.progress import GroupProgress
 from keepstep.step.reconfigurer import Reconfigurer
@@ -67,10 +68,14 @@ class StepContext:
     """The error that ended training in this process; every later step raises it."""
     job_settings: str = ""
     """The settings that decide this group's arithmetic; those of all groups must be equal."""
-    layout: list[str] = field(default_factory=list)
-    """The parameters and buckets of this rank, one line each."""
+    layout: Layout = field(default_factory=Layout)
+    """The parameters and buckets of this rank."""
+    layout_lines: list[str] = field(default_factory=list)
+    """Those of the layout, as this rank compares them."""
     layout_digest: str = ""
-    """Digest of ``job_settings`` and ``layout``; empty without a layout."""
+    """Digest of ``job_settings`` and ``layout_lines``; empty without a layout."""
+    layout_of_job: list[str] | None = None
+    """The lines of another group, because the lighthouse refused those of this one; None: it did not."""
     refuse_nonfinite: bool = False
     """Vote no if a result of the step has a NaN or an infinity."""
     kept: KeptReductions | None = None
@@ -145,11 +150,20 @@ class StepContext:
             publish=publish,
         )
 
-    def add_layout(self, lines: list[str]) -> None:
-        """Add lines to the layout that all groups must have in common."""
-        self.layout = [*self.layout, *lines]
-        self.layout_digest = layout_digest(self.job_settings, self.layout)
-        self.link.layout_lines = self.layout
+    def add_layout(self, part: LayoutPart) -> None:
+        """Add to the layout that all groups must have in common."""
+        self.layout.add(part)
+        self.read_layout()
+
+    def read_layout(self) -> None:
+        """Read the layout again, which may have changed since the last step. Adopt that of the job, if it is known."""
+        if self.layout_of_job is not None:
+            lines, self.layout_of_job = self.layout_of_job, None
+            self.layout.adopt(lines)
+        if (lines := self.layout.lines()) != self.layout_lines:
+            self.layout_lines = lines
+            self.layout_digest = layout_digest(self.job_settings, lines)
+            self.link.layout_lines = lines
 
     def log_progress(self, event: str) -> None:
         """Write ``event`` to the step log, with the step and lineage of this group."""

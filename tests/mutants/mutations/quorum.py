@@ -197,8 +197,8 @@ MUTATIONS = (
     Mutation(
         "groups with other settings train together",
         f"{LIGHTHOUSE}/quorum/changes/agreements.py",
-        "agreed = (_settings, state.settings), (_layout, state.layout)",
-        "agreed = ((_layout, state.layout),)",
+        "agreed = [(_settings, state.settings)] + ([]",
+        "agreed = [] + ([]",
         Test(
             f"{SETTINGS}::test_a_group_with_other_settings_is_denied_with_the_first_difference_and_nobody_waits_for_it"
         ),
@@ -213,8 +213,8 @@ MUTATIONS = (
     Mutation(
         "half of the groups count as the majority of the first quorum",
         f"{LIGHTHOUSE}/quorum/changes/agreements.py",
-        "if 2 * len(groups) > sum(",
-        "if 2 * len(groups) >= sum(",
+        "if 2 * len(groups) > votes)",
+        "if 2 * len(groups) >= votes)",
         Test(f"{SETTINGS}::test_two_groups_with_different_settings_are_both_refused_at_first"),
     ),
     Mutation(
@@ -327,6 +327,27 @@ MUTATIONS = (
         "    return state.record.policy.refuse_going_back and not any(group.member for group in state.groups)\n",
         "    return False\n",
         Test(GOING_BACK),
+    ),
+    Mutation(
+        "a member that changes its parameters is denied before the others have asked",
+        f"{LIGHTHOUSE}/quorum/changes/agreements.py",
+        "[] if group.member else [(_layout, state.layout)]",
+        "[(_layout, state.layout)]",
+        Test(f"{SCENARIO}[49_layout_that_changes]"),
+    ),
+    Mutation(
+        "groups that are behind decide which parameters are right",
+        f"{LIGHTHOUSE}/quorum/changes/agreements.py",
+        "[group for group in members if group.step == newest] or known",
+        "members or known",
+        Test(f"{SCENARIO}[49_layout_that_changes]"),
+    ),
+    Mutation(
+        "without a majority the parameters before do not count",
+        f"{LIGHTHOUSE}/quorum/changes/agreements.py",
+        'without_majority = agreed if agreed in sides else ""',
+        'without_majority = ""',
+        Test(f"{SCENARIO}[49_layout_that_changes]"),
     ),
     Mutation(
         "only settings are compared in the first quorum",

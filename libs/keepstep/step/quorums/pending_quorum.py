@@ -24,6 +24,7 @@ from keepstep.runtime.exits import (
 )
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS
 from keepstep.step.context import StepContext
+from keepstep.step.layout import LayoutChanges
 from keepstep.step.reporting.step_telemetry import StepTimes
 from keepstep_mesh.errors import (
     Banned,
@@ -145,11 +146,14 @@ class PendingQuorum:
             context.end_with(GroupFailedExit(str(error)))
         if not error.peer_address:
             context.end_with(MismatchExit(str(error)))
-        difference = context.loop_thread.call(
+        lines, difference = context.loop_thread.call(
             first_layout_difference(
-                error.peer_address, context.settings.token, context.layout, settings=context.job_settings
+                error.peer_address, context.settings.token, context.layout_lines, settings=context.job_settings
             ),
             CALL_MARGIN_SECONDS,
         )
+        if context.layout.could_be(lines):
+            context.layout_of_job = lines
+            raise LayoutChanges(f"{error}; {difference}; this group adopts the layout of the job")
         time.sleep(MISMATCH_LINGER_SECONDS)  # the other group may read the parameters now; nothing tells when it has
         context.end_with(MismatchExit(f"{error}; {difference}"))

@@ -123,8 +123,10 @@ class Rounds:
     def _request_again(self, last: QuorumRound, ask: RankAsk, failed_heals: int) -> None:
         """Request another quorum for the same step, after live state was exchanged."""
         context, progress = self._context, self._context.progress
+        context.read_layout()  # the load may have unfrozen parameters
         again = replace(
             ask,
+            layout=context.layout_digest,
             step=progress.step,
             lineage=progress.lineage,
             batches_committed=progress.batches_committed,

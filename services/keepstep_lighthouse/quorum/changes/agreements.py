@@ -1,8 +1,11 @@
 """Require that all groups of a job train the same parameters with the same settings. Pure.
 
 * A request is compared with the members of the quorum when it arrives, and denied if it differs from them.
-* Requests that no member can judge, as those of the first quorum, are compared when a quorum is about to form. The
-  value of more than half of them is right. Without a majority all are denied, because the right value is unknown.
+* Members may change their parameters between two steps, in all groups alike. Their requests, and those that no member
+  can judge, as in the first quorum, are compared when a quorum is about to form.
+* Then the members at the highest step decide, because the others heal from them; without a member, all. The value of
+  more than half of them is right. Without a majority, the value before is. If none of them has that, all are denied,
+  because the right value is unknown.
 
 Unknown values fit all: a Manager may ask before its model is wrapped, and a client without a Manager has neither
 settings nor parameters.
@@ -55,24 +58,28 @@ def _layout(group: Group) -> str:
 
 
 def _is_agreed_member(state: JobState, member: Group, group: Group) -> bool:
-    """Return whether ``member`` has a value of the last quorum, and ``group`` another."""
+    """Return whether ``member`` has a value of the last quorum, and ``group`` another that no member may change to."""
     if not member.member or member.is_excluded(Exclusion.LAYOUT):
         return False
-    agreed = (_settings, state.settings), (_layout, state.layout)
+    agreed = [(_settings, state.settings)] + ([] if group.member else [(_layout, state.layout)])
     return any(value(member) == its and differ(value(group), its) for value, its in agreed)
 
 
 def _settle(state: JobState, value: Callable[[Group], str], agreed: str) -> tuple[str, bool]:
-    """Compare one value of all open requests. Members decide if any knows its value.
+    """Compare one value of all open requests. The members at the highest step decide, if any knows its value.
 
     Returns:
         The value of all groups that still ask, or ``agreed`` if none knows its own; and whether a request was denied.
     """
     known = [group for group in state.groups.all_asking() if value(group)]
+    members = [group for group in known if group.member]
+    newest = max((group.step for group in members), default=0)
     sides: dict[str, list[Group]] = {}
-    for group in [group for group in known if group.member] or known:
+    for group in [group for group in members if group.step == newest] or known:
         sides.setdefault(value(group), []).append(group)
-    right = next((side for side, groups in sides.items() if 2 * len(groups) > sum(map(len, sides.values()))), "")
+    without_majority = agreed if agreed in sides else ""
+    votes = sum(map(len, sides.values()))
+    right = next((side for side, groups in sides.items() if 2 * len(groups) > votes), without_majority)
     wrong = [group for group in known if value(group) != right]
     why = f"the job follows {_named(sides[right])}" if right else _no_majority(sides)
     for group in wrong:
