@@ -10,7 +10,7 @@ buckets of such parameters are reduced in time too.
 
 Two parameters of one bucket each are the reducer's alone:
 
-* ``signal`` is ready with the first gradient of a pass. Its bucket is the first one, and only tells that the pass began.
+* ``signal`` is ready with the first gradient of a pass. Its bucket, the first one, only tells that the pass began.
 * ``flags`` is in the last bucket. It carries the usage of the parameters (``gradient_usage``).
 
 Parameters inside a reentrant activation checkpoint may get several gradients in one pass. After a forward pass with
@@ -20,79 +20,37 @@ such a checkpoint, the same buckets are reduced in the same order at the end of 
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import GradBucket
 from torch.futures import Future
 from torch.nn import parallel
 from torch.nn.parallel.distributed import _find_tensors
-from torch.utils import checkpoint
 
 from keepstep.data_parallel.gradient_usage import GradientUsage
 from keepstep.data_parallel.module_layout import ModuleLayout
 from keepstep.data_parallel.sparse_gradients import average_sparse
 from keepstep.data_parallel.synced_buffers import AVERAGED_DTYPES, SyncedBuffers
+from keepstep.data_parallel.torch_reducer import (
+    Reach,
+    ReducerGroup,
+    all_trainable,
+    at_end_of_pass,
+    done,
+    forward_pass,
+    marker,
+    notice_reentrant_checkpoints,
+)
 from keepstep.data_parallel.trained_parameters import TrainedParameters, left_out
-from keepstep.process_group import ProcessGroupDummy
 from keepstep_mesh.errors import KeepstepError
 
 if TYPE_CHECKING:
     from keepstep.manager import Manager
-
-
-class _ReducerGroup(ProcessGroupDummy):
-    """The process group of torch's reducer.
-
-    The reducer runs one collective in it, to find the parameters that were used. The result here is all parameters, so
-    that every parameter gets its averaged gradient; ``GradientUsage`` removes those that no group has.
-    """
-
-    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
-        for tensor in tensors if isinstance(tensors, (list, tuple)) else [tensors]:
-            if tensor.dtype is not torch.int32:  # a gradient: an option of torch reduces it beside the buckets
-                raise RuntimeError(
-                    "torch's DistributedDataParallel reduced a gradient without keepstep's hook, so it would be "
-                    "averaged over no groups: remove the option of torch that does so, such as optimize_ddp = "
-                    "'python_reducer' of torch._dynamo"
-                )
-            tensor.fill_(1)
-        return super().allreduce(tensors, opts, timeout)
-
-
-class _Reach(torch.autograd.Function):
-    """A tensor whose graph leads to all parameters."""
-
-    @staticmethod
-    def forward(_ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return torch.zeros((), device=parameters[0].device)
-
-    @staticmethod
-    def backward(_ctx: Any, *_gradients: torch.Tensor) -> Any:
-        raise RuntimeError("the graph that torch's reducer searches has no backward pass")
-
-
-_forward_pass = threading.local()
-"""``reentrant``: whether the forward pass of this thread used a reentrant checkpoint."""
-
-
-@functools.cache
-def _notice_reentrant_checkpoints() -> None:
-    """Patch torch's reentrant checkpoints to set ``_forward_pass.reentrant``; torch has no hook for them."""
-    original = checkpoint.CheckpointFunction.forward
-
-    @functools.wraps(original)
-    def forward(*args: Any) -> Any:
-        _forward_pass.reentrant = True
-        return original(*args)  # type: ignore[no-untyped-call]
-
-    checkpoint.CheckpointFunction.forward = staticmethod(forward)  # type: ignore[method-assign]
 
 
 _patching = threading.Lock()
@@ -162,7 +120,6 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             kwargs.pop(name, None)
         kwargs.setdefault("gradient_as_bucket_view", True)
         buffers = SyncedBuffers(manager, module, sync=sync_buffers, average=average_buffers, ignore=ignore_buffers)
-        _notice_reentrant_checkpoints()
         self._trained = TrainedParameters(module, getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self._keepstep_manager = manager
         self._synced = buffers
@@ -171,20 +128,25 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self._averages_at_end = False
         """True from a forward pass through a reentrant checkpoint to the end of its backward pass."""
         self._armed = self._armed_by_forward = False
-        """Whether the next gradient begins a pass that is averaged; and whether a forward pass decided that."""
+        """Whether the reducer expects gradients; and whether a forward pass came before the present backward pass."""
+        self._armed_in: int | None = None
+        """The step, as ``open_step``, if it does because a pass of this step was averaged before."""
         self._queued = False
         """Whether the end of the present pass calls ``_complete`` or ``_reduce_all``."""
         self._local = False
-        """Whether the present pass is outside of all steps."""
+        """Whether the present pass is not averaged."""
+        self._reducing_all = False
+        """Whether ``_reduce_all`` runs."""
         self._last_bucket_started = False
         self._left_out = False
         """Whether the last pass left parameters out."""
         with _patching, warnings.catch_warnings():
             # of broadcast_buffers; older versions of torch do not have its successor
             warnings.simplefilter("ignore", FutureWarning)
+            notice_reentrant_checkpoints()
             super().__init__(
                 module,
-                process_group=_ReducerGroup(0, 1),
+                process_group=ReducerGroup(0, 1),
                 init_sync=False,
                 broadcast_buffers=False,
                 find_unused_parameters=True,
@@ -207,14 +169,19 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self._usage = GradientUsage(self._dense)
         for hook in self._sparse_hooks:
             hook.remove()
-        self._sparse_hooks = [
-            one.register_post_accumulate_grad_hook(self._sparse_gradient_came) for _, one in self._sparse
-        ]
+        with all_trainable([one for _, one in self._sparse]):
+            self._sparse_hooks = [
+                one.register_post_accumulate_grad_hook(self._sparse_gradient_came)  # type: ignore[no-untyped-call]
+                for _, one in self._sparse
+            ]
         first = next(iter([*self._dense, *members.values()]))
         own = [one for one in AVERAGED_DTYPES if all(one is not used.dtype for used in self._dense)]
         # an own dtype is an own bucket: in a bucket that is sent in 8 bits the flags would be lost
-        flags = _marker(max(1, len(self._dense)), own[1] if self._should_quantize else first.dtype, first.device)
-        reduced = [flags, *self._dense, _marker(1, own[0], first.device)]
+        self._flags = (
+            marker(max(1, len(self._dense)), own[1] if self._should_quantize else first.dtype, first.device),
+        )
+        self._signal = (marker(1, own[0], first.device),)
+        reduced = [*self._flags, *self._dense, *self._signal]
         return reduced, [False] * len(reduced)
 
     def _build_debug_param_to_name_mapping(self, parameters: list[nn.Parameter]) -> dict[int, str]:
@@ -222,9 +189,9 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         return {number: names.get(id(one), "a marker of keepstep") for number, one in enumerate(parameters)}
 
     def _ddp_init_helper(self, *args: Any, **kwargs: Any) -> None:
-        with torch.inference_mode(mode=False), torch.enable_grad(), _all_trainable(self._dense):
+        with torch.inference_mode(mode=False), torch.enable_grad(), all_trainable(self._dense):
             super()._ddp_init_helper(*args, **kwargs)  # type: ignore[no-untyped-call]
-            reach = [_Reach.apply(*self._dense)] if self._dense else []
+            reach = [Reach.apply(*self._dense)] if self._dense else []  # type: ignore[no-untyped-call]
         self._reach: list[torch.Tensor] = reach
         self._nodes = [node for one in reach for node, _ in one.grad_fn.next_functions]
 
@@ -242,7 +209,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; the backward pass of the result averages the gradients."""
-        _forward_pass.reentrant = False
+        forward_pass.reentrant = False
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self._disarm()  # a backward pass that raised leaves the reducer waiting for gradients
         return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
@@ -259,9 +226,10 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
         if not self.require_forward_param_sync:
             return output
-        self._averages_at_end |= _forward_pass.reentrant
+        self._averages_at_end |= forward_pass.reentrant
+        self._armed_by_forward = True
         if not self._averages_at_end:
-            self._arm(by_forward=True)
+            self._arm()
             if not self._left_out:
                 return output
         tensors = [one for one in _find_tensors(output) if one.requires_grad]  # type: ignore[no-untyped-call]
@@ -275,9 +243,9 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             tensor.register_hook(self._pass_began)
         return output
 
-    def _arm(self, *, by_forward: bool) -> None:
+    def _arm(self) -> None:
         """Let the reducer expect gradients of all parameters."""
-        self._armed, self._armed_by_forward = True, by_forward
+        self._armed = True
         self.reducer.prepare_for_backward(self._reach)
 
     def _disarm(self) -> None:
@@ -287,7 +255,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     def _queue(self, end: Callable[[], None]) -> None:
         if not self._queued:
             self._queued = True
-            _at_end_of_pass(end)
+            at_end_of_pass(end)
 
     def _pass_began(self, _gradient: torch.Tensor) -> None:
         """At the beginning of a backward pass, outside of all checkpoints."""
@@ -295,7 +263,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             self._queue(self._reduce_all)
         elif self._armed and not self._queued:
             try:
-                used = [torch._C._will_engine_execute_node(node) for node in self._nodes]  # type: ignore[attr-defined]  # noqa: SLF001
+                used = [torch._C._will_engine_execute_node(node) for node in self._nodes]  # noqa: SLF001
             except RuntimeError:  # of torch.autograd.grad, which accumulates no gradient
                 return
             if any(used):
@@ -314,8 +282,9 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     def _begin(self) -> None:
         """At the first gradient of a pass."""
         self._last_bucket_started = False
-        # a pass of the inner module between two steps is the script's own
-        self._local = not self._armed_by_forward and self._keepstep_manager.open_step() is None
+        # A pass without a forward pass of this step is the script's own: a group that joins would not average it.
+        step = self._keepstep_manager.open_step()
+        self._local = not self._armed_by_forward and (step is None or step != self._armed_in)
         self._queue(self._complete)
         if not self._local:
             self._synced.start()
@@ -323,17 +292,25 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     def _reduce(self, bucket: GradBucket) -> Future[torch.Tensor]:
         """Reduce a bucket that is complete."""
         buffer, manager = bucket.buffer(), self._keepstep_manager
-        if bucket.index() == 0:
+        first, last = bucket.index() == 0, bucket.is_last()
+        if self._reducing_all:  # then the reducer gives all buckets the first index
+            one = bucket.parameters()[0]
+            first, last = one is self._signal[0], one is self._flags[0]
+        if first:
             self._begin()
-            return _done(buffer)
-        if bucket.is_last():
+            return done(buffer)
+        if last:
             self._last_bucket_started = True
             self._usage.fill(buffer[: max(1, len(self._dense))])
         if self._local:
-            return _done(buffer)
-        quantize = self._should_quantize and not bucket.is_last()
+            return done(buffer)
+        quantize = self._should_quantize and not last
         again = None
-        if manager.retry_allreduce and self.gradient_as_bucket_view and any(p.grad is None for p in bucket.parameters()):
+        if (
+            manager.retry_allreduce
+            and self.gradient_as_bucket_view
+            and any(p.grad is None for p in bucket.parameters())
+        ):
             again = self._usage.publish_again
         return manager.allreduce(buffer, should_quantize=quantize, write_back=again).get_future()
 
@@ -342,12 +319,15 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self._left_out = not self._last_bucket_started
         if self._left_out:
             self._mark(range(max(1, len(self._dense))))
-        _at_end_of_pass(self._end_pass)  # after the reducer has written the gradients
+        at_end_of_pass(self._end_pass)  # after the reducer has written the gradients
 
     def _reduce_all(self) -> None:
-        self._averages_at_end = False
-        self.reducer.prepare_for_backward([])
-        self.reducer._delay_all_reduce()  # type: ignore[attr-defined]  # noqa: SLF001
+        self._averages_at_end, self._reducing_all = False, True
+        try:
+            self.reducer.prepare_for_backward([])
+            self.reducer._delay_all_reduce()  # type: ignore[attr-defined]  # noqa: SLF001
+        finally:
+            self._reducing_all = False
         self._end_pass()
 
     def _end_pass(self) -> None:
@@ -358,22 +338,10 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             if self._trained.changed() and (names := self._trained.outside()):
                 manager.report_error(KeepstepError(left_out(names)))
         self._usage.publish(failed=manager.errored() is not None)
-        self._queued = False
-        self._arm(by_forward=False)
-
-
-def _at_end_of_pass(act: Callable[[], None]) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(act)  # noqa: SLF001  torch's own DDP does
-
-
-def _marker(elements: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    return nn.Parameter(torch.zeros(elements, dtype=dtype, device=device))
-
-
-def _done(value: torch.Tensor) -> Future[torch.Tensor]:
-    future: Future[torch.Tensor] = Future()
-    future.set_result(value)
-    return future
+        self._disarm()
+        if not self._local:  # for a second pass over the same graph, or of the inner module
+            self._arm()
+            self._armed_in = manager.open_step()
 
 
 def _average_bucket(state: DistributedDataParallel, bucket: GradBucket) -> Future[torch.Tensor]:
@@ -388,7 +356,7 @@ class PureDistributedDataParallel(nn.Module):
     """Averages the gradient of each parameter separately, at the end of the backward pass. Slow for many parameters.
 
     All parameters are reduced in the module's order, those without a gradient as zeros, so that groups whose passes
-    used different parameters never average one parameter with another. What it trains is what
+    used different parameters never average one parameter with another. It trains all models that
     ``DistributedDataParallel`` trains.
 
     Args:
@@ -431,7 +399,7 @@ class PureDistributedDataParallel(nn.Module):
         """Call ``_queue_averaging`` with each gradient of a present member."""
         for hook in self._hooks:
             hook.remove()
-        with _all_trainable(self._trained.members.values()):
+        with all_trainable(self._trained.members.values()):
             self._hooks = [
                 one.register_post_accumulate_grad_hook(self._queue_averaging)  # type: ignore[no-untyped-call]
                 for one in self._trained.members.values()
@@ -445,7 +413,7 @@ class PureDistributedDataParallel(nn.Module):
     def _queue_averaging(self, _parameter: torch.Tensor) -> None:
         if not self._averaging:
             self._averaging = True
-            _at_end_of_pass(self._average)
+            at_end_of_pass(self._average)
 
     def _average(self) -> None:
         self._averaging = False
@@ -470,19 +438,6 @@ class PureDistributedDataParallel(nn.Module):
         if trained.changed() and (names := trained.outside()):
             manager.report_error(KeepstepError(left_out(names)))
         usage.publish(failed=manager.errored() is not None)
-
-
-@contextlib.contextmanager
-def _all_trainable(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Let parameters that are frozen by now require gradients, for what torch allows for such parameters only."""
-    frozen = [one for one in parameters if not one.requires_grad]
-    for one in frozen:
-        one.requires_grad_(requires_grad=True)
-    try:
-        yield
-    finally:
-        for one in frozen:
-            one.requires_grad_(requires_grad=False)
 
 
 def _header(bucket_cap_mb: str, *, should_quantize: bool) -> str:

@@ -1,8 +1,8 @@
 """Find out which parameters have a gradient in any group, in the reduction of the gradients themselves.
 
 Each group sends 1 for a parameter with a gradient, and 0 for one without. A parameter whose sum is 0 keeps no gradient
-in any group, as with torch's DistributedDataParallel, so that an optimizer does not decay it. One that another group
-has a gradient of gets the average, to which this group contributed zeros.
+in any group, as with torch's DistributedDataParallel, so that an optimizer does not decay it. A parameter that only
+other groups used gets their average, to which this group contributed zeros.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class GradientUsage:
         self._unset: list[int] = []
         """Numbers of the parameters without a gradient in this group."""
         self._gradients: list[torch.Tensor] = []
-        """What the reduction wrote for them."""
+        """Results of the reduction for them."""
         self._published: list[bool] = []
         self._flags: torch.Tensor | None = None
 

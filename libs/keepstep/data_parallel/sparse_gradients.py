@@ -58,7 +58,7 @@ def average_sparse(manager: Manager, parameters: Sequence[tuple[str, nn.Paramete
             works = []
         pending.append((parameter, works, positions, values, counts))
     for parameter, works, positions, values, counts in pending:
-        if all([work.wait() for work in works]):
+        if all(work.wait() for work in works):
             parameter.grad = _sum(parameter, positions, values, counts)
 
 
@@ -72,12 +72,10 @@ def _coalesced(name: str, gradient: torch.Tensor) -> torch.Tensor:
     return gradient.coalesce()
 
 
-def _sum(
-    parameter: torch.Tensor, positions: torch.Tensor, values: torch.Tensor, counts: Sequence[int]
-) -> torch.Tensor:
+def _sum(parameter: torch.Tensor, positions: torch.Tensor, values: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
     """Add the segments of the groups, in their order. Within a segment each position occurs once."""
     rows, places = torch.unique(positions, return_inverse=True)
     total = torch.zeros(len(rows), *values.shape[1:], dtype=values.dtype, device=values.device)
-    for segment, place in zip(values.split(list(counts)), places.split(list(counts)), strict=True):
+    for segment, place in zip(*(torch.split(one, list(counts)) for one in (values, places)), strict=True):
         total.index_add_(0, place, segment)
     return torch.sparse_coo_tensor(rows[None], total, parameter.shape, is_coalesced=True)

@@ -1,8 +1,8 @@
 """The parameters of a module whose gradients are averaged, and what may change in them while the script trains.
 
 A script may freeze, unfreeze, add, replace or cast parameters between two steps. The *members* are all parameters that
-were trainable at a step so far. A parameter that is frozen later stays a member, and is one that no pass uses. One that
-becomes trainable is a member from the next step on: all groups compare the members with each quorum.
+were trainable at a step so far. A parameter that is frozen later stays a member that no pass uses. A parameter that
+becomes trainable is a member from the next step on. All groups compare the members with each quorum.
 """
 
 from __future__ import annotations
@@ -155,8 +155,6 @@ def _check(name: str, parameter: nn.Parameter) -> None:
 def _sparse_names(module: nn.Module) -> list[str]:
     """Return the names of the weights with sparse gradients, as torch's DistributedDataParallel finds them."""
     weights = {
-        id(one.weight)
-        for one in module.modules()
-        if isinstance(one, (nn.Embedding, nn.EmbeddingBag)) and one.sparse
+        id(one.weight) for one in module.modules() if isinstance(one, (nn.Embedding, nn.EmbeddingBag)) and one.sparse
     }
     return [name for name, one in module.named_parameters() if id(one) in weights]

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from keepstep.group.quorum_plan import WorldSizeMode
 from keepstep_mesh.protocol.job_settings import differ, difference, settings_text
 
-ARITHMETIC = 3
+ARITHMETIC = 4
 """Version of the arithmetic of a step.
 
 Increase it with every change after which a step computes other numbers from the same inputs: divisions and their order,
