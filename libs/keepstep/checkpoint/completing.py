@@ -62,7 +62,7 @@ def _check_groups(state: dict[str, Any], path: Path, below: dict[str, Path], sto
         for key, steps in below.items()
         if _texts(steps[::2]) == ["param_groups", "params"] and isinstance(steps[1], Index) and key in stored.objects
     }
-    if there and len(there) != len(groups):
+    if there and there.keys() != set(range(len(groups))):
         raise CheckpointError(
             f"{name} has {len(groups)} groups here, but {len(there)} in the checkpoint: create the optimizer with the "
             f"groups that were saved"

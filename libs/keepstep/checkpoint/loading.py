@@ -138,8 +138,8 @@ def _present(leaves: Mapping[str, Leaf], stored: StoredCheckpoint, *, strict: bo
             if below:
                 raise CheckpointError(
                     f"{key} is empty here, but the checkpoint has {len(below)} values in it "
-                    f"({listed(below, MAX_NAMED)}), which would not be loaded: create them first; an optimizer's with "
-                    f"torch.distributed.checkpoint.state_dict.get_optimizer_state_dict"
+                    f"({listed(below, MAX_NAMED)}), which would not be loaded: create them first; of an "
+                    f"optimizer, pass the optimizer itself"
                 )
             if not isinstance(leaves[key].value, list):
                 missing.remove(key)

@@ -48,6 +48,10 @@ class Steps(int):
     pass
 
 
+class Blob(bytes):
+    pass
+
+
 class Name(str):
     __slots__ = ()
 
@@ -76,6 +80,7 @@ def everything():
         "settings": settings,
         "steps": Steps(7),
         "name": Name("x"),
+        "blob": Blob(bytes(10_000)),
         "version": torch.__version__,
         "keys": {Mode.WARM: 1, Point(1, 2): 2, (Level.HIGH, 1): 3},
         "sets": {Mode.WARM, (1, 2)},
@@ -101,7 +106,7 @@ def same(one, other):
 
 @pytest.fixture
 def registered():
-    classes = [Mode, Level, Option, Point, Settings, Steps, Name]
+    classes = [Mode, Level, Option, Point, Settings, Steps, Name, Blob]
     with torch.serialization.safe_globals(classes):
         yield
 

@@ -144,6 +144,8 @@ def _enum(node: list[Any], into: Any, path: str, build: Build) -> Any:
 def _instance(node: list[Any], into: Any, path: str, build: Build) -> Any:
     _, name, content, attributes = node
     value = build(content, into, path)
+    if value is None:
+        return None  # long bytes, while only targets of tensors are looked for
     base: Any = type(value)
     if base not in _BASES:
         raise ManifestError(f"{path} is a {glimpse(name)} of a {base.__name__}")
