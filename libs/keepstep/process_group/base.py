@@ -41,6 +41,10 @@ class ProcessGroupError(KeepstepError):
     """A collective failed, or the group is not configured. The next ``configure`` makes the group usable again."""
 
 
+class UnsupportedCollectiveError(ProcessGroupError):
+    """The backend does not have this operation for tensors of this dtype. No peer caused it."""
+
+
 class ProcessGroupAbortedError(ProcessGroupError):
     """``abort`` ended the operation."""
 

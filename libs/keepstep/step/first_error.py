@@ -6,6 +6,7 @@ keeps a group out that fails by itself again and again, so ``failure_evidence`` 
 
 from __future__ import annotations
 
+from keepstep.process_group.base import UnsupportedCollectiveError
 from keepstep.runtime.exits import must_succeed
 from keepstep.step.context import StepContext
 from keepstep_mesh.errors import KeepstepError
@@ -37,8 +38,11 @@ class FirstError:
         self._note(error, cause)
 
     def report_of_peers(self, error: Exception) -> None:
-        """Report an error that came from the other groups, or from the connections to them."""
-        self._note(error, UNKNOWN)
+        """Report the error of a collective, which came from the other groups or from the connections to them."""
+        if isinstance(error, UnsupportedCollectiveError):
+            self.report(error)
+        else:
+            self._note(error, UNKNOWN)
 
     @must_succeed("the report of an error")
     def _note(self, error: Exception, cause: str) -> None:

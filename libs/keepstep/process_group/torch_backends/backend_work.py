@@ -27,7 +27,11 @@ import torch
 from torch.distributed.distributed_c10d import Work
 from torch.futures import Future
 
-from keepstep.process_group.base import ProcessGroupAbortedError, ProcessGroupError
+from keepstep.process_group.base import (
+    ProcessGroupAbortedError,
+    ProcessGroupError,
+    UnsupportedCollectiveError,
+)
 from keepstep.process_group.torch_backends.communicator import LOOK, PEER_IS_GONE, SLICE, STALL, Communicator
 from keepstep.runtime.exits import must_succeed
 from keepstep.runtime.failed_future import complete_future
@@ -43,6 +47,8 @@ PATIENCE_BYTES = 10_000_000
 
 _SLICE_IS_OVER = "Operation timed out!"
 _GLOO_PLACE = re.compile(r"\[/[^\]]*\] ")
+_GLOO_REFUSES = ("Invalid scalar type", "Cannot use ReduceOp")
+"""Beginnings of Gloo's messages about an operation that it does not have, which it raises when the operation runs."""
 _GLOO_ADVICE = re.compile(r"\. This is typically caused by .*", re.DOTALL)
 
 
@@ -205,7 +211,9 @@ class BackendWork(Work):
         if isinstance(error, TimeoutError) or "imed out" in str(error):
             limit = timeout if timeout > NO_TIMEOUT else self._communicator.timeout
             return TimeoutError(f"{self._operation} took longer than {limit}: a peer is stuck, slow or disconnected")
-        return ProcessGroupError(f"{self._operation} failed: {plain_message(error)}")
+        message = plain_message(error)
+        refused = UnsupportedCollectiveError if message.startswith(_GLOO_REFUSES) else ProcessGroupError
+        return refused(f"{self._operation} failed: {message}")
 
 
 class ThreadedWork(BackendWork):

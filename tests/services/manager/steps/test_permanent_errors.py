@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed import ReduceOp
 
 from keepstep import DistributedDataParallel, Manager
 from keepstep.coordination import LighthouseServer
@@ -32,6 +33,14 @@ def fails_to_start(m: Manager) -> None:
     m.allreduce(torch.eye(3).to_sparse())  # it must be dense
 
 
+def fails_in_gloo(m: Manager) -> None:
+    m.allreduce(torch.ones(3), reduce_op=ReduceOp.BAND)
+
+
+def has_no_such_dtype(m: Manager) -> None:
+    m.allreduce(torch.ones(3, dtype=torch.uint16), reduce_op=ReduceOp.BOR)
+
+
 def codec_fails(m: Manager) -> None:
     def start(_: object) -> Any:
         raise TypeError("a codec with a mistake")
@@ -43,7 +52,9 @@ def reports(m: Manager) -> None:
     m.report_error(ValueError("a bad batch"))
 
 
-@pytest.mark.parametrize("act", [fails_in_write_back, fails_to_start, codec_fails, reports])
+@pytest.mark.parametrize(
+    "act", [fails_in_write_back, fails_to_start, fails_in_gloo, has_no_such_dtype, codec_fails, reports]
+)
 def test_the_same_error_of_the_script_ends_the_group(lighthouse, act: Act):
     with manager(lighthouse, "a") as m:
         for _ in range(LIMIT - 1):
