@@ -167,6 +167,7 @@ class LiveState:
             except (MemoryError, torch.OutOfMemoryError):  # memory may be free again later
                 raise
             except Exception as error:
+                self._log.error("load_state_dict failed", key=key, exc_info=error)
                 what = f"load_state_dict of {key!r} failed: {type(error).__name__}: {error}"
                 raise StateMismatch(what, torn=True) from error
 

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import sys
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, TextIO, cast
 
 import structlog
 from structlog.typing import EventDict, WrappedLogger
 
+from keepstep_mesh.protocol.names import name_of
 from keepstep_mesh.text import printable
 
 HIDDEN = "[hidden]"
@@ -56,8 +59,14 @@ def _to_record(_logger: WrappedLogger, _method: str, event: EventDict) -> tuple[
     """Pass a line of text to the handlers, and the fields to keepstep's own formatter."""
     keep = {name: event.pop(name) for name in ("exc_info", "stack_info") if event.get(name)}
     message = str(event.pop("event", ""))
-    text = message + "".join(f" {name}={value}" for name, value in event.items())
+    shown = {name: value for name, value in event.items() if name != "replica_id" or not _is_in_prefix(str(value))}
+    text = message + "".join(f" {name}={value}" for name, value in shown.items())
     return (printable(text),), {**keep, "extra": {"keepstep": (message, dict(event))}}
+
+
+def _is_in_prefix(replica_id: str) -> bool:
+    """Whether ``keepstep run`` begins the lines of this process with the name in ``replica_id``."""
+    return name_of(replica_id) == Path(os.environ.get("KEEPSTEP_NAME_FILE", "")).name
 
 
 _PROCESSORS = (structlog.stdlib.filter_by_level, redact, _to_record)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
+import traceback
 import urllib.request
 from typing import Any
 
@@ -192,7 +194,7 @@ def test_a_group_that_took_part_although_behind_is_still_behind(lighthouse, step
     assert behind["new_lineage"] == f"behind:{behind['replica_id']}:1"
 
 
-def test_a_load_that_fails_leaves_no_state_that_others_could_heal_from(lighthouse):
+def test_a_load_that_fails_leaves_no_state_that_others_could_heal_from(lighthouse, caplog):
     ready, done = threading.Barrier(2), threading.Event()
 
     def source() -> None:
@@ -205,11 +207,11 @@ def test_a_load_that_fails_leaves_no_state_that_others_could_heal_from(lighthous
             assert done.wait(30)
 
     def joiner() -> tuple[Any, ...]:
-        def load(_: object) -> None:
+        def does_not_fit(_: object) -> None:
             raise ValueError("does not fit")
 
         with manager(lighthouse, "b", min_replica_size=2) as m:
-            m.set_state_dict_fns(load, lambda: {"w": torch.zeros(1)})
+            m.set_state_dict_fns(does_not_fit, lambda: {"w": torch.zeros(1)})
             m.load_state_dict({"step": 4, "batches_committed": 4, "lineage": 2})
             ready.wait(30)
             m.start_quorum()
@@ -218,8 +220,12 @@ def test_a_load_that_fails_leaves_no_state_that_others_could_heal_from(lighthous
             done.set()
             return committed, m.current_step(), str(m._context.progress.lineage).startswith("torn:"), str(m.errored())
 
+    caplog.set_level(logging.ERROR, "keepstep.manager")
     failed = "load_state_dict of 'default' failed: ValueError: does not fit"
     assert together(source, joiner)[1] == (False, 0, True, failed)
+    (record,) = [one for one in caplog.records if "load_state_dict failed" in one.getMessage()]
+    assert record.exc_info is not None
+    assert "does_not_fit" in "".join(traceback.format_exception(record.exc_info[1])), "the user's own frame is shown"
 
 
 def test_a_torn_group_that_nobody_can_heal_ends_and_hands_nothing_out(lighthouse):

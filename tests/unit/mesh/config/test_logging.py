@@ -42,6 +42,16 @@ def test_an_event_is_one_json_object_with_its_fields(lines) -> None:
     }
 
 
+def test_a_line_under_keepstep_run_leaves_out_the_name_that_its_prefix_has(monkeypatch, caplog) -> None:
+    monkeypatch.setenv("KEEPSTEP_NAME_FILE", "/tmp/names/r0")
+    for replica_id in ("r0:7e0c", "train_ddp_1:7e0c"):
+        get_logger("keepstep.x").warning("waiting for a quorum", replica_id=replica_id, reason="r1 heals")
+    assert [one.getMessage() for one in caplog.records] == [
+        "waiting for a quorum reason=r1 heals",
+        "waiting for a quorum replica_id=train_ddp_1:7e0c reason=r1 heals",
+    ]
+
+
 def test_logs_of_libraries_and_of_plain_structlog_look_the_same(lines) -> None:
     logging.getLogger("aiohttp.server").error("it %s", "broke")
     structlog.get_logger("keepstep.y").info("step done", step=4)
