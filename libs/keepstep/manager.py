@@ -36,6 +36,7 @@ from keepstep.lifecycle.membership import GroupMembership
 from keepstep.lifecycle.rehearsal.rehearsing import Rehearsing
 from keepstep.lifecycle.state_and_progress import StateAndProgress
 from keepstep.quantization.fused import check_quantizable
+from keepstep.runtime.exits import handled_error, script_error
 from keepstep.script_checks.graph_capture import refuse_capture
 from keepstep.script_checks.script_checker import ScriptChecker
 from keepstep.step.attempt import Attempt
@@ -207,7 +208,9 @@ class Manager(Finishing, BackgroundQuorum, Rehearsing, StateAndProgress):
         _running.append(self)
         tell_children(self)
         self._membership.start(self._context)
-        atexit.register(self.shutdown)  # a script that just ends leaves the job too
+        self._handled = handled_error()
+        """By the script, when its last step began; 0: none."""
+        atexit.register(self._exit)  # a script that just ends leaves the job too
 
     # ---- facts of the step
 
@@ -385,6 +388,7 @@ class Manager(Finishing, BackgroundQuorum, Rehearsing, StateAndProgress):
             self._attempt.after.end()
         self._check_change()
         self._durability.before_step()
+        self._handled = handled_error()
         self._attempt = Attempt(
             context,
             HealRules(
@@ -620,7 +624,7 @@ class Manager(Finishing, BackgroundQuorum, Rehearsing, StateAndProgress):
         """Disable the copy of this object in a forked child: only the parent has its threads."""
         if not self._membership.ended:
             _running.remove(self)
-            atexit.unregister(self.shutdown)
+            atexit.unregister(self._exit)
             self._membership.stop_acting()
             never_free(self._context, self._attempt, self._durability)
             self._context = self._attempt = self._durability = cast("Any", OfParent("this Manager", self._pid))
@@ -635,17 +639,24 @@ class Manager(Finishing, BackgroundQuorum, Rehearsing, StateAndProgress):
         end.
 
         Args:
-            wait: wait until transfers of live state have ended, and a durable checkpoint that is due is written.
+            wait: wait until transfers of live state have ended, and a durable checkpoint that is due is written. It is
+                not written while an error passes, such as in a ``finally`` block, that came after the last step began.
         """
+        self._shut_down(wait, script_error(self._handled, at_exit=False))
+
+    def _exit(self) -> None:
+        self._shut_down(True, script_error(self._handled, at_exit=True))
+
+    def _shut_down(self, wait: bool, error: str) -> None:
         if self._membership.ended:
             return
         _running.remove(self)
-        atexit.unregister(self.shutdown)
+        atexit.unregister(self._exit)
         self._membership.stop_acting()
         context, limit = self._context, min(self._settings.timeout.total_seconds(), SHUTDOWN_SECONDS)
         in_step = self._attempt is not None and self._attempt.is_in_flight()
         if in_step and self._attempt is not None:
             self._attempt.refuse_joiners("this group ended in the middle of a step")
-        self._membership.end(context, limit, in_step=in_step)
-        self._durability.close(finish=wait and not in_step)
+        self._membership.end(context, limit, error, in_step=in_step)
+        self._durability.close(finish=wait and not in_step and not error)
         wiring.disconnect(context, limit, wait=wait)

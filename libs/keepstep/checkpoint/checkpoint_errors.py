@@ -11,6 +11,13 @@ from keepstep_mesh.text import listed
 MAX_NAMED = 10
 
 
+AFTER_GOING_BACK = (
+    "If the job went back to an earlier step and trains this one again, put the number of times that it went back into "
+    "the name, or delete the abandoned checkpoint first"
+)
+"""For the error of a save to a name that has a checkpoint."""
+
+
 class CheckpointError(KeepstepError):
     """A checkpoint was not saved, or not loaded."""
 

@@ -40,7 +40,7 @@ from keepstep.checkpointing.relayed.relay_client import Credentials, RelayCheckp
 from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.lifecycle.manager_settings import ManagerSettings
 from keepstep.lifecycle.resharding import load_resharded
-from keepstep.runtime.exits import JobClosedExit, script_error
+from keepstep.runtime.exits import JobClosedExit
 from keepstep.step.context import StepContext
 from keepstep_mesh.errors import Drained, JobClosed, KeepstepError
 from keepstep_mesh.protocol.lineage import NEW, Soundness, is_diverged, origin, same_weights, soundness
@@ -459,7 +459,7 @@ class Durability:
             finish: write a checkpoint that is due, and wait until it is committed.
         """
         fatal = self._context.fatal
-        if finish and script_error() == "" and (fatal is None or isinstance(fatal, Drained)):
+        if finish and (fatal is None or isinstance(fatal, Drained)):
             if fatal is None:
                 self._save_if_due()
             if not self._writer.finish(COMMIT_SECONDS):

@@ -13,7 +13,6 @@ from keepstep.runtime.exits import (
     TerminationFlag,
     end_process,
     leave_cause,
-    script_error,
 )
 from keepstep.step.context import StepContext
 from keepstep_mesh.errors import Drained, KeepstepError
@@ -127,19 +126,20 @@ class GroupMembership:
             context.loop_thread.call(goodbye, seconds)
         context.end_with(Drained(reason))
 
-    def end(self, context: StepContext, limit: float, *, in_step: bool) -> None:
+    def end(self, context: StepContext, limit: float, error: str, *, in_step: bool) -> None:
         """End the membership with the Manager.
 
         Args:
             context: of this process.
             limit: seconds for the goodbye.
+            error: with which the script ends; empty: none.
             in_step: the group is in the middle of a step. Then it says no goodbye, so that its peers learn that it is
                 lost, and its other ranks end.
         """
         if self._watch is not None:
             self._watch.cancel()
         if context.fatal is None and not in_step:
-            step, error = context.progress.step, script_error()
+            step = context.progress.step
             reason, cause = "shutdown", "finished"
             if context.leaving:
                 reason, cause = context.leaving, leave_cause(context.leaving)

@@ -106,9 +106,25 @@ def leave_cause(reason: str) -> str:
     return "stopped" if reason == SIGTERM_REASON else "drained"
 
 
-def script_error() -> str:
-    """Return the error with which the script ends now, in one line; empty: it ends normally."""
-    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+def handled_error() -> int:
+    """Return which error is being handled now, for ``script_error``; 0: none."""
+    error = sys.exc_info()[1]
+    return 0 if error is None else id(error)
+
+
+def script_error(handled: int, *, at_exit: bool) -> str:
+    """Return the error with which the script ends now, in one line; empty: it ends normally.
+
+    Args:
+        handled: ``handled_error()`` of the last step: a script that trains in an ``except`` block has no error.
+        at_exit: the process ends. Then the error may have ended the script before. In a notebook or an interactive
+            Python it has not: an error there ends a cell.
+    """
+    error = sys.exc_info()[1]
+    if error is not None and id(error) == handled:
+        error = None
+    elif error is None and at_exit and not hasattr(sys, "ps1"):
+        error = getattr(sys, "last_value", None)
     if error is None or isinstance(error, StopIteration | GeneratorExit):
         return ""
     if isinstance(error, SystemExit):

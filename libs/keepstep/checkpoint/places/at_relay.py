@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from keepstep.checkpoint.checkpoint_errors import (
+    AFTER_GOING_BACK,
     CheckpointAborted,
     CheckpointDamaged,
     CheckpointError,
@@ -67,7 +68,8 @@ class RelayTarget:
         """See ``CheckpointTarget``."""
         if self._begin() == "committed":
             raise CheckpointError(
-                f"{self._location} is committed already, and a committed checkpoint never changes: use another id"
+                f"{self._location} is committed already, and a committed checkpoint never changes: use another id. "
+                f"{AFTER_GOING_BACK} (keepstep checkpoint rm)"
             )
 
     def _begin(self) -> str:

@@ -19,7 +19,12 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from keepstep.checkpoint.checkpoint_errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
+from keepstep.checkpoint.checkpoint_errors import (
+    AFTER_GOING_BACK,
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointNotFound,
+)
 from keepstep.checkpoint.parts.pack import Pack, manifest_of
 from keepstep.checkpoint.places.durable_files import create_whole, make_folder, remove_folders, sync_folder, write_file
 from keepstep.checkpoint.places.pack_file import write_pack
@@ -77,7 +82,7 @@ class DirectoryTarget:
             raise CheckpointError(
                 f"{self._path} has a committed checkpoint, which is never overwritten: of step {record.get('step')}, "
                 f"saved by {record.get('producer', 'an unknown process')} at {record.get('committed')}; save to "
-                f"another directory"
+                f"another directory. {AFTER_GOING_BACK}"
             )
 
     def exchange(self, layout: bytes) -> Exchanged:
