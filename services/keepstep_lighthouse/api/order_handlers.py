@@ -84,10 +84,13 @@ class OrderHandlers:
         here = [one for one in found if one.state is not ReplicaState.GONE]
         if not found and not body.ban_seconds:
             raise no_replica(job, target)
-        order = EvictOrdered(target, _reason(body.reason), body.ban_seconds, _who(request))
-        is_repeated = not here and not body.ban_seconds and target in job.core.record.evicted
+        forgets = bool(found) and not here and not body.ban_seconds
+        evicted = found[-1].replica_id if forgets else target
+        order = EvictOrdered(evicted, _reason(body.reason), body.ban_seconds, _who(request))
+        is_repeated = forgets and evicted in job.core.record.evicted
         if made := await self._execute(job, None if is_repeated else order, "evicted"):
             gone = f"{made.replica_id} is evicted" if here else f"no group {target} is connected"
+            gone += f"; {target} counts as lost no longer" if forgets else ""
             banned = f"; {target} is banned for {body.ban_seconds:g} s" if body.ban_seconds else ""
             return _done(made, gone + banned)
         names = {name_of(one.replica_id) for one in found}

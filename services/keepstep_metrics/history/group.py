@@ -21,7 +21,7 @@ REPORTED_STATES = {state.value for state in State} - {State.LOST.value, State.GO
 
 PLAIN = (
     *("step", "committed_at", "values", "ends", "restarts", "failed_heals", "error", "error_at", "parted"),
-    *("quorum_id", "epoch", "participants"),
+    *("quorum_id", "epoch", "participants", "was_member", "told_to_leave"),
 )
 """Fields that a dump has as they are."""
 
@@ -61,6 +61,10 @@ class Group:
     error_at: float = 0.0
     parted: bool = False
     """Whether it is on probation, and kept out of quorums."""
+    was_member: bool = False
+    """Whether it was in a quorum that this service heard of."""
+    told_to_leave: bool = False
+    """Whether an operator evicted it, or its current incarnation was asked to leave: nobody waits for its return."""
     ends: dict[str, float] = field(default_factory=dict)
     """Incarnation -> when it was lost, left, or was asked to leave. Its later records do not change the state."""
 
@@ -141,6 +145,7 @@ class Group:
     def begin(self, replica_id: str, t: float) -> None:
         """An incarnation joined."""
         self.ends.pop(replica_id, None)
+        self.told_to_leave = False
         self.timeline.mark(t, State.WAITING_QUORUM)
 
     def end(self, replica_id: str, t: float, state: State) -> None:
@@ -150,6 +155,11 @@ class Group:
             del self.ends[next(iter(self.ends))]
         if replica_id == self.replica_id:
             self.timeline.mark(max(t, self.timeline.since), state)
+
+    def forget_loss(self, t: float) -> None:
+        """Count the group as gone from ``t`` on, if it is lost."""
+        if self.timeline.state is State.LOST:
+            self.timeline.mark(max(t, self.timeline.since), State.GONE)
 
     def forget_after(self, t: float) -> None:
         """See ``Job.forget_after``."""

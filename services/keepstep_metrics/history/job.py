@@ -56,6 +56,8 @@ class Job:
         """When the quorum formed (Unix time); 0: it formed before a restart of this service."""
         self.participants: list[str] = []
         """Stable names of the members of the quorum."""
+        self.is_over = False
+        """Whether the job has ended or is closed, and no quorum has formed since."""
         self.joining: set[str] = set()
         """Stable names of groups that joined and are in no quorum yet."""
         self.highest = Series(1, "d")
@@ -230,8 +232,8 @@ class Job:
             self._form_quorum(record.t, integer(record.detail.get("quorum_id")), record.detail.get("members"))
         elif record.event == "went_back":
             self._go_back(record.t, integer(record.detail.get("to")))
-        elif record.event in JOB_ENDS:
-            self._end_all(record.t)
+        elif record.event in (*JOB_ENDS, "closed"):
+            self._end_all(record.t, gone=record.event != "closed")
         event = Event(number, record.t, record.event, name, sentence(record.event, name, record.detail), record.detail)
         self.events.append(event)
         return event
@@ -244,12 +246,12 @@ class Job:
         if (since := lost_steps.reached_at(self.highest, step, t)) is not None:
             lost_steps.lose((group.timeline for group in self.groups.values()), since, t)
 
-    def _end_all(self, t: float) -> None:
-        """No group is left. The time until one comes back does not count."""
-        self.participants = []
+    def _end_all(self, t: float, *, gone: bool) -> None:
+        """The job has ended. The time until a lost group comes back does not count. ``gone``: no group is left."""
+        self.is_over = True
+        self.participants = [] if gone else self.participants
         for group in self.groups.values():
-            if group.timeline.state is State.LOST:
-                group.timeline.mark(max(t, group.timeline.since), State.GONE)
+            group.forget_loss(t)
 
     def _name(self, record: EventRecord) -> str:
         """Return the stable name of the event's group. Some events have it directly, and it may have colons."""
@@ -265,12 +267,13 @@ class Job:
                 return  # a late report
             self.step = 0  # the job starts over
             self.commits.begin_again()
-        self.quorum_id, self.formed_at = quorum_id, t
+        self.quorum_id, self.formed_at, self.is_over = quorum_id, t, False
         self.participants = [name_of(str(one)) for one in members[:MAX_GROUPS]] if isinstance(members, list) else []
         self.joining.difference_update(self.participants)
         for name in self.participants:
-            if name in self.groups:
-                self.groups[name].parted = False  # a new leader knows of no probation, and reports no end of it
+            if (group := self.groups.get(name)) is not None:
+                group.was_member = True
+                group.parted = False  # a new leader knows of no probation, and reports no end of it
         for name in self.groups.keys() - {*self.participants}:
             if (timeline := self.groups[name].timeline).state in IN_QUORUM:
                 timeline.mark(t, State.LOST)
@@ -284,10 +287,16 @@ class Job:
                 if not record.detail.get("member"):
                     self.joining.add(group.name)
             case "lost" | "left" if is_loss(record.event, record.detail):
-                self._end(group, replica_id, t, State.LOST)
                 reason = reason_of(record.detail)
                 group.fail(t, reason)
+                if not self._is_missed(group):
+                    self._end(group, replica_id, t, State.GONE)
+                    return
+                self._end(group, replica_id, t, State.LOST)
                 self.failures.add(Failure(t, group.name, reason, self.quorum_id))
+            case "evicted":
+                group.told_to_leave = True
+                group.forget_loss(t)
             case "left" | "moved":
                 self._end(group, replica_id, t, State.GONE)
             case "spare_in":
@@ -301,6 +310,7 @@ class Job:
             case "let_in":
                 group.parted = False
             case "drain":
+                group.told_to_leave = replica_id == group.replica_id
                 group.end(replica_id, t, State.DRAINING)
             case "heal_began":
                 group.timeline.mark(t, State.HEALING)
@@ -311,6 +321,14 @@ class Job:
                 group.failed_heals = 0 if record.event == "healed" else group.failed_heals + 1
                 if record.event == "heal_failed":
                     group.fail(t, f"failed to heal: {reason_of(record.detail)}")
+
+    def _is_missed(self, group: Group) -> bool:
+        """Return whether the loss of the group is a failure of the job.
+
+        It is none if the group never trained, because it was refused or came too late; if an operator told it to leave;
+        and after the end of the job.
+        """
+        return (group.was_member or group.step > 0) and not group.told_to_leave and not self.is_over
 
     def _end(self, group: Group, replica_id: str, t: float, state: State) -> None:
         group.end(replica_id, t, state)
@@ -325,7 +343,17 @@ class Job:
         for one in self.groups.values():
             groups.append(one.dump())
             yield
-        plain = ("name", "first_seen", "last_seen", "step", "quorum_id", "epoch", "participants", "judged_at")
+        plain = (
+            "name",
+            "first_seen",
+            "last_seen",
+            "step",
+            "quorum_id",
+            "epoch",
+            "participants",
+            "judged_at",
+            "is_over",
+        )
         return {
             **{key: copy(getattr(self, key)) for key in plain},
             "joining": sorted(self.joining),
@@ -347,6 +375,7 @@ class Job:
         job = cls(dumped["name"], dumped["first_seen"])
         for key in ("last_seen", "step", "quorum_id", "epoch", "participants", "judged_at"):
             setattr(job, key, dumped[key])
+        job.is_over = dumped.get("is_over", False)
         job.joining = set(dumped["joining"])
         job.groups = {one["name"]: Group.load(one) for one in dumped["groups"]}
         job.highest.load(dumped["highest"])

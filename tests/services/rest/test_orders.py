@@ -45,13 +45,14 @@ async def test_evict_ends_the_group_tells_the_others_and_is_in_the_event_log() -
         assert kinds.count("evicted") == 1
 
 
-async def test_an_eviction_that_was_lifted_is_not_told_as_one_that_holds() -> None:
+async def test_an_eviction_of_a_group_that_is_gone_is_an_event_so_that_it_counts_as_lost_no_longer() -> None:
     async with scene() as (_, rest, members):
         await rest.post(f"{JOB}/replicas/r1/evict", {"reason": "bad GPU"})
         await members[1].ended()
         assert (await rest.post(f"{JOB}/replicas/r1/readmit"))["sentence"] == "r1:1 may connect again"
-        problem = await rest.post(f"{JOB}/replicas/r1/evict", {"reason": "again"}, 409)
-        assert problem["detail"] == "r1 has left; to keep it out, set ban_seconds"
+        again = await rest.post(f"{JOB}/replicas/r1/evict", {"reason": "again"})
+        assert (again["done"], again["replica_id"]) == (True, "r1:1")
+        assert again["sentence"] == "no group r1 is connected; r1 counts as lost no longer"
 
 
 async def test_a_ban_keeps_the_name_out_until_it_is_readmitted() -> None:

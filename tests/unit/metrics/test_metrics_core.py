@@ -140,6 +140,62 @@ def test_a_group_whose_script_ended_with_an_error_is_lost_until_it_comes_back() 
     ]
 
 
+@pytest.mark.parametrize("end", ["lost", "left"])
+def test_a_group_that_was_refused_before_it_trained_is_no_loss(end: str) -> None:
+    world = joined("a:1", "b:1")
+    world.happens(10, "joined", "c:1", member=False)
+    world.happens(11, "denied", "c:1", code="layout", reason="the parameters of c differ from those of a")
+    world.happens(12, end, "c:1", reason="exit code 78", cause="failed", step=0, member=False)
+    for name in ("a:1", "b:1"):
+        world.steps(name, 10, 3600)
+    told = whole(span_views.goodput(world.job, T + 10, T + 3600))
+    assert told.goodput == pytest.approx(1.0, abs=0.001)
+    assert (told.failures, told.mean_time_to_recover) == (0, None)
+    assert world.states("c", 3600) == [(10, 12, "waiting_quorum")]
+
+
+def test_a_group_that_comes_back_after_the_end_of_the_job_is_no_loss() -> None:
+    world = joined("a:1", "b:1")
+    world.happens(20, "lost", "b:1", reason="killed", member=True)
+    world.happens(60, "closed", step=50, groups=["a:1"])
+    world.happens(70, "joined", "b:2", member=False)
+    world.happens(71, "left", "b:2", reason="the job is closed", cause="failed", step=0)
+    world.happens(72, "left", "a:1", reason="shutdown", cause="finished", step=50)
+    world.happens(72, "job_finished", step=50)
+    world.happens(80, "joined", "b:3", member=False)
+    world.happens(81, "lost", "b:3", reason="killed", member=False)
+    assert world.states("b", 200)[-3:] == [(20, 60, "lost"), (70, 71, "waiting_quorum"), (80, 81, "waiting_quorum")]
+    assert len(world.job.failures) == 1
+
+
+def test_an_eviction_forgets_a_lost_group_and_is_no_failure_itself() -> None:
+    world = joined("a:1", "b:1", "c:1")
+    world.happens(20, "lost", "b:1", reason="its connection ended", member=True)
+    world.happens(21, "quorum", quorum_id=2, members=["a:1", "c:1"])
+    world.happens(30, "evicted", "b:1", reason="its host is gone", by="ann", incarnations=["b:1"])
+    world.happens(40, "evicted", "c", reason="bad GPU", by="ann", incarnations=["c:1"])
+    world.happens(40, "lost", "c:1", reason="evicted by ann: bad GPU", member=True)
+    world.happens(41, "quorum", quorum_id=3, members=["a:1"])
+    assert world.states("b", 100)[-1] == (20, 30, "lost")
+    assert "lost" not in {state for _, _, state in world.states("c", 100)}
+    assert [one.name for one in world.job.failures] == ["b"]
+    dumped = MetricsCore()
+    dumped.load(msgpack.unpackb(msgpack.packb(world.core.dump()), strict_map_key=False))
+    assert dumped.jobs[JOB].groups["c"].told_to_leave
+    world.happens(50, "joined", "c:2", member=False)
+    world.happens(51, "quorum", quorum_id=4, members=["a:1", "c:2"])
+    world.happens(60, "lost", "c:2", reason="killed", member=True)
+    assert world.states("c", 100)[-1] == (60, 100, "lost")
+
+
+def test_a_group_that_is_killed_while_it_drains_is_gone() -> None:
+    world = joined("a:1", "b:1")
+    world.happens(20, "drain", "b:1", reason="maintenance", by="ann")
+    world.happens(22, "lost", "b:1", reason="killed", member=True)
+    assert world.states("b", 100)[-1] == (20, 22, "draining")
+    assert not len(world.job.failures)
+
+
 def test_a_failure_is_over_for_the_others_under_the_next_quorum_and_for_the_group_when_it_commits() -> None:
     world = joined("a:1", "b:1")
     world.steps("a:1", 10, 20)
@@ -365,6 +421,8 @@ def test_a_record_of_the_far_future_changes_nothing() -> None:
 
 def test_memory_of_a_job_that_always_fails_is_bounded() -> None:
     world = World()
+    world.happens(0, "joined", "a:0")
+    world.happens(0, "quorum", quorum_id=1, members=["a:0"])
     for one in range(3000):
         world.happens(one, "joined", f"a:{one}")
         world.happens(one + 0.5, "lost", f"a:{one}", reason="x")

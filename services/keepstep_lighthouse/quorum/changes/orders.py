@@ -28,6 +28,7 @@ def evict(state: JobState, order: EvictOrdered, now: float, now_unix: float) -> 
         incarnations = [order.target]
     if not incarnations and order.ban_seconds <= 0:
         return
+    state.lost_at.pop(name_of(order.target), None)  # no group waits for its return
     record = bans.evict(state.record, incarnations, order, now_unix)
     state.persist(record)
     state.log(
@@ -44,7 +45,7 @@ def evict(state: JobState, order: EvictOrdered, now: float, now_unix: float) -> 
             state.tell(group.session, Evicted(order.reason, order.ban_seconds))
             state.end(group.session)
         departures.lose(state, group, f"evicted by {order.by}: {order.reason}", now)
-        state.lost_at.pop(group.name, None)  # no group waits for its return
+        state.lost_at.pop(group.name, None)
         probation.forgive(state, group.name, "it was evicted")
     for replica_id in absent:
         departures.give_up_absent(state, replica_id, f"evicted by {order.by}: {order.reason}", now)

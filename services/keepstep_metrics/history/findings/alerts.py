@@ -87,8 +87,8 @@ def _found(job: Job, now: float) -> list[Alert]:
     last_commit = max((one.committed_at for one in job.groups.values()), default=0.0)
     if job.has_groups and last_commit and now - last_commit > NO_COMMIT_SECONDS:
         add("TrainingStands", f"no step has been committed for {_minutes(now - last_commit)}")
-    if kinds["lost"] > LOST_LIMIT:
-        add("GroupsAreLostOften", f"{kinds['lost']} groups were lost in ten minutes")
+    if (lost := sum(one.t >= since for one in job.failures)) > LOST_LIMIT:
+        add("GroupsAreLostOften", f"{lost} groups were lost in ten minutes")
     committed, discarded = _steps(job, since, now)
     if committed + discarded >= LEAST_STEPS and discarded / (committed + discarded) > DISCARDED_LIMIT:
         add("StepsAreDiscarded", f"{100 * discarded / (committed + discarded):.0f} % of the steps do not commit")
