@@ -64,7 +64,7 @@ class Group:
     was_member: bool = False
     """Whether it was in a quorum that this service heard of."""
     told_to_leave: bool = False
-    """Whether an operator evicted it, or its current incarnation was asked to leave: nobody waits for its return."""
+    """Whether an operator evicted it, or its current incarnation was asked to leave: no group waits for its return."""
     ends: dict[str, float] = field(default_factory=dict)
     """Incarnation -> when it was lost, left, or was asked to leave. Its later records do not change the state."""
 
