@@ -226,7 +226,7 @@ class ElasticSampler(data.Sampler[list[int]]):
         self._manager.report_error(KeepstepError(reason))
         self._manager.should_commit()
 
-    def shares(self, *, ahead: bool = False, before: Callable[[], object] = lambda: None) -> Iterator[Share]:
+    def shares(self, *, ahead: bool = False, before: Callable[[], object] | None = None) -> Iterator[Share]:
         """Draw shares to the end of an epoch.
 
         A heal goes on in the epoch of the others. So the iteration ends after a step that this group has committed,
@@ -239,7 +239,8 @@ class ElasticSampler(data.Sampler[list[int]]):
         if self._is_left_open():  # an exception, such as KeyboardInterrupt in a notebook, ended the last iteration
             self._leave(allowed=True)
         while True:
-            before()
+            if before is not None:
+                before()
             yield self.draw(ahead=ahead)
             if self._ended_epoch() or self._manager.groups_finish:
                 return

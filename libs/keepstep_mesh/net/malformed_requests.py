@@ -9,7 +9,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from keepstep_mesh.config.log_limiter import LogLimiter
 
-LOG_SECONDS = 60.0
+MALFORMED_LOG_SECONDS = 60.0
 
 
 class _MalformedRequests(logging.Filter):
@@ -17,7 +17,7 @@ class _MalformedRequests(logging.Filter):
 
     def __init__(self) -> None:
         super().__init__()
-        self._limiter = LogLimiter(LOG_SECONDS)
+        self._limiter = LogLimiter(MALFORMED_LOG_SECONDS)
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None

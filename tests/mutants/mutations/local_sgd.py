@@ -44,8 +44,8 @@ MUTATIONS = (
     Mutation(
         "a fragment keeps its own parameters when its outer step fails",
         "libs/keepstep/local_sgd/fragment.py",
-        "            self._restore()\n            committed = self._manager.should_commit()\n",
-        "            committed = self._manager.should_commit()\n            self._restore() if committed else None\n",
+        "            self._restore()\n            with self._manager.committing() as committed:\n",
+        "            with self._manager.committing() as committed:\n                committed and self._restore()\n",
         Test(f"{REAL_NUMBERS}::test_two_groups_train_the_numbers_of_a_plain_computation[plain]"),
     ),
     Mutation(
