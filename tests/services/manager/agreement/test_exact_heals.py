@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from keepstep import DistributedDataParallel, Manager, Optimizer
+from keepstep.local_sgd import DiLoCo
 from tests.services.manager.groups import manager, together
 from tests.support.services.relay_driver import relay_process
 
@@ -116,6 +117,36 @@ def test_a_group_that_joins_has_the_optimizer_state_of_its_source_in_its_dtype(
     source, joiner = two_groups(lighthouse, options, how)
     assert joiner == source
     assert "state not restored" not in caplog.text
+
+
+def test_the_outer_optimizer_of_a_fragment_heals_in_its_dtype(lighthouse: str) -> None:
+    reached, joined, done = threading.Event(), threading.Event(), threading.Barrier(2)
+
+    def group(name: str) -> Any:
+        script = Script(ord(name))
+        inner = torch.optim.SGD(script.model.parameters(), lr=0.02)
+        assert name == "a" or reached.wait(60)
+        with manager(lighthouse, name, use_async_quorum=False) as m:
+            m.set_state_dict_fns(script.model.load_state_dict, script.model.state_dict)
+            block = DiLoCo(m, [script.model], inner, script.optimizer, sync_every=2)
+            if name == "b":
+                joined.set()
+            with block:
+                while m.current_step() < STEPS:
+                    x = torch.linspace(-1, 1, 10).reshape(2, 5).bfloat16() * (1 + m.current_step() % 5)
+                    (script.model(x) ** 2).sum().backward()
+                    inner.step()
+                    inner.zero_grad()
+                    if m.current_step() == JOINS_AT and not reached.is_set():
+                        reached.set()
+                        assert joined.wait(60)
+            (fragment,) = block.state_dict()["fragments"]
+            done.wait(60)
+            return [fragment["original_parameters"]["weight"].tolist(), script.bits()[1]]
+
+    one, other = together(lambda: group("a"), lambda: group("b"))
+    assert one == other
+    assert {dtype for _, dtype, _ in one[1]} == {torch.float32}
 
 
 async def test_a_group_that_heals_through_a_relay_has_the_state_of_its_source(lighthouse: str, tmp_path: Path) -> None:
