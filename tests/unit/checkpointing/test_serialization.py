@@ -154,6 +154,12 @@ def reversed_keys(value):
     return type(value)(map(reversed_keys, value)) if type(value) in (list, tuple) else value
 
 
+def test_the_root_of_one_element_does_not_depend_on_its_stride():
+    one = torch.arange(3, dtype=torch.bfloat16)[1::2]
+    assert one.stride() == (2,)
+    assert state_root(one) == state_root(torch.ones(1, dtype=torch.bfloat16))
+
+
 def test_the_root_does_not_depend_on_memory_and_does_on_every_value():
     image = torch.randn(2, 3, 4, 4)
     tied = torch.randn(5)

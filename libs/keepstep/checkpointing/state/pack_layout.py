@@ -247,7 +247,7 @@ class _Walk:
                 dense = not self.by_value and _is_dense(value.tensor)
                 entries[index] = value.entry(region, 0, value.tensor.stride() if dense else None)
                 source = value.tensor.view(_BITS[value.tensor.itemsize]) if value.tensor.numel() else torch.empty(0)
-                if dense:
+                if dense or value.tensor.is_contiguous():
                     source = source.as_strided((source.numel(),), (1,))
             lengths.append(source.nbytes)
             sources.append(source)
