@@ -55,3 +55,22 @@ async def test_a_killed_group_heals_and_all_groups_end_with_equal_weights(tmp_pa
         assert len(last) == 3
         assert len(set(last)) == 1, "ModelCheckpoint decided alike"
         assert files(tmp_path) == 2, "one group wrote, and removed older ones"
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+async def test_a_heal_at_the_end_of_fit_steps_no_schedule(interval: str) -> None:
+    """Slow: Lightning is imported in three trainers. OneCycleLR raises an error in the step after its last one."""
+    script = Path(__file__).parents[2] / "support" / "jobs" / "lightning_end.py"
+    variables = {"SCRIPTS": str(script), "NUM_REPLICA_GROUPS": "2", "INTERVAL": interval}
+    async with Job("--initial-replicas", "2", "--finish-grace", "300", min_replicas=1) as job:
+        a, b = await job.start("0", **variables), await job.start("1", **variables, STOPS="1")
+        await job.until(lambda: "last step" in b.output, "one is about to take its last step", IMPORTS)
+        b.kill()
+        await b.exit_codes()
+        b.output.clear()
+        await job.start("1", **variables)
+        assert [await group.exit_codes() for group in (a, b)] == [[0], [0]], job.report()
+        ends = [[line for line in group.output if line.startswith("ended at 8: ")] for group in (a, b)]
+        assert len(ends[0]) == 1
+        assert ends[0] == ends[1]

@@ -33,6 +33,8 @@ class CommittedEpochLoop(loops._TrainingEpochLoop):  # type: ignore[misc]  # noq
         """Batches of the data loader since its iteration began."""
         self._moved = False
         """Whether a heal went on in another place."""
+        self._healed = False
+        """Whether a heal came in the open step."""
 
     # ---- the course of an epoch
 
@@ -78,12 +80,13 @@ class CommittedEpochLoop(loops._TrainingEpochLoop):  # type: ignore[misc]  # noq
             step: number of committed steps.
             committed: whether this one did.
         """
-        self._in_step = 0
+        self._in_step, healed, self._healed = 0, self._healed, False
         if committed:
             self._began_at = self.batch_progress.current.ready
         else:
             repeated = self.batch_progress.current.ready - self._began_at
-            self.discarded = repeated > 0  # with manual optimization, an earlier step of this batch may have committed
+            # with manual optimization, an earlier step of this batch may have committed; a heal may bring the last place
+            self.discarded = healed or repeated > 0
             if math.isfinite(self._batches()):
                 self._shift(self.batch_progress, -repeated)
                 fetcher = self.trainer.fit_loop._data_fetcher  # noqa: SLF001
@@ -131,6 +134,7 @@ class CommittedEpochLoop(loops._TrainingEpochLoop):  # type: ignore[misc]  # noq
         Args:
             position: what ``position`` returned.
         """
+        self._healed = True
         batch, in_step = int(position["batch"]), self._in_step
         if in_step:
             in_step = int(position["in_step"] or min(in_step, self._batches() - batch))
