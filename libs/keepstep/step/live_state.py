@@ -182,7 +182,8 @@ class LiveState:
         try:
             held = self.user_state()
             put_back(user, held)
-            lost = [path for key, value in user.items() for path in differences(value, self._parts[key].save(), key)]
+            compared = user.keys() if self.compared is None else user.keys() & self.compared  # others may differ
+            lost = [path for key in sorted(compared) for path in differences(user[key], self._parts[key].save(), key)]
         except Exception as error:  # noqa: BLE001  the state is loaded, and the groups compare their weights later
             self._log.warning("loaded state not compared", reason=f"{type(error).__name__}: {error}")
             return

@@ -56,7 +56,7 @@ from keepstep_cli.running.supervisor_events import (
     Stop,
     Tick,
 )
-from keepstep_mesh.exit_codes import ENDS_THE_SAME, EXIT_EVICTED, EXIT_SCRIPT_FAILS
+from keepstep_mesh.exit_codes import ENDS_THE_SAME, EXIT_EVICTED, EXIT_JOB_CLOSED, EXIT_SCRIPT_FAILS
 
 SCRIPT_ERRORS = frozenset({1, 2})
 """Exit codes of Python after an exception, and of a script that refuses its arguments."""
@@ -149,14 +149,18 @@ class Supervisor:
         """Return the exit code of the job; None while a process runs or will run.
 
         0 all groups finished, 1 a group was given up, 128 + n stopped by signal n. If another try of a group would end
-        the same: its code, and of several groups the highest.
+        the same: its code, and of several groups the highest. A group that came back after the others had finished
+        does not count beside one that finished here.
         """
         phases = [one.phase for one in self._groups.values()]
         if not all(phase in OVER for phase in phases):
             return None
         if self._stopping:
             return 128 + self._stop_signal
-        return max((one.hopeless or 1 for one in self._groups.values() if one.phase is Phase.GIVEN_UP), default=0)
+        codes = {one.hopeless or 1 for one in self._groups.values() if one.phase is Phase.GIVEN_UP}
+        if Phase.FINISHED in (one.phase for one in self._groups.values() if not one.spec.service):
+            codes.discard(EXIT_JOB_CLOSED)
+        return max(codes, default=0)
 
     def handle(self, event: Event, now: float, chance: float = 0.0) -> list[Action]:
         actions: list[Action] = []

@@ -61,7 +61,7 @@ async def test_a_killed_group_heals_and_all_groups_end_with_equal_weights(tmp_pa
 @pytest.mark.parametrize("interval", ["step", "epoch"])
 async def test_a_heal_at_the_end_of_fit_steps_no_schedule(interval: str) -> None:
     """Slow: Lightning is imported in three trainers. OneCycleLR raises an error in the step after its last one."""
-    script = Path(__file__).parents[2] / "support" / "jobs" / "lightning_end.py"
+    script = Path(__file__).with_name("lightning_end.py")
     variables = {"SCRIPTS": str(script), "NUM_REPLICA_GROUPS": "2", "INTERVAL": interval}
     async with Job("--initial-replicas", "2", "--finish-grace", "300", min_replicas=1) as job:
         a, b = await job.start("0", **variables), await job.start("1", **variables, STOPS="1")

@@ -155,15 +155,23 @@ def test_a_group_that_would_end_the_same_is_given_up_at_once(code: int) -> None:
     assert run(RankExited("r0", 0, EXIT_GROUP_FAILED), 5.0) == []
     assert run.core.phase("r0") is Phase.GIVEN_UP
     assert run.notes[-1] == "r0: given up: another try would end the same"
-    run(RankExited("r1", 0, 0), 9.0)
+    run(RankExited("r1", 0, code), 9.0)
     assert run.core.exit_code() == code, "a supervisor of `keepstep run` must not start it again either"
 
 
 def test_of_several_groups_that_would_end_the_same_the_highest_code_is_the_jobs() -> None:
     run = job(GroupSpec("r0"), GroupSpec("r1"), GroupSpec("r2"))
-    for group, code in (("r0", 65), ("r1", 80), ("r2", 0)):
+    for group, code in (("r0", 65), ("r1", 79), ("r2", 0)):
         run(RankExited(group, 0, code), 5.0)
-    assert run.core.exit_code() == 80
+    assert run.core.exit_code() == 79
+
+
+@pytest.mark.parametrize(("other", "expected"), [(0, 0), (80, 80)])
+def test_a_group_that_comes_back_after_the_others_finished_makes_no_good_run_fail(other: int, expected: int) -> None:
+    run = job(GroupSpec("r0"), GroupSpec("r1"), GroupSpec("r2"))
+    for group, code in (("r0", 80), ("r1", other), ("r2", other)):
+        run(RankExited(group, 0, code), 5.0)
+    assert run.core.exit_code() == expected
 
 
 def fail_twice(run: Job, code: int) -> None:

@@ -85,7 +85,7 @@ class CommittedEpochLoop(loops._TrainingEpochLoop):  # type: ignore[misc]  # noq
             self._began_at = self.batch_progress.current.ready
         else:
             repeated = self.batch_progress.current.ready - self._began_at
-            # with manual optimization, an earlier step of this batch may have committed; a heal may bring the last place
+            # in manual optimization an earlier step of this batch may have committed; a heal may bring the last place
             self.discarded = healed or repeated > 0
             if math.isfinite(self._batches()):
                 self._shift(self.batch_progress, -repeated)

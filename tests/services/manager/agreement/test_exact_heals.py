@@ -197,3 +197,22 @@ def test_a_load_that_forgets_a_key_is_named_with_the_group_and_the_remedy(lighth
     assert "replica_id=b:" in line
     assert "1 values of the registered state differ from those that were loaded: default['schedule']['rate']" in line
     assert "let load_state_dict load everything that state_dict returns" in line
+
+
+def test_a_part_that_is_not_compared_may_differ_after_a_load(lighthouse: str, caplog: Any) -> None:
+    """As the place of a group within its step, and the folders of its callbacks."""
+    reached, healed = threading.Event(), threading.Event()
+
+    def group(name: str) -> None:
+        state = {"w": torch.full((2,), float(ord(name)))}
+        assert name == "a" or reached.wait(60)
+        with manager(lighthouse, name, state) as m:
+            m.register_state_dict_fn("place", lambda _: healed.set(), lambda: {"folder": name})
+            m.compare_only(["default"])
+            while not healed.is_set():
+                m.start_quorum()
+                m.should_commit()
+                reached.set()
+
+    together(lambda: group("a"), lambda: group("b"))
+    assert "state not restored" not in caplog.text
