@@ -15,6 +15,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -41,6 +42,7 @@ from keepstep.script_checks.graph_capture import refuse_capture
 from keepstep.script_checks.script_checker import ScriptChecker
 from keepstep.step.attempt import Attempt
 from keepstep.step.layout import LayoutChanges
+from keepstep.step.layout import FixedLines
 from keepstep.step.quorums.quorum_round import HealRules
 from keepstep.step.reduction import Reduction
 from keepstep.step.retrying.kept_reductions import BATCH_BY_NUMBER, KeptReductions
@@ -344,6 +346,7 @@ class Manager(Finishing, BackgroundQuorum, Rehearsing, StateAndProgress):
             self._begin_rehearsed_step()
             return
         self.script_checker.quorum_requested(time.monotonic())
+        self._compare_script()
         context.read_layout()
         limit = (timeout or self._settings.quorum_timeout).total_seconds()
         arguments = (allow_heal, shrink_only, limit, context.layout_digest)
@@ -578,6 +581,7 @@ class Manager(Finishing, BackgroundQuorum, Rehearsing, StateAndProgress):
         if committed and attempt.plan is not None:
             if not self.catching_up:
                 self._durability.committed(attempt.plan)
+            self._note_values(attempt)
             self.script_checker.committed(
                 *(self.current_step(), time.monotonic()),
                 groups=self.participation()[1],
@@ -589,6 +593,23 @@ class Manager(Finishing, BackgroundQuorum, Rehearsing, StateAndProgress):
         if not committed and most is not None and failures > most:
             raise RuntimeError(f"{failures} steps in a row failed (max_retries={most}); the last one: {attempt.error}")
         return committed
+
+    def _compare_script(self) -> None:
+        """Let the groups compare what was added to the script checker since the last request."""
+        if (new := self.script_checker.common.take_new()) is not None:
+            lines, settings = new
+            self._context.add_settings(settings)
+            if lines:
+                self._context.add_layout(FixedLines(lines))
+
+    def _note_values(self, attempt: Attempt) -> None:
+        """Report what the optimizers step with now. Groups whose weights differ by design do not compare it."""
+        context, plan = self._context, attempt.plan
+        equal = plan is not None and plan.allow_heal and not (attempt.synchronized or self.catching_up)
+        values = self.script_checker.common.of_step() if equal and context.state.compared != frozenset() else ()
+        if plan is not None and values and context.last_step is not None:
+            digest = context.link.step_values.add(plan.quorum_id, plan.max_step, values)
+            context.last_step = replace(context.last_step, values=digest)
 
     # ---- the end
 

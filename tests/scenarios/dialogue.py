@@ -42,6 +42,7 @@ from keepstep_mesh.protocol.membership import (
     MemberInfo,
     StateRoot,
     StepFailure,
+    StepReport,
 )
 from keepstep_mesh.protocol.messages import (
     Closed,
@@ -83,6 +84,7 @@ OPTIONS = (
     "a spare of",
     "has to leave",
     "publish",
+    "stepped with",
 )
 BRACKETS = r"(?: \[(?P<options>[^\]]*)\])?"
 
@@ -154,6 +156,8 @@ class Dialogue:
                 return [f"finds different roots at step {detail['step']}: {said}{_missing(detail)}"]
             case LogEntry("replica_diverged", replica_id, detail):
                 return [f"finds that {replica_id} diverged: {detail['action']}"]
+            case LogEntry("values_differ", _, detail):
+                return [f"finds that {detail['reason']} (action: {detail['action']})"]
             case LogEntry("went_back", _, detail):
                 return [
                     f"finds that the job went back from step {detail['from']} to {detail['to']}: {detail['reason']}"
@@ -247,8 +251,13 @@ class Dialogue:
                 retry="retry" in options,
                 replace="SIGTERM" if "has to leave" in options else "",
                 publish=options.get("publish", ""),
+                last_step=self._report(int(match["step"]), options),
             ),
         )
+
+    def _report(self, step: int, options: dict[str, str]) -> StepReport | None:
+        values = options.get("stepped with", "")
+        return StepReport(self.driver.record.quorum_id, step - 1, True, 1, values=values) if values else None
 
     def _failure(self, options: dict[str, str]) -> StepFailure | None:
         quorum_id = self.driver.record.quorum_id

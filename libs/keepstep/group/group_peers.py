@@ -8,6 +8,7 @@ from typing import Any
 import aiohttp
 
 from keepstep.group.agreement import first_difference
+from keepstep.group.step_values import values_difference
 from keepstep_mesh.errors import AuthError, KeepstepError
 from keepstep_mesh.net.http import Problem, client_session, raise_for_problem, read_json_answer
 from keepstep_mesh.protocol.job_settings import differ
@@ -59,10 +60,33 @@ async def checkpoint_metadata(address: str, group_rank: int, token: str | Client
         raise KeepstepError(f"the group server at {address} cannot be reached: {error}") from error
 
 
+async def first_values_difference(
+    address: str, token: str | ClientToken | None, values: dict[str, dict[str, str]], timeout: float = 5.0
+) -> str:
+    """Describe the first difference from the group served at ``address`` in the values of the last steps.
+
+    Does not raise. Empty: none is known.
+    """
+    try:
+        answer = await _get_json(f"{address}/v1/layout", token, timeout, MAX_LAYOUT_BYTES)
+    except (aiohttp.ClientError, KeepstepError, OSError, TimeoutError):
+        return ""
+    return values_difference(values, answer.get("values"), _name(answer))
+
+
 async def first_layout_difference(
-    address: str, token: str | ClientToken | None, ours: list[str], *, settings: str = "", timeout: float = 5.0
+    address: str,
+    token: str | ClientToken | None,
+    ours: list[str],
+    *,
+    settings: str = "",
+    values: dict[str, dict[str, str]] | None = None,
+    timeout: float = 5.0,
 ) -> tuple[list[str], str]:
     """Return the layout of the group served at ``address``, and the first difference from it. Does not raise.
+
+    Args:
+        values: of the last steps of this rank; they are compared if parameters and settings are equal.
 
     Returns:
         Its lines, empty if they or the settings do not fit; and the first difference in parameters or settings.
@@ -74,6 +98,12 @@ async def first_layout_difference(
     lines = answer.get("lines")
     whole = [str(line) for line in lines] if isinstance(lines, list) else []
     theirs, cut = ([line[:MAX_LINE_CHARACTERS] for line in one] for one in (whole, ours))
-    their_settings, peer = str(answer.get("settings", "")), name_of(str(answer.get("replica_id")))[:MAX_REPLICA_ID]
-    difference = first_difference(settings, cut, their_settings, theirs, peer)
+    their_settings, peer = str(answer.get("settings", "")), _name(answer)
+    equal = (settings, cut) == (their_settings, theirs)
+    difference = values_difference(values or {}, answer.get("values"), peer) if equal else ""
+    difference = difference or first_difference(settings, cut, their_settings, theirs, peer)
     return [] if differ(settings, their_settings) else whole, difference
+
+
+def _name(answer: dict[str, Any]) -> str:
+    return name_of(str(answer.get("replica_id")))[:MAX_REPLICA_ID]

@@ -21,6 +21,7 @@ from keepstep.group.quorum_plan import QuorumPlan, make_plan
 from keepstep.group.ranks.rank_connections import RankConnections
 from keepstep.group.ranks.rank_link import GroupSettings, Leaving
 from keepstep.group.slow_quorum_log import SlowQuorumLog
+from keepstep.group.step_values import StepValues
 from keepstep.rendezvous.key_value_server import VERSION as RENDEZVOUS_VERSION
 from keepstep.rendezvous.key_value_server import KeyValueServer
 from keepstep.runtime.exits import leave_cause
@@ -79,6 +80,7 @@ class GroupServer:
         self.address = ""
         self._leaving = self._refused = False
         self.layout_lines: list[str] = []
+        self.step_values = StepValues()
         """Rank 0's parameters, for a peer that looks for a difference."""
         self.key_values: KeyValueServer | None = (served := KeyValueServer())
         self._served = served
@@ -395,5 +397,10 @@ class GroupServer:
 
     async def _serve_layout(self, _request: web.Request) -> web.Response:
         return web.json_response(
-            {"replica_id": self.replica_id, "settings": self._job_settings, "lines": self.layout_lines}
+            {
+                "replica_id": self.replica_id,
+                "settings": self._job_settings,
+                "lines": self.layout_lines,
+                "values": self.step_values.lines(),
+            }
         )

@@ -79,11 +79,6 @@ def merge_asks(asks: Mapping[int, RankAsk], replica_id: str, *, healed: bool = F
             f"another step; let manager.current_step() decide in all ranks which step is the last"
         )
     _refuse_other_ends(asks)
-    layouts = [ask.layout for _, ask in sorted(asks.items())]
-    if len(layouts) == 1 or not any(layouts):
-        layout = layouts[0]
-    else:
-        layout = hashlib.blake2b("\n".join(layouts).encode(), digest_size=16).hexdigest()
     return replace(
         first,
         step=step,
@@ -92,11 +87,11 @@ def merge_asks(asks: Mapping[int, RankAsk], replica_id: str, *, healed: bool = F
         commit_failures=max(ask.commit_failures for ask in asks.values()),
         timeout_ms=min(ask.timeout_ms for ask in asks.values()),
         leaving=next((ask.leaving for ask in asks.values() if ask.leaving), ""),
-        layout=layout,
+        layout=_digest([ask.layout for _, ask in sorted(asks.items())]),
         root=_merge_roots([ask.root for _, ask in sorted(asks.items())]),
         allow_heal=all(ask.allow_heal for ask in asks.values()),
         settings=_merge_settings(asks),
-        last_step=_merge_reports([ask.last_step for ask in asks.values()]),
+        last_step=_merge_reports([ask.last_step for _, ask in sorted(asks.items())]),
         final=all(ask.final for ask in asks.values()),
         failure=_merge_failures([ask.failure for _, ask in sorted(asks.items()) if ask.failure is not None]),
         retry=all(ask.retry for ask in asks.values()),
@@ -139,7 +134,15 @@ def _merge_reports(reports: list[StepReport | None]) -> StepReport | None:
         collectives=sum(report.collectives for report in known),
         nonfinite=any(report.nonfinite for report in known),
         quantized=sum(report.quantized for report in known),
+        values=_digest([report.values for report in known]),
     )
+
+
+def _digest(of_ranks: list[str]) -> str:
+    """Return the digest of the ranks' digests; with one rank its own, and empty if all are."""
+    if len(of_ranks) == 1 or not any(of_ranks):
+        return of_ranks[0]
+    return hashlib.blake2b("\n".join(of_ranks).encode(), digest_size=16).hexdigest()
 
 
 def _merge_failures(failures: list[StepFailure]) -> StepFailure | None:

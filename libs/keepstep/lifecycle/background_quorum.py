@@ -54,6 +54,10 @@ class BackgroundQuorum(StateAndProgress):
     _attempt: Attempt | None
 
     @abstractmethod
+    def _compare_script(self) -> None:
+        """See ``Manager``."""
+
+    @abstractmethod
     def _new_attempt(
         self, arguments: tuple[object, ...], limit: float, *, allow_heal: bool = True, final: bool = False
     ) -> Attempt:
@@ -136,6 +140,7 @@ class BackgroundQuorum(StateAndProgress):
                 attempt.wait_plan()
             except TimeoutError as error:
                 context.log.info("no quorum yet; training on", step=context.progress.step, reason=str(error))
+        self._compare_script()
         limit = self._settings.quorum_timeout.total_seconds()
         self._new_attempt((), limit).request(context.next_ask(limit, allow_heal=True, shrink_only=False))
 

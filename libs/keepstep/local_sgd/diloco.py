@@ -18,7 +18,13 @@ from keepstep.data_parallel.synced_buffers import SyncedBuffers
 from keepstep.local_sgd.buckets import BUCKET_CAP_MB, size_in_bytes
 from keepstep.local_sgd.decoupled import Decoupled
 from keepstep.local_sgd.fragment import Fragment
-from keepstep.local_sgd.layout import check_for_codec, optimizer_line, parameter_lines, parameters_of_fragments
+from keepstep.local_sgd.layout import (
+    check_for_codec,
+    optimizer_line,
+    order_lines,
+    parameter_lines,
+    parameters_of_fragments,
+)
 from keepstep.local_sgd.local_tensors import local_tensor
 from keepstep.local_sgd.merged_fragment import MergedFragment
 from keepstep.local_sgd.outer_merges import OuterMerges
@@ -169,7 +175,10 @@ class DiLoCo(OuterSteps):
         for number, outer in enumerate(outers):
             lines += [optimizer_line(number, outer), *parameter_lines(parameters[number], f"fragment {number} ")]
             lines += buffers[number].lines
-        manager.add_layout(lines)
+        trained = {f"fragment {n} {name}": one for n, named in enumerate(parameters) for name, one in named.items()}
+        manager.add_layout([*lines, *order_lines(inner_optimizer, trained)])
+        for outer in dict.fromkeys(outers) if decoupled is None else ():  # decoupled groups step them at other times
+            manager.script_checker.common.add_optimizer(outer, trained)
 
     def count_tokens(self, tokens: float) -> None:
         """Count what this group trains on. Decoupled groups weigh their contributions by it.

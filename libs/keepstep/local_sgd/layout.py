@@ -12,6 +12,7 @@ from keepstep.collectives.codecs import Codec
 from keepstep.collectives.codecs.error_feedback import ErrorFeedbackCodec
 from keepstep.ddp import DistributedDataParallel, PureDistributedDataParallel
 from keepstep.local_sgd.local_tensors import local_tensor
+from keepstep.script_checks.common_values import optimizer_lines
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.text import listed
 
@@ -132,6 +133,11 @@ def parameter_lines(parameters: Mapping[str, nn.Parameter], prefix: str = "") ->
 def _form(parameter: nn.Parameter) -> str:
     shard = f" shard {tuple(local_tensor(parameter).shape)}" if is_dtensor(parameter) else ""
     return f"{tuple(parameter.shape)} {parameter.dtype}{shard}"
+
+
+def order_lines(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> list[str]:
+    """Return a line for each parameter of an optimizer, whose state heals by position. ``parameters``: by name."""
+    return optimizer_lines(optimizer, {id(one): name for name, one in parameters.items()})
 
 
 def optimizer_line(number: int, optimizer: Optimizer) -> str:

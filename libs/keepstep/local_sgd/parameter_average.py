@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from keepstep.data_parallel.synced_buffers import SyncedBuffers
 from keepstep.local_sgd.buckets import BUCKET_CAP_MB, allocate, size_in_bytes
-from keepstep.local_sgd.layout import parameter_lines, parameters_of_model
+from keepstep.local_sgd.layout import order_lines, parameter_lines, parameters_of_model
 from keepstep.local_sgd.local_tensors import local_tensor
 from keepstep.local_sgd.outer_steps import OuterSteps
 from keepstep.local_sgd.schedule import Schedule
@@ -59,7 +59,8 @@ class LocalSGD(OuterSteps):
         super().__init__(manager, optimizer, parameters.values(), schedule, frozenset())
         self._averages: list[torch.Tensor] = []
         self._works: list[Work] = []
-        manager.add_layout([f"LocalSGD sync_every {sync_every}", *parameter_lines(parameters), *self._buffers.lines])
+        lines = [f"LocalSGD sync_every {sync_every}", *parameter_lines(parameters), *self._buffers.lines]
+        manager.add_layout([*lines, *order_lines(optimizer, parameters)])
 
     def sync(self) -> bool:
         """Average now, and begin a new period. Call it in all groups, after the same number of steps.

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from keepstep.checkpointing.state.sharding import is_dtensor
 from keepstep.checkpointing.state.tensors_in_containers import tensors_in
 from keepstep.script_checks import mistakes
+from keepstep.script_checks.common_values import CommonValues
 from keepstep.script_checks.mistakes import Mistake, OptimizerFacts, ParameterFacts
 from keepstep.script_checks.state_coverage import StateCoverage, memory_of
 from keepstep.step.live_state import LiveState
@@ -37,6 +38,8 @@ class ScriptChecker:
         self._state = state
         self._log = log
         self._rank, self._ranks = rank, ranks
+        self.common = CommonValues()
+        """What the groups compare of these modules and optimizers."""
         self._modules: list[nn.Module] = []
         self._optimizers: list[Optimizer] = []
         self._trained: weakref.WeakSet[nn.Module | Optimizer] = weakref.WeakSet()
@@ -59,12 +62,14 @@ class ScriptChecker:
         sharded = any(is_dtensor(parameter) for parameter in module.parameters())
         self._warn(mistakes.in_ranks(ranks=self._ranks, sharded=sharded))
         self._trained.add(module)
+        self.common.add_module(module)
         if not self._parameters_checked:
             self._modules.append(module)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Add an optimizer that steps when a step commits."""
         self._trained.add(optimizer)
+        self.common.add_optimizer(optimizer)
         if not self._parameters_checked:
             self._optimizers.append(optimizer)
 

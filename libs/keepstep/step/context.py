@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -14,11 +14,12 @@ from keepstep.checkpointing.errors import StateMismatch
 from keepstep.checkpointing.transport import CheckpointTransport
 from keepstep.group.agreement import layout_digest
 from keepstep.group.group_link import LinkSettings
+from keepstep.group.group_peers import first_layout_difference, first_values_difference
 from keepstep.group.quorum_plan import QuorumPlan, WorldSizeMode
 from keepstep.group.ranks.rank_link import RankLink
 from keepstep.runtime.exits import StateMismatchExit
 from keepstep.runtime.held_signals import HeldSignals
-from keepstep.runtime.loop_thread import LoopThread
+from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS, LoopThread
 from keepstep.step.failure_evidence import FailureEvidence
 from keepstep.step.following import Follower
 from keepstep.step.layout import Layout, LayoutPart
@@ -33,6 +34,7 @@ from keepstep.step.step_faults import StepFaults
 from keepstep_mesh.config.logging import Logger
 from keepstep_mesh.errors import ExitWithReason, JobClosed, KeepstepError
 from keepstep_mesh.protocol.group_messages import RankAsk
+from keepstep_mesh.protocol.job_settings import with_settings
 from keepstep_mesh.protocol.membership import StateRoot, StepReport
 
 MAX_UNFIT_HEALS = 3
@@ -165,9 +167,30 @@ class StepContext:
             self.layout_digest = layout_digest(self.job_settings, lines)
             self.link.layout_lines = lines
 
+    def add_settings(self, settings: Mapping[str, str]) -> None:
+        """Add settings that all groups must have in common, in the place of those of the same name."""
+        self.job_settings = with_settings(self.job_settings, settings)
+        self.layout_digest = layout_digest(self.job_settings, self.layout_lines)
+
     def log_progress(self, event: str) -> None:
         """Write ``event`` to the step log, with the step and lineage of this group."""
         self.steps.write(event, self.progress.step, 0, lineage=self.progress.lineage)
+
+    def difference_from(self, address: str) -> tuple[list[str], str]:
+        """Return what ``first_layout_difference`` does, of the group served at ``address``. On the training thread."""
+        asking = first_layout_difference(
+            address,
+            self.settings.token,
+            self.layout_lines,
+            settings=self.job_settings,
+            values=self.link.step_values.lines(),
+        )
+        return self.loop_thread.call(asking, CALL_MARGIN_SECONDS)
+
+    def values_difference_from(self, address: str) -> str:
+        """Describe in which values the optimizers of the last steps differ; empty: none is known. As above."""
+        asking = first_values_difference(address, self.settings.token, self.link.step_values.lines())
+        return self.loop_thread.call(asking, CALL_MARGIN_SECONDS)
 
     def end_with(self, error: BaseException) -> NoReturn:
         """Raise ``error`` now and in every later step."""

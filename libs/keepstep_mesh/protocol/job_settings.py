@@ -13,6 +13,11 @@ def settings_text(settings: Mapping[str, object]) -> str:
     return "\n".join(f"{name} {value}" for name, value in sorted(settings.items()))
 
 
+def with_settings(text: str, settings: Mapping[str, object]) -> str:
+    """Return ``text`` with further settings, which replace those of the same name."""
+    return settings_text({**_parsed(text), **settings})
+
+
 def differ(one: str, other: str) -> bool:
     """Return whether two groups must not train together. Empty settings are unknown, and fit all."""
     return one != other and "" not in {one, other}

@@ -77,6 +77,8 @@ class StepReport:
     """The group contributed a NaN or an infinity."""
     quantized: int = 0
     """Number of these collectives that sent encoded values (``should_quantize``, codecs)."""
+    values: str = ""
+    """Digest of the values with which the optimizers stepped: learning rates and the like; empty: unknown."""
 
     @property
     def step_after(self) -> int:

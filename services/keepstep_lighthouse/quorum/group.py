@@ -190,6 +190,8 @@ class Group:
     """When it asked after the last of these steps; None: no step yet."""
     last_step: StepReport | None = None
     """Its last report of a step."""
+    stepped_apart: tuple[int, int] | None = None
+    """First step (quorum_id, step) in which its optimizers had other values than those of other groups; None: none."""
 
     def apply(self, action: Action) -> None:
         """Move to the next state. Data of the state is the caller's task."""

@@ -260,6 +260,8 @@ class JobCore:
             self._verdict = judge_again()  # the others do not wait for a group that was denied
         if self._verdict.code in ANNOUNCING and reports.end_minority(state):
             self._verdict = judge_again(first=first)
+        if self._verdict.code in ANNOUNCING and reports.settle_values(state):
+            self._verdict = judge_again(first=first)
         if self._groups.roots > 1 and self._verdict.code in ANNOUNCING and self._refuse_diverged():
             self._verdict = judge_again(first=first)
         if self._verdict.code in ANNOUNCING and starts.settle(state):

@@ -96,6 +96,8 @@ def test_groups_compare_all_settings_parameters_and_outer_optimizers() -> None:
         "buffer running_mean (2,) torch.float32 averaged",
         "buffer running_var (2,) torch.float32 averaged",
         "buffer num_batches_tracked () torch.int64 copied",
+        "SGD param group 0: fragment 0 weight",
+        "SGD param group 0: fragment 0 bias",
     ]
     assert manager.compared == {"StreamingDiLoCoFragment_0"}, "nothing else is equal in all groups"
 

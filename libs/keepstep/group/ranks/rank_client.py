@@ -14,6 +14,7 @@ from keepstep.group.merging import Key, key_of
 from keepstep.group.quorum_plan import QuorumPlan, make_plan
 from keepstep.group.ranks.rank_link import RANK_CLOSE_SECONDS, RANK_SILENCE, denial, rank_beats
 from keepstep.group.ranks.rank_lists import ListKeeper
+from keepstep.group.step_values import StepValues
 from keepstep.rendezvous.key_value_server import KeyValueServer
 from keepstep.runtime.owned_tasks import OwnedTasks
 from keepstep_mesh.config.logging import get_logger
@@ -82,6 +83,7 @@ class RankClient:
         self.replica_id = ""
         self.address = address
         self.layout_lines: list[str] = []
+        self.step_values = StepValues()
         self.key_values: KeyValueServer | None = None
         self.live_step = 0
         self.services: tuple[ServiceAddress, ...] = ()

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from keepstep.group.merging import DisagreeError
 from keepstep.group.quorum_plan import QuorumPlan
+from keepstep.group.step_values import StepValues
 from keepstep.rendezvous.key_value_server import KeyValueServer
 from keepstep_mesh.errors import (
     Banned,
@@ -55,6 +56,8 @@ class RankLink(Protocol):
     """Of the group server, as other groups know it."""
     layout_lines: list[str]
     """The layout of this rank, for a group that looks for a difference."""
+    step_values: StepValues
+    """Of this rank, for the same."""
     key_values: KeyValueServer | None
     """The rendezvous table, if this process serves it."""
 

@@ -9,7 +9,6 @@ import time
 from collections.abc import Coroutine
 from typing import Any, NoReturn
 
-from keepstep.group.group_peers import first_layout_difference
 from keepstep.group.merging import DisagreeError
 from keepstep.group.quorum_plan import QuorumPlan, plan_of_closed_job
 from keepstep.group.ranks.rank_link import Leaving
@@ -146,12 +145,7 @@ class PendingQuorum:
             context.end_with(GroupFailedExit(str(error)))
         if not error.peer_address:
             context.end_with(MismatchExit(str(error)))
-        lines, difference = context.loop_thread.call(
-            first_layout_difference(
-                error.peer_address, context.settings.token, context.layout_lines, settings=context.job_settings
-            ),
-            CALL_MARGIN_SECONDS,
-        )
+        lines, difference = context.difference_from(error.peer_address)
         if context.layout.could_be(lines):
             context.layout_of_job = lines
             raise LayoutChanges(f"{error}; {difference}; this group adopts the layout of the job")

@@ -32,6 +32,11 @@ HOW_TO_KEEP_EQUAL = (
     "optimizer, scheduler, own counters; docs/footguns.md lists the usual causes"
 )
 
+HOW_TO_AGREE = (
+    "compute learning rates and the like from manager.current_step(), or register what computes them, such as a "
+    "scheduler; a group that differs again is refused"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class HealRules:
@@ -158,10 +163,19 @@ class QuorumRound:
             self.plan = self._request.wait(self._times, may_resume=may_resume)
             if self.plan.diverged and not is_diverged(context.progress.lineage):
                 context.diverge()
+                self._name_other_values(self.plan)
         torn = context.progress.torn or self.plan.torn  # a group is torn if one of its ranks is
         if torn and not (self.plan.heal and self.allow_heal):
             context.end_with(KeepstepError(NO_SOURCE_FOR_TORN_STATE))
         return self.plan
+
+    def _name_other_values(self, plan: QuorumPlan) -> None:
+        """Log in what the optimizers of this group differ from those of the group that it heals from, if they do."""
+        context = self._context
+        if context.last_step is not None and context.last_step.values and plan.source is not None:
+            difference = context.values_difference_from(plan.members[plan.source].info.address)
+            if difference:
+                context.log.error("optimizers stepped with other values", reason=difference, remedy=HOW_TO_AGREE)
 
     def participation(self, plan: QuorumPlan) -> tuple[int | None, int]:
         """Return this group's number among those that take part (None: it does not), and their number."""

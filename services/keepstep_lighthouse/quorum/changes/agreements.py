@@ -99,10 +99,14 @@ def _named(groups: list[Group]) -> str:
 
 def _deny(state: JobState, group: Group, request: QuorumRequest, other: Group, why: str) -> None:
     """Deny the request, because the group differs from ``other``. ``why``: reason for which it is refused."""
+    difference, remedy, address = _difference(group, other)
+    deny(state, group, request, f"{difference}; {why}{remedy}", address)
+
+
+def deny(state: JobState, group: Group, request: QuorumRequest, sentence: str, address: str) -> None:
+    """Deny the request of a group that differs. ``address``: of a group server with details of the difference."""
     state.groups.withdraw(group)
     group.highest_request = max(group.highest_request, request.request)
-    difference, remedy, address = _difference(group, other)
-    sentence = f"{difference}; {why}{remedy}"
     if group.excluded is None or group.is_excluded(Exclusion.LAYOUT):
         state.groups.exclude(group, Excluded(Exclusion.LAYOUT, sentence))
     state.groups.set_size(group, 0)

@@ -84,7 +84,9 @@ def mark(state: JobState, comparison: Comparison) -> None:
     """Mark the groups that differ, so that they heal in the coming quorum, unless the policy only reports."""
     action = state.record.policy.on_divergence
     for replica_id in comparison.roots[comparison.right] if comparison.right is not None else ():
-        state.groups.by_id[replica_id].diverged = False  # also if the report of its heal was lost
+        group = state.groups.by_id[replica_id]
+        if group.step == comparison.step:  # else it is marked for what it did after that step
+            group.diverged = False  # also if the report of its heal was lost
     if action == "report":
         return
     for group in _diverged(state, comparison):

@@ -73,7 +73,9 @@ def settle(
     step, lineage = reference_state(members_of(chosen))
     if _refuse_any(state, chosen, step, lineage):
         return judge_again()
-    at_end = all(_is_final(group) and (group.step, group.lineage) == (step, lineage) for group in chosen)
+    at_end = all(
+        _is_final(group) and (group.step, group.lineage) == (step, lineage) and not group.diverged for group in chosen
+    )
     comparison = compare(chosen) if at_end else None
     if comparison is not None and divergence.refuse_at_end(state, comparison, chosen):
         return judge_again()

@@ -3,16 +3,22 @@
 Groups that begin different numbers of collectives in each step can never commit a step together, nor can groups of
 which only some quantize. The smaller side ends after the second step in a row, because the script of one group is more
 likely to be wrong than those of all others. Both sides end if they are equally large.
+
+A group whose optimizers stepped with other values than those of the others has other weights. It heals, because a
+single such step can come from a script that joins; after the second one it is refused.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from keepstep_lighthouse.quorum.changes import agreements, orders
+from keepstep_lighthouse.quorum.events import DrainOrdered
 from keepstep_lighthouse.quorum.group import Group
 from keepstep_lighthouse.quorum.job_state import JobState
 from keepstep_lighthouse.quorum.rules.reasons import named
 from keepstep_lighthouse.quorum.rules.step_reports import Mismatch, Mixture
+from keepstep_mesh.protocol.lineage import is_torn
 from keepstep_mesh.protocol.membership import Data, StepReport
 from keepstep_mesh.protocol.messages import Denied
 
@@ -47,6 +53,45 @@ def end_minority(state: JobState) -> bool:
     if (mixture := state.reports.take_mixture()) is not None:
         return _end_by_encoding(state, mixture)
     return False
+
+
+def settle_values(state: JobState) -> bool:
+    """Let groups heal whose optimizers stepped with other values, or refuse them. Return whether any was refused."""
+    refused = False
+    for key, completed in state.reports.take_other_values():
+        sides: dict[str, list[Group]] = {}
+        for group in state.groups.all_asking():
+            report = group.last_step
+            if report is not None and report.committed and report.values and (report.quorum_id, report.step) == key:
+                sides.setdefault(report.values, []).append(group)
+        if len(sides) > 1:
+            sizes = completed.values
+            right = max(sides, key=lambda side: (sizes[side], -min(one.arrived for one in sides[side])))
+            others = sides.pop(right)
+            wrong = [group for side in sides.values() for group in side]
+            refused |= _settle_side(state, key, wrong, others)
+    return refused
+
+
+def _settle_side(state: JobState, key: tuple[int, int], wrong: list[Group], others: list[Group]) -> bool:
+    action, step = state.record.policy.on_divergence, key[1]
+    what = (
+        f"the optimizers of {named(one.name for one in wrong)} stepped with other values than those of "
+        f"{named(one.name for one in others)} in the step after step {step}"
+    )
+    again = [group for group in wrong if action == "heal" and group.stepped_apart not in (None, key)]
+    facts: dict[str, Data] = {"step": step, "groups": sorted(group.replica_id for group in wrong)}
+    facts["refused"] = sorted(group.replica_id for group in again)
+    state.log("values_differ", "", **facts, action=action, reason=what)
+    for group in wrong:
+        group.stepped_apart = group.stepped_apart or key
+        if group in again and group.request is not None:
+            agreements.deny(state, group, group.request, f"{what}, again after a heal", others[0].info.address)
+        elif action == "heal":
+            group.diverged = not is_torn(group.lineage)
+        elif action == "drain":
+            orders.drain(state, DrainOrdered(group.replica_id, what, by="on_divergence"))
+    return bool(again)
 
 
 def _end_by_number(state: JobState, mismatch: Mismatch) -> bool:

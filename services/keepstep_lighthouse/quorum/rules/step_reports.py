@@ -8,6 +8,9 @@ that joins, whose script does not know the step of the others yet. Two in a row 
 **Quantized collectives.** A collective that sends encoded values does not fit one that does not. Groups of which one
 began only the former in a step and the other only the latter have different scripts, or settings.
 
+**Values of optimizers.** Groups that step with other learning rates, or other values, have other weights from then on.
+The values of most groups are right; of equally many, those of the group that connected first.
+
 **Contributions that are not finite.** A NaN in one group makes the average NaN in all groups, so all of them contribute
 NaNs from the next step on. Only the groups with the first one are named.
 
@@ -17,7 +20,7 @@ Reports are not stored. A lighthouse that takes over forgets them.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from keepstep_mesh.protocol.membership import StepReport
 
@@ -33,6 +36,8 @@ class Completed:
     groups: int
     first: str
     """replica_id of the first of them."""
+    values: dict[str, int] = field(default_factory=dict)
+    """Number of groups, by ``StepReport.values``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +76,8 @@ class StepReports:
         """The report of each group whose last step failed."""
         self._differed: set[str] = set()
         """Groups that began more or other collectives than others, and have not committed a step since."""
+        self._valued: dict[tuple[int, int], None] = {}
+        """Steps, by (quorum_id, step), in which the values of groups differ."""
         self._poisoned = (-1, -1)
         """The first and the last of the steps in a row whose weights follow from an average that was not finite."""
 
@@ -84,11 +91,20 @@ class StepReports:
         key = report.quorum_id, report.step
         known = self._completed.get(key)
         if known is None:
-            self._completed[key] = Completed(report.collectives, 1, replica_id)
+            known = self._completed[key] = Completed(report.collectives, 1, replica_id)
             if len(self._completed) > REMEMBERED_STEPS:
                 self._completed.popitem(last=False)
         elif known.collectives == report.collectives:
             known.groups += 1
+        if report.values:
+            known.values[report.values] = known.values.get(report.values, 0) + 1
+            if len(known.values) > 1:
+                self._valued[key] = None
+
+    def take_other_values(self) -> list[tuple[tuple[int, int], Completed]]:
+        """Return the steps, by (quorum_id, step), in which values of groups differ, and forget that they do."""
+        found, self._valued = self._valued, {}
+        return [(key, self._completed[key]) for key in found if key in self._completed]
 
     def forget(self, replica_id: str) -> None:
         """Drop the failed steps of a group that is gone, or has committed a step."""
