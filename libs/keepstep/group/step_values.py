@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
-Values: TypeAlias = tuple[tuple[str, tuple[tuple[str, object], ...]], ...]
-"""Pairs of name and value, under the name of what has them."""
+Values: TypeAlias = tuple[tuple[str, str], ...]
+"""The name of what has values, and a line for each value: its name, a tab, and its text."""
 
 REMEMBERED_STEPS = 8
 """Steps of which the values are kept for groups that look for a difference."""
@@ -37,14 +37,19 @@ class StepValues:
         self._steps[f"{quorum_id}/{step}"] = values
         while len(self._steps) > REMEMBERED_STEPS:
             self._steps.popitem(last=False)
-        return hashlib.blake2b(repr(values).encode(), digest_size=8).hexdigest()
+        text = "\n\n".join(f"{owner}\n{lines}" for owner, lines in values)
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     def lines(self) -> dict[str, dict[str, str]]:
         """Return the values as text, by name, of each step that is kept; the newest step last. From any thread."""
-        return {
-            step: {f"{owner} {name}".strip(): repr(value) for owner, pairs in values for name, value in pairs}
-            for step, values in list(self._steps.items())
-        }
+        return {step: dict(_pairs(values)) for step, values in list(self._steps.items())}
+
+
+def _pairs(values: Values) -> Iterator[tuple[str, str]]:
+    for owner, lines in values:
+        for line in lines.splitlines():
+            name, _, text = line.partition("\t")
+            yield f"{owner} {name}".strip(), text
 
 
 def values_difference(ours: dict[str, dict[str, str]], theirs: object, peer: str) -> str:

@@ -27,6 +27,8 @@ from keepstep.group.step_values import Values
 
 _NO_VALUES = frozenset({"params", "param_names"})
 _SKIPPED = object()
+_FIXED = (float, int, str, type(None))
+"""Types of values that do not change in place."""
 _LEAST_NORMAL = sys.float_info.min
 
 
@@ -81,16 +83,13 @@ class CommonValues:
 
     def of_step(self) -> Values:
         """Return the values that the optimizers have now; empty without optimizers."""
-        found: list[tuple[str, tuple[tuple[str, object], ...]]] = []
+        found: list[tuple[str, str]] = []
         live = [(one, optimizer) for one in self._optimizers if (optimizer := one.ref()) is not None]
         for place, (one, optimizer) in enumerate(live):
             title = f"{type(optimizer).__name__}{f' {place}' if len(live) > 1 else ''} param group"
-            orders = one.orders(optimizer, self._names)
-            for number, (group, order) in enumerate(zip(optimizer.param_groups, orders, strict=True)):
-                values = [(str(key), plain(value)) for key, value in group.items() if key not in _NO_VALUES]
-                kept = sorted((pair for pair in values if pair[1] is not _SKIPPED), key=lambda pair: pair[0])
-                found.append((f"{title} {number}", (*kept, ("params", order))))
-        return (*found, ("", tuple(self._arithmetic()))) if found else ()
+            found += [(f"{title} {n}", text) for n, text in enumerate(one.texts(optimizer, self._names))]
+        arithmetic = "\n".join(f"{name}\t{value}" for name, value in self._arithmetic())
+        return (*found, ("", arithmetic)) if found else ()
 
     def _names(self) -> dict[int, str]:
         """Return the name of each parameter of the modules, by its id."""
@@ -122,22 +121,62 @@ class CommonValues:
 
 @dataclass(slots=True)
 class _Compared:
+    """An optimizer, and the texts of its param groups when they were last read."""
+
     ref: weakref.ref[Optimizer]
     known: dict[int, str]
     """Names of parameters, by their id."""
     _key: list[tuple[int, int]] = field(default_factory=list)
-    _orders: list[str] = field(default_factory=list)
+    _groups: list[_GroupText] = field(default_factory=list)
 
-    def orders(self, optimizer: Optimizer, names: Callable[[], dict[int, str]]) -> list[str]:
-        """Return the order of the parameters of each param group as a short text; computed when they change."""
+    def texts(self, optimizer: Optimizer, names: Callable[[], dict[int, str]]) -> list[str]:
+        """Return the lines of the values of each param group. ``names``: called when the parameters have changed."""
         key = [(id(group["params"]), len(group["params"])) for group in optimizer.param_groups]
         if key != self._key:
-            every, self._key, self._orders = names() | self.known, key, []
-            for group in optimizer.param_groups:
-                text = "\n".join(_name(one, every) for one in group["params"])
-                digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
-                self._orders.append(f"{len(group['params'])} in order {digest}")
-        return self._orders
+            every, self._key = names() | self.known, key
+            self._groups = [_GroupText(_order(group["params"], every)) for group in optimizer.param_groups]
+        return [text.of(group) for text, group in zip(self._groups, optimizer.param_groups, strict=True)]
+
+
+class _GroupText:
+    """The values of a param group as text. What has not changed since the last call is not formatted again.
+
+    ``order``: of its parameters, as text.
+    """
+
+    def __init__(self, order: str) -> None:
+        self._order = order
+        self._keys: list[str] = []
+        self._seen: list[object] = []
+        """The value of each key; ``_SKIPPED`` for one that may change in place."""
+        self._lines: list[str] = []
+        self._joined = ""
+        self._size = -1
+
+    def of(self, group: dict[str, object]) -> str:
+        try:
+            values = [group[key] for key in self._keys] if len(group) == self._size else None
+        except KeyError:
+            values = None
+        if values is None:
+            self._keys = sorted((key for key in group if key not in _NO_VALUES), key=str)
+            values, self._size, self._joined = [group[key] for key in self._keys], len(group), ""
+            self._seen, self._lines = [_SKIPPED] * len(values), [""] * len(values)
+        for place, value in enumerate(values):
+            if value is not self._seen[place]:
+                text = plain(value)
+                line = "" if text is _SKIPPED else f"{self._keys[place]}\t{text!r}"
+                self._seen[place] = value if isinstance(value, _FIXED) else _SKIPPED
+                if line != self._lines[place]:
+                    self._lines[place], self._joined = line, ""
+        if not self._joined:
+            self._joined = "\n".join([*filter(None, self._lines), f"params\t{self._order}"])
+        return self._joined
+
+
+def _order(parameters: list[torch.Tensor], names: Mapping[int, str]) -> str:
+    text = "\n".join(_name(one, names) for one in parameters)
+    return f"{len(parameters)} in order {hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
 
 
 def optimizer_lines(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:

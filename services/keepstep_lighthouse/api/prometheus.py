@@ -24,6 +24,7 @@ FROM_ZERO = (
     "replicas_differ",
     "nonfinite",
     "collectives_differ",
+    "values_differ",
     "port_misled",
 )
 """Events whose counters start at 0: PromQL's `increase` ignores the first value of a series."""

@@ -55,6 +55,7 @@ log = get_logger("keepstep.lighthouse")
 
 LOUD = {
     "runtime_differs": log.warning,
+    "values_differ": log.error,
     "went_back": log.warning,
     "port_misled": log.warning,
     "replicas_differ": log.error,

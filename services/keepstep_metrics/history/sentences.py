@@ -78,7 +78,7 @@ def sentence(event: str, name: str, detail: Mapping[str, Any]) -> str:
         case "nonfinite":
             where = "in" if detail.get("committed") else "after"  # a step that was not committed has no number
             return f"{name} contributed a NaN or an infinity {where} step {detail.get('step')}"
-        case "collectives_differ":
+        case "collectives_differ" | "values_differ":
             return reason
         case "job_deleted" if detail.get("by") == "job_ttl":
             return f"the job expired, unused for {_number(detail.get('idle_seconds')):.0f} s"

@@ -14,7 +14,37 @@ SCENARIO = "tests/scenarios/test_scenarios.py::test_the_lighthouse_decides_as_th
 FINISHED = f"{SCENARIO}[32_finished_jobs_do_not_start_again]"
 GOING_BACK = f"{SCENARIO}[33_going_back]"
 
+VALUES = f"{SCENARIO}[51_values_of_optimizers]"
+
 MUTATIONS = (
+    Mutation(
+        "a group whose optimizers step with other values again is not refused",
+        f"{LIGHTHOUSE}/quorum/changes/reports.py",
+        "group.stepped_apart not in (None, key)]",
+        "group.stepped_apart == ()]",
+        Test(VALUES),
+    ),
+    Mutation(
+        "of equally many groups, the values of those that connected last count",
+        f"{LIGHTHOUSE}/quorum/changes/reports.py",
+        "-min(one.arrived",
+        "min(one.arrived",
+        Test(VALUES),
+    ),
+    Mutation(
+        "a comparison of older weights clears a group of what its optimizers did since",
+        f"{LIGHTHOUSE}/quorum/changes/divergence.py",
+        "        if group.step == comparison.step:",
+        "        if True:",
+        Test(VALUES),
+    ),
+    Mutation(
+        "a job is closed although a group has to heal",
+        f"{LIGHTHOUSE}/quorum/changes/finishing.py",
+        " and not group.diverged for group in chosen",
+        " for group in chosen",
+        Test(VALUES),
+    ),
     Mutation(
         "a quorum_id raised for a failed commit is not written",
         f"{LIGHTHOUSE}/quorum/changes/membership.py",
