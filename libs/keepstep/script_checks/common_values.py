@@ -139,7 +139,7 @@ class _Compared:
 
 
 class _GroupText:
-    """The values of a param group as text. What has not changed since the last call is not formatted again.
+    """The values of a param group as text. Only values that have changed since the last call are formatted again.
 
     ``order``: of its parameters, as text.
     """

@@ -39,7 +39,7 @@ class ScriptChecker:
         self._log = log
         self._rank, self._ranks = rank, ranks
         self.common = CommonValues()
-        """What the groups compare of these modules and optimizers."""
+        """Compares these modules and optimizers with those of other groups."""
         self._modules: list[nn.Module] = []
         self._optimizers: list[Optimizer] = []
         self._trained: weakref.WeakSet[nn.Module | Optimizer] = weakref.WeakSet()

@@ -81,14 +81,25 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 class Group:
-    """A group that trains with a scheduler and clipped gradients, up to ``LAST_STEP``."""
+    """A group that trains with a scheduler and clipped gradients, up to ``LAST_STEP``.
 
-    def __init__(self, m: Manager, seed: int, inner: Callable[[Any], torch.optim.Optimizer] = adamw, **options: Any):
-        self.m, self.model = m, Net(seed)
+    ``rates``: the script sets the learning rate of each step before its forward pass, instead of a scheduler.
+    """
+
+    def __init__(
+        self,
+        m: Manager,
+        seed: int,
+        inner: Callable[[Any], torch.optim.Optimizer] = adamw,
+        rates: Callable[[int], float] | None = None,
+        **options: Any,
+    ) -> None:
+        self.m, self.model, self.rates = m, Net(seed), rates
         self.ddp = DistributedDataParallel(m, self.model)
         self.inner = inner(self.model.parameters())
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.inner, 0.9)
-        self.optimizer = Optimizer(m, self.inner, catch_up=True, after_commit=[self.schedule.step], **options)
+        after_commit = [] if rates else [self.schedule.step]
+        self.optimizer = Optimizer(m, self.inner, catch_up=True, after_commit=after_commit, **options)
         self.noise = torch.Generator().manual_seed(seed)
         m.set_state_dict_fns(self.load, self.state)
 
@@ -106,6 +117,13 @@ class Group:
 
     def step(self) -> bool:
         self.optimizer.zero_grad()
+        if self.rates:
+            rate = self.rates(self.m.current_step())
+            for group in self.inner.param_groups:
+                if isinstance(group["lr"], torch.Tensor):
+                    group["lr"].fill_(rate)
+                else:
+                    group["lr"] = rate
         self.ddp(torch.randn(8, 6, generator=self.noise)).square().sum().backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
         return self.optimizer.step()
@@ -183,6 +201,29 @@ def test_a_group_that_catches_up_is_equal_bit_for_bit(lighthouse, steps, monkeyp
     assert "healed" not in events(steps)
     parameters, moments, buffers = 6, 6, 3
     assert in_time == [(parameters + moments, parameters + moments + buffers)]
+
+
+def adamw_with_a_tensor(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=torch.tensor(0.01))
+
+
+@pytest.mark.parametrize("inner", [sgd, adamw_with_a_tensor])
+def test_a_replay_takes_the_learning_rate_that_the_script_set_for_each_step(lighthouse, steps, inner):
+    """As nanoGPT does. Some rates are those with which the group that joins begins."""
+
+    def rate(step: int) -> float:
+        return 0.1 if step % 3 == 0 else 0.1 / (1 + step)
+
+    gate, ahead, joined = Gate(), threading.Event(), threading.Event()
+    a, (b, followed, took_part) = together(
+        lambda: veteran(lighthouse, ahead, joined, inner=inner, rates=rate),
+        lambda: joiner(lighthouse, ahead, joined, gate, inner=inner, rates=rate),
+    )
+    assert b == a
+    assert (followed >= FOLLOWED, took_part) == (True, 2)
+    happened = events(steps)
+    assert happened.count("follows") == happened.count("caught_up") == 1, "it settles at once"
+    assert not {"diverged", "gave_up", "torn"} & set(happened)
 
 
 def test_a_catch_up_that_fails_begins_again_and_the_end_waits_for_it(lighthouse, steps, monkeypatch):

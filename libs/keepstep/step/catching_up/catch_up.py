@@ -16,7 +16,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -28,6 +28,7 @@ from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.step.agreeing import all_ready
 from keepstep.step.catching_up.background_receive import LIMIT, BackgroundReceive
 from keepstep.step.catching_up.gradient_log import FollowedStep, GradientLog, HeldState, Phase
+from keepstep.step.catching_up.written_values import Written, WrittenValues
 from keepstep.step.context import StepContext
 from keepstep.step.reporting.heal_meter import REPORT_SECONDS, HealMeter
 from keepstep_mesh.errors import KeepstepError
@@ -47,6 +48,15 @@ LEAST_MEMORY = 256 * 1024 * 1024
 """Default limit of the kept gradients of small models, and while the size of the state is unknown; bytes."""
 
 Gradients = list[torch.Tensor | None]
+
+
+class Taken(NamedTuple):
+    """How the others have taken a step."""
+
+    gradients: Gradients
+    """Averaged, one for each parameter."""
+    written: Written
+    """Values of param groups that the script wrote for this step."""
 
 
 class CatchUp:
@@ -70,7 +80,8 @@ class CatchUp:
         self._optimizer = optimizer
         self._after_commit = after_commit
         self._memory = memory
-        self._log: GradientLog[Gradients] = GradientLog(memory or LEAST_MEMORY)
+        self._log: GradientLog[Taken] = GradientLog(memory or LEAST_MEMORY)
+        self._values = WrittenValues(optimizer)
         self._receive: BackgroundReceive | None = None
         self._meter: HealMeter | None = None
         self._failures = 0
@@ -182,7 +193,10 @@ class CatchUp:
         if self._log.phase is Phase.RECEIVING and not all_ready(self._context, not self._log.full):
             self._wait_for_state()
         alone = self._context.settings.world_size == 1  # the ranks of a group must replay equally many steps
-        return self._go_on(REPLAY_SHARE * seconds if alone else 0.0)
+        caught_up = self._go_on(REPLAY_SHARE * seconds if alone else 0.0)
+        if self.following:
+            self._values.mark()
+        return caught_up
 
     def finish(self) -> None:
         """See ``Follower``."""
@@ -206,7 +220,8 @@ class CatchUp:
         with torch.no_grad():
             kept: Gradients = [None if one.grad is None else one.grad.detach().clone() for one in self._parameters()]
         nbytes = sum(one.numel() * one.element_size() for one in kept if one is not None)
-        self._log.keep(FollowedStep(progress.step, followed(str(progress.lineage)), self._last[1], kept, nbytes))
+        taken = Taken(kept, self._values.since_mark())  # nothing for the first step: the state comes with its values
+        self._log.keep(FollowedStep(progress.step, followed(str(progress.lineage)), self._last[1], taken, nbytes))
         self._unkept = False
 
     def _go_on(self, seconds: float) -> bool:
@@ -308,10 +323,11 @@ class CatchUp:
         progress.step = reached
         return False
 
-    def _apply(self, gradients: Gradients) -> None:
-        """Take the step that the others have taken with these gradients."""
+    def _apply(self, taken: Taken) -> None:
+        """Take the step that the others have taken."""
         with torch.no_grad():
-            for parameter, gradient in zip(self._parameters(), gradients, strict=True):
+            self._values.write(taken.written)
+            for parameter, gradient in zip(self._parameters(), taken.gradients, strict=True):
                 if gradient is None or parameter.grad is None or gradient.is_sparse:
                     parameter.grad = gradient
                 else:
@@ -359,6 +375,7 @@ class CatchUp:
     def _forget(self) -> None:
         self._receive = self._meter = self._last = None
         self._unkept, self._advanced_at = False, 0.0
+        self._values.forget()
 
     def _parameters(self) -> list[torch.Tensor]:
         return [one for group in self._optimizer.param_groups for one in group["params"]]

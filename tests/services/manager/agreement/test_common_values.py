@@ -150,7 +150,7 @@ THREADS = torch.get_num_threads()
     ids=["capability", "threads", "denormal", "deterministic", "matmul"],
 )
 def test_a_process_that_computes_in_another_way_is_refused_with_the_fact_named(lighthouse, act, variables, named):
-    """A real process for each fact: Python starts anew, because a forked process has torch's choice already."""
+    """A real process for each fact: Python starts again, because a forked process has torch's choice already."""
     if "ATEN_CPU_CAPABILITY" in variables and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
         pytest.skip("this processor has one capability")
     environment = {"OMP_NUM_THREADS": str(THREADS), **variables}
