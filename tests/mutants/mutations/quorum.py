@@ -14,7 +14,7 @@ SCENARIO = "tests/scenarios/test_scenarios.py::test_the_lighthouse_decides_as_th
 FINISHED = f"{SCENARIO}[32_finished_jobs_do_not_start_again]"
 GOING_BACK = f"{SCENARIO}[33_going_back]"
 
-VALUES = f"{SCENARIO}[51_values_of_optimizers]"
+VALUES = f"{SCENARIO}[52_values_of_optimizers]"
 
 MUTATIONS = (
     Mutation(
