@@ -54,6 +54,8 @@ class Groups:
         self.tally = Tally()
         self._sizes: Counter[int] = Counter()
         """How many groups report each number of groups of the job, see ``set_size``."""
+        self._waits_since: float | None = None
+        """When the first group asked since the last quorum, also if that request is open no longer; None: none did."""
         self._clock_start = 0.0
         self._arrivals = 0
         self._deadlines: list[tuple[float, str, int]] = []
@@ -228,6 +230,8 @@ class Groups:
         group.request = request
         group.asked_at = now
         group.heal_given_up = False
+        if self._waits_since is None and group.excluded is None:
+            self._waits_since = now
         if group.working_since is not None:
             self._count_step(group, request, now - group.working_since)
         self.set_state(group, request)
@@ -303,6 +307,12 @@ class Groups:
             return max(group.asked_at, self._clock_start)
         return None
 
+    def waits_since(self) -> float | None:
+        """Return since when groups wait for the next quorum, also if requests timed out and were made again; None: no
+        group has asked.
+        """
+        return None if self._waits_since is None else max(self._waits_since, self._clock_start)
+
     def clock_starts(self, now: float) -> None:
         """Measure the join timeout from ``now``, for requests made earlier too: no quorum could form until now."""
         self._clock_start = now
@@ -320,6 +330,7 @@ class Groups:
         if len(chosen) < self.asking_count:
             asked = (*self.passed_over.values(), *self.asking.values())
             left = [group for group in asked if group.request is not None]
+        self._waits_since = None
         self.asking = {}
         self.passed_over = {group.replica_id: group for group in left}
         self.members_asking = sum(group.member for group in left)

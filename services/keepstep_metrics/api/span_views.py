@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from keepstep_metrics.history.events import Event
+from keepstep_metrics.history.findings.blame import blame
 from keepstep_metrics.history.findings.goodput import badput, ratio, shares, summing
+from keepstep_metrics.history.findings.goodput import sentence as goodput_sentence
 from keepstep_metrics.history.findings.marks import Mark, marks
 from keepstep_metrics.history.histogram import BINS, quantile
 from keepstep_metrics.history.job import Job
@@ -69,6 +71,8 @@ class GoodputView:
     until: float
     goodput: float | None
     """Share of group-seconds in committed steps; None: the job had no groups."""
+    sentence: str
+    """The goodput, and how much of the time the groups waited for slow ones; empty: the job had no groups."""
     shares: dict[str, float]
     seconds: dict[str, float]
     """Group-seconds by state."""
@@ -174,6 +178,7 @@ def goodput(job: Job, since: float, until: float) -> Work[GoodputView]:
         since=since,
         until=until,
         goodput=ratio(total),
+        sentence=goodput_sentence(total, blame(job)),
         shares=shares(total),
         seconds={state.value: seconds for state, seconds in total.items()},
         badput=badput(total),

@@ -6,6 +6,7 @@ import { duration, percent, plural, STATES } from "./words.js";
 export class Goodput {
   constructor() {
     this.good = el("p", { class: "big" });
+    this.sentence = el("p");
     this.stack = el("div", { class: "stack", "aria-hidden": "true" });
     this.shares = new Rows(el("ul", { class: "shares" }), (state) => {
       const [share, time] = [el("b"), el("span", { class: "dim" })];
@@ -14,12 +15,21 @@ export class Goodput {
     });
     this.badput = el("p", { class: "dim", title: "the names of ml-goodput-measurement" });
     this.counted = el("p", { class: "dim" });
-    this.node = panel("Goodput and lost time", this.good, this.stack, this.shares.parent, this.badput, this.counted);
+    this.node = panel(
+      "Goodput and lost time",
+      this.good,
+      this.sentence,
+      this.stack,
+      this.shares.parent,
+      this.badput,
+      this.counted,
+    );
   }
 
   /** `found`: the answer of `goodput`. */
   show(found) {
     say(this.good, percent(found.goodput));
+    say(this.sentence, found.sentence);
     const states = STATES.filter((state) => found.shares[state] > 0);
     this.stack.replaceChildren(
       ...states.map((state) => {

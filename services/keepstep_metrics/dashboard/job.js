@@ -291,7 +291,9 @@ export class JobPage {
       this.redrawPast();
       this.showSteps();
       this.goodput.show(goodput);
-      say(this.facts.goodput, percent(goodput.goodput));
+      const waited = goodput.shares.waiting_slow_group;
+      const slow = waited >= 0.01 ? `, ${percent(waited)} waits for slow groups` : "";
+      say(this.facts.goodput, `${percent(goodput.goodput)}${slow}`);
       say(
         this.spread,
         `Median busy time per step ${duration(stragglers.median_seconds)}, median deviation ${

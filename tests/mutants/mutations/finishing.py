@@ -14,6 +14,15 @@ ENDS_TOGETHER = "tests/simulation/test_simulation.py::test_groups_finish_togethe
 
 MUTATIONS = (
     Mutation(
+        "the last step of the job is that of a group with weights which the job has left",
+        "services/keepstep_lighthouse/quorum/changes/finishing.py",
+        "    sound = [group for group in sound if origin(group.lineage).resumed == resumed]",
+        "    sound = [group for group in sound if resumed >= 0]",
+        Test(
+            "tests/scenarios/test_scenarios.py::test_the_lighthouse_decides_as_the_scenario_says[36_other_last_steps]"
+        ),
+    ),
+    Mutation(
         "a job is closed while its groups have different states of the last step",
         f"{LIGHTHOUSE}/quorum/changes/finishing.py",
         "_is_final(group) and (group.step, group.lineage) == (step, lineage) for",

@@ -46,6 +46,30 @@ MUTATIONS = (
         Test(VALUES),
     ),
     Mutation(
+        "a job runs again when a request of a group that waits times out",
+        "services/keepstep_lighthouse/quorum/rules/job_status.py",
+        "    since = groups.waits_since()\n",
+        "    since = groups.first_asked()\n",
+        Test("tests/scenarios/test_scenarios.py::test_the_lighthouse_decides_as_the_scenario_says[31_how_a_job_ends]"),
+    ),
+    Mutation(
+        "a straggler is drained although the others have no weights",
+        "services/keepstep_lighthouse/quorum/changes/stragglers.py",
+        " and holds_newest(one)",
+        "",
+        Test("tests/unit/quorum/changes/test_core_stragglers.py::test_a_straggler_stays_when"),
+    ),
+    Mutation(
+        "the highest quorum_id that a hello may report leaves no higher one that a hello may report",
+        "services/keepstep_lighthouse/quorum/changes/presence/arrivals.py",
+        "    if seen > max(limit, state.record.quorum_id):\n",
+        "    if seen > limit:\n",
+        Test(
+            "tests/unit/quorum/changes/test_core_orders.py::"
+            "test_the_highest_quorum_id_that_a_hello_may_report_does_not_refuse_the_groups_that_come_after_it"
+        ),
+    ),
+    Mutation(
         "a quorum_id raised for a failed commit is not written",
         f"{LIGHTHOUSE}/quorum/changes/membership.py",
         "    state.persist(replace(begun, quorum_id=quorum_id, members=members, created_ms=created_ms))\n",

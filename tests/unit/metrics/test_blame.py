@@ -39,6 +39,24 @@ def test_the_slow_group_is_named_and_the_others_only_wait() -> None:
     assert [one.name for one in alerts(world.job, T + 20)] == ["GroupIsAStraggler"]
 
 
+def test_the_sentence_of_the_goodput_says_how_long_the_groups_waited_for_slow_ones() -> None:
+    world = with_a_slow_group()
+    told = whole(span_views.goodput(world.job, T + 11, T + 20))
+    assert told.goodput is not None
+    assert told.sentence == (
+        f"goodput {100 * told.goodput:.0f} %; now r3 is slow (125 ms, usual 55 ms): the others wait 56 % of their time"
+    )
+    quorums = joined("a:1", "b:1")
+    quorums.steps("a:1", 10, 20, quorum_seconds=0.5, participants=2)
+    quorums.steps("b:1", 10, 20, participants=2)
+    told = whole(span_views.goodput(quorums.job, T + 11, T + 20))
+    assert told.sentence == ("goodput 75 %; the groups waited 25 % of their time for quorums with a slow group")
+    equal = joined("a:1", "b:1")
+    for name in ("a:1", "b:1"):
+        equal.steps(name, 10, 20)
+    assert whole(span_views.goodput(equal.job, T + 10, T + 20)).sentence == "goodput 100 %"
+
+
 def test_the_time_in_which_a_group_is_slow_is_kept_over_a_restart_and_ends_with_it() -> None:
     world = with_a_slow_group()
 

@@ -82,6 +82,6 @@ def _stands(groups: Groups, now: float) -> bool:
 
 
 def _waits_for(groups: Groups, now: float) -> float:
-    """Return for how long the first open request has waited, in seconds; 0: no group asks."""
-    first_asked = groups.first_asked()
-    return 0.0 if first_asked is None else now - first_asked
+    """Return for how long groups have waited for the next quorum, in seconds; 0: no group has asked."""
+    since = groups.waits_since()
+    return 0.0 if since is None else now - since

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from keepstep_metrics.history.findings.blame import Blame
 from keepstep_metrics.history.job import Job
 from keepstep_metrics.history.timeseries.timeline import LIVING, State
 from keepstep_metrics.history.work import Work, whole
 
+LEAST_WAIT = 0.01
+"""Share of the time that a sentence names."""
 BADPUT = {
     State.WAITING_QUORUM: "ELASTIC_REINITIALIZATION",
     State.WAITING_SLOW_GROUP: "CUSTOM_BADPUT_EVENTS",
@@ -38,6 +41,21 @@ def ratio(seconds: Mapping[State, float]) -> float | None:
     """Return the goodput for group-seconds by state; None: the job had no groups."""
     life = sum(seconds.values())
     return seconds[State.TRAINING] / life if life else None
+
+
+def sentence(seconds: Mapping[State, float], slow: Blame | None) -> str:
+    """Return the goodput and the waits for slow groups, as a sentence; empty: the job had no groups.
+
+    Args:
+        slow: the group that is slow now. The waits in collectives are part of the goodput, and only this tells them.
+    """
+    if (share := ratio(seconds)) is None:
+        return ""
+    waited = seconds[State.WAITING_SLOW_GROUP] / sum(seconds.values())
+    text = f"goodput {100 * share:.0f} %"
+    if waited >= LEAST_WAIT:
+        text += f"; the groups waited {100 * waited:.0f} % of their time for quorums with a slow group"
+    return f"{text}; now {slow.sentence}" if slow is not None else text
 
 
 def badput(seconds: Mapping[State, float]) -> dict[str, float]:
