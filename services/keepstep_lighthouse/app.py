@@ -96,11 +96,13 @@ class Lighthouse(LighthouseNode, Embedded):
                     self._term_is_over(str(error))
             keep = self.keep_term() if self.store.exclusive else self._listen_and_stand_by(LeaderLink(self._identity))
             keeper = asyncio.create_task(keep, name="keepstep lighthouse term")
+            trying = asyncio.create_task(self.try_store(), name="keepstep lighthouse store")
             self.serving = True
             try:
                 yield
             finally:
                 self.serving = False
+                await cancelled(trying)
                 self.events.notifier.notify_all()
                 await cancelled(keeper)
 

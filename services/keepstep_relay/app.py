@@ -59,6 +59,7 @@ class Relay(RelayNode, Embedded):
             name="relay",
             routes=self.routes(),
             lifespan=self._lifespan,
+            not_ready=self.not_ready,
             listening=self._listens,
             neighbours=lambda: {"lighthouse": self.settings.lighthouses},
             places=self.places,

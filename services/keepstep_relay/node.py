@@ -63,6 +63,10 @@ class RelayNode:
         self.registrar: Registrar | None = None
         self._manifests_coming = 0
 
+    def not_ready(self) -> str | None:
+        """Return why this relay cannot store all that it should; None: it can. It still serves what it has."""
+        return self.chunks.disk_trouble or self.chunks.tried_disk or self.checkpoints.copies.trouble
+
     @property
     def is_registered(self) -> bool:
         return self.registrar is not None and self.registrar.lighthouse is not None

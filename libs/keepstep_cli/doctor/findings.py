@@ -50,8 +50,8 @@ class Probe:
     """Why a request of several packets of full size got no answer; empty: it got one."""
     mtu: int | None = None
     """Of the route to it, in bytes; None: unknown."""
-    durable_behind: float | None = None
-    """Seconds since the durable tier of a relay began to fail; None: unknown, or no relay."""
+    not_ready: str = ""
+    """Why the service cannot do its work, as ``/readyz`` says; empty: it can."""
 
 
 def of_service(probe: Probe) -> list[Finding]:
@@ -69,10 +69,9 @@ def of_service(probe: Probe) -> list[Finding]:
     if probe.large_problem:
         advice = "packets of full size are lost on the way: set one MTU on all interfaces, and allow ICMP"
         findings.append(Finding(f"large packets to {probe.address}", Verdict.FAIL, probe.large_problem, advice))
-    if probe.durable_behind:
-        found = f"fails since {seconds_text(probe.durable_behind)}"
-        advice = "the relay's log has the reason; durable checkpoints are not in the object store until it works"
-        findings.append(Finding(f"durable tier of {probe.address}", Verdict.FAIL, found, advice))
+    if probe.not_ready:
+        advice = "fix the reason; the log of the service has more"
+        findings.append(Finding(f"readiness of {probe.address}", Verdict.FAIL, probe.not_ready, advice))
     return [*findings, *of_clock(probe)]
 
 

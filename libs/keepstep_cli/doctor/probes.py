@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from http import HTTPStatus
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -29,7 +30,6 @@ PROBE_SECONDS = 5.0
 CLOCK_SAMPLES = 5
 PADDING = {f"Keepstep-Padding-{number}": "x" * 6000 for number in range(3)}
 """Headers of a request that is larger than two packets of 9000 bytes."""
-DURABLE_BEHIND = "keepstep_relay_durable_behind_seconds"
 IP_MTU = 14
 """Of ``getsockopt``; Python does not export it."""
 USUAL_PORTS = {"lighthouse": DEFAULT_PORT, "relay": DEFAULT_PORT + 10, "metrics": DEFAULT_PORT + 20}
@@ -98,10 +98,9 @@ async def _probe(http: aiohttp.ClientSession, kind: str, address: str) -> Probe:
                 best, told = trip, answer.get("time")
                 offset = told - (sent + trip / 2) if isinstance(told, int | float) else None
                 probe = replace(probe, round_trip=trip, clock_offset=offset, answers_as=str(answer.get("service", "")))
+        probe = replace(probe, not_ready=await _not_ready(http, address))
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
         return replace(probe, problem=explained(error, address))
-    if probe.answers_as == "relay":
-        probe = replace(probe, durable_behind=await _durable_behind(http, address))
     try:
         await _healthz(http, address, PADDING)
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
@@ -109,16 +108,13 @@ async def _probe(http: aiohttp.ClientSession, kind: str, address: str) -> Probe:
     return probe
 
 
-async def _durable_behind(http: aiohttp.ClientSession, address: str) -> float | None:
-    """Return how long the durable tier of a relay has failed, in seconds. None: the relay does not say."""
-    import aiohttp
-
-    try:
-        async with http.get(f"{address}/metrics", allow_redirects=False) as answer:
-            lines = (await answer.text()).splitlines()
-        return next((float(line.split()[1]) for line in lines if line.startswith(f"{DURABLE_BEHIND} ")), None)
-    except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
-        return None
+async def _not_ready(http: aiohttp.ClientSession, address: str) -> str:
+    """Return why a service cannot do its work; empty: it can. Needs no token."""
+    async with http.get(f"{address}/readyz", allow_redirects=False) as answer:
+        if answer.status != HTTPStatus.SERVICE_UNAVAILABLE:
+            return ""
+        body = await answer.json(content_type=None)
+        return str(body.get("detail", "")) or "not ready"
 
 
 async def _healthz(

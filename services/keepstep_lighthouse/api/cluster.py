@@ -29,7 +29,7 @@ class StoreView:
     kind: str
     """``memory``, ``sqlite`` or ``etcd``."""
     trouble: str | None
-    """Why the last read failed; None: it works."""
+    """Why the last read failed, or why it accepts no writes; None: it works."""
     read_seconds: float | None = None
     """Duration of that read; None: it failed."""
 
@@ -74,7 +74,7 @@ async def view(lighthouse: LighthouseNode, here: str) -> ClusterView:
         epoch=leader.epoch if leader else 0,
         nodes=nodes,
         services=lighthouse.registry.records,
-        store=StoreView(kind, problem, seconds),
+        store=StoreView(kind, problem or lighthouse.write_trouble, seconds),
     )
 
 

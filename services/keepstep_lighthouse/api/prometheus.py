@@ -52,6 +52,11 @@ class _Lighthouse(Collector):
         yield GaugeMetricFamily(
             "keepstep_lighthouse_epoch", "epoch of its term; 0: it does not lead", one.term.epoch if one.term else 0
         )
+        yield GaugeMetricFamily(
+            "keepstep_lighthouse_store_trouble",
+            "1 while the store accepts no writes",
+            float(one.write_trouble is not None),
+        )
         yield GaugeMetricFamily("keepstep_lighthouse_sessions", "open sessions of workers", len(one.sessions))
         yield GaugeMetricFamily(
             "keepstep_lighthouse_standbys", "standby lighthouses that follow this one", len(one.followers)

@@ -13,6 +13,7 @@ from keepstep_lighthouse.api.lookup import find_job, find_replicas, find_target,
 from keepstep_lighthouse.jobs.expiry import NEVER, due_at
 from keepstep_lighthouse.jobs.job import Job
 from keepstep_lighthouse.jobs.lighthouse_node import LighthouseNode
+from keepstep_lighthouse.quorum.events import Reason
 from keepstep_lighthouse.quorum.job_record import Ban, Policy
 from keepstep_lighthouse.quorum.rules.job_status import JobStatus
 from keepstep_lighthouse.quorum.views import HealView, QuorumView, ReplicaState, ReplicaView
@@ -106,6 +107,8 @@ class ReadHandlers:
         view = job.core.quorum_view(time.monotonic())
         age = time.time() - view.created_ms / 1000 if view.created_ms else None
         known = {field.name: getattr(view, field.name) for field in fields(view)}
+        if job.term.trouble is not None:
+            known["reason"] = Reason("store", {}, f"no quorum is announced: {job.term.trouble}")
         return json_answer(QuorumStatus(**known, job=job.name, epoch=job.term.epoch, age_seconds=age))
 
     async def replicas(self, request: web.Request) -> web.Response:

@@ -57,6 +57,9 @@ TERM_BACKOFF = Backoff(first=0.1, most=5.0)
 FAILURE_LOG_SECONDS = 60.0
 """Shortest time between two log lines about terms that cannot begin."""
 
+TRY_STORE_SECONDS = 5.0
+TRIED_KEY = "tried"
+
 log = get_logger("keepstep.lighthouse")
 
 
@@ -88,6 +91,8 @@ class LighthouseNode:
         self.endings = JobEndings(self)
         self.ports = PortProbes()
         self.store = store
+        self.store_trouble: str | None = None
+        """Why the store refused the last write of ``try_store``; None: it did not."""
         self._frames = RepeatedFrames()
         self._numbers = itertools.count(1)
         self._welcomed = Welcomed()
@@ -112,11 +117,30 @@ class LighthouseNode:
         return self.term
 
     def not_ready(self) -> str | None:
-        if self.leadership is None:
-            return self.trouble
-        if self.term is not None or self.leadership.leader is not None:
-            return self.leadership.doubt
-        return self.leadership.doubt or self.trouble
+        """Return why this lighthouse cannot do its work; None: it can. It cannot without writes to the store."""
+        doubt = None if self.leadership is None else self.leadership.doubt
+        follows = self.leadership is not None and self.leadership.leader is not None
+        return doubt or (None if self.term is not None or follows else self.trouble) or self.write_trouble
+
+    @property
+    def write_trouble(self) -> str | None:
+        """Why the store accepts no writes; None: it does."""
+        return (None if self.term is None else self.term.trouble) or self.store_trouble
+
+    async def try_store(self) -> None:
+        """Write to the store from time to time, until cancelled: a job that writes nothing does not notice a fault."""
+        while True:
+            await asyncio.sleep(TRY_STORE_SECONDS)
+            try:
+                async with asyncio.timeout(STORE_TIMEOUT):
+                    await self.store.put(TRIED_KEY, b"%d" % time.time())
+            except (StoreError, TimeoutError) as error:
+                reason = f"the store accepts no writes: {str(error) or 'it does not answer'}"
+                if self.store_trouble is None:
+                    log.error("store fails", reason=reason)
+                self.store_trouble = reason
+            else:
+                self.store_trouble = None
 
     async def stand_by(self, address: str, link: LeaderLink) -> None:
         """Lead when the election is won, follow otherwise. ``address``: where others reach this lighthouse."""

@@ -52,6 +52,8 @@ class Term:
     ) -> None:
         self.epoch = epoch
         self.fenced_until = fenced_until
+        self.trouble: str | None = None
+        """Why a write that is tried again has failed; None: no write waits."""
         self._store = store
         self._leader = leader
         self._until = until
@@ -90,6 +92,12 @@ class Term:
             return True
 
     async def _write(self, compare: Sequence[Compare], writes: Sequence[Write]) -> None:
+        try:
+            await self._write_until_over(compare, writes)
+        finally:
+            self.trouble = None
+
+    async def _write_until_over(self, compare: Sequence[Compare], writes: Sequence[Write]) -> None:
         leader = () if self._leader is None else (self._leader,)
         mine = (Compare(EPOCH_KEY, b"%d" % self.epoch), *leader)
         written = {write.key: write.value for write in writes}
@@ -114,6 +122,7 @@ class Term:
                 pause = WRITE_BACKOFF.seconds(failures)
                 if self._until is None or time.monotonic() + pause >= self._until():
                     raise TermOverError(reason) from error
+                self.trouble = f"a write to the store waits: {reason}"
                 log.warning("write to the store failed; retrying", keys=[*written], reason=reason)
             await asyncio.sleep(pause)
 

@@ -62,6 +62,10 @@ CHANNEL_OPTIONS = (
 )
 _NOT_SENT = "failed to connect to all addresses"
 """Beginning of gRPC's messages about calls that never left this machine."""
+NO_SPACE = "database space exceeded"
+NO_SPACE_ADVICE = (
+    "its database has reached --quota-backend-bytes: compact and defragment it, then run etcdctl alarm disarm"
+)
 _NOTHING_DONE = frozenset(
     (
         grpc.StatusCode.NOT_FOUND,
@@ -190,7 +194,8 @@ class EtcdStore(Store):
                         raise OutcomeUnknownError(f"etcd did not answer a write: {failure}") from error
                     if not left or (failure.refused and not failure.token_is_over):
                         if changes:
-                            raise WriteFailedError(f"etcd refused a write: {failure}") from error
+                            full = f"; {NO_SPACE_ADVICE}" if NO_SPACE in str(failure) else ""
+                            raise WriteFailedError(f"etcd refused a write: {failure}{full}") from error
                         raise StoreError(f"cannot read from etcd: {failure}") from error
             raise AssertionError("unreachable")
 

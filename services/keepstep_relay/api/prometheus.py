@@ -56,7 +56,7 @@ class _Relay(Collector):
         yield GaugeMetricFamily(
             "keepstep_relay_disk_trouble",
             "1 while writes to disk fail",
-            float(chunks.disk_trouble is not None),
+            float((chunks.disk_trouble or chunks.tried_disk) is not None),
         )
         yield GaugeMetricFamily(
             "keepstep_relay_durable_behind",

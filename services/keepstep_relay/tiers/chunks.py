@@ -52,6 +52,7 @@ FLUSH_SECONDS = 5.0
 """At the end, for accepted chunks that are not on disk yet."""
 ROOM_SECONDS = 5.0
 """A request waits this long for memory, or for deletions on a full disk."""
+TRY_DISK_SECONDS = 5.0
 FULL_LOG_SECONDS = 60.0
 """Shortest time between two log lines about a full disk."""
 
@@ -98,7 +99,9 @@ class ChunkStore:
         """Chunks with a wrong digest, by origin: ``upload``, ``disk``, ``durable``."""
         self.evicted = 0
         self.disk_trouble: str | None = None
-        """Why the last write to disk failed; None: it did not."""
+        """Why the last write of a chunk to disk failed; None: it did not."""
+        self.tried_disk: str | None = None
+        """The same of the last small file."""
         self._forget = forget
         self._make_disk_room = make_disk_room
         self._full_log = LogLimiter(FULL_LOG_SECONDS)
@@ -114,6 +117,8 @@ class ChunkStore:
         with ThreadPoolExecutor(THREADS, thread_name_prefix="keepstep-relay") as self._threads:
             tasks = [asyncio.create_task(self._sweep(), name="keepstep relay sweeper")]
             tasks += [asyncio.create_task(self._write(), name="keepstep relay writer") for _ in range(WRITERS)]
+            if self.disk is not None:
+                tasks.append(asyncio.create_task(self._try_disk(self.disk), name="keepstep relay disk"))
             try:
                 yield
                 with contextlib.suppress(TimeoutError):
@@ -126,6 +131,19 @@ class ChunkStore:
 
     async def in_thread(self, function: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+
+    async def _try_disk(self, disk: DiskTier) -> None:
+        """Write to the disk from time to time: a relay that gets no chunks does not notice a full disk."""
+        while True:
+            await asyncio.sleep(TRY_DISK_SECONDS)
+            try:
+                await self.in_thread(disk.try_write)
+            except DiskError as error:
+                if self.tried_disk is None:
+                    log.error("disk accepts no writes", reason=str(error))
+                self.tried_disk = str(error)
+            else:
+                self.tried_disk = None
 
     async def to_disk(self, write: Callable[..., None], *arguments: object) -> None:
         """Write. If the disk is full, wait for due deletions, and write again after each checkpoint that may go.

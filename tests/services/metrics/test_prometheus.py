@@ -221,6 +221,7 @@ FIRING = {
     "NobodyLeads": ['keepstep_lighthouse_ready{instance="a"} 0x60'],
     "TwoLead": ['keepstep_lighthouse_ready{instance="a"} 1x60', 'keepstep_lighthouse_ready{instance="b"} 1x60'],
     "NobodyStandsBy": ['keepstep_lighthouse_standbys{instance="a"} 0x60'],
+    "StoreFails": ['keepstep_lighthouse_store_trouble{instance="a"} 1x60'],
     "ServiceIsDown": ['up{job="keepstep",instance="a"} 0x60'],
     "RelayDiskFails": ['keepstep_relay_disk_trouble{instance="a"} 1x60'],
     "RelayDurableTierIsBehind": ['keepstep_relay_durable_behind{instance="a"} 1x60'],

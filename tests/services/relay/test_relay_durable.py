@@ -9,13 +9,15 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from keepstep_cli.doctor import probes
 from keepstep_mesh.net.backoff import Backoff
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES
+from keepstep_mesh.security.tokens import Tokens
 from keepstep_relay.core.events import Key, Limits
-from keepstep_relay.tiers import durable_copies
+from keepstep_relay.tiers import chunks, durable_copies
 from keepstep_relay.tiers.durable_tier import DurableError, DurableTier
 from tests.support.services.relay_driver import DEADLINE, Client, State, client, flip, metric, relay, state
 
@@ -98,7 +100,7 @@ async def test_a_durable_tier_that_fails_is_no_commit(tmp_path: Path) -> None:
         assert "bucket" in (await worker.commit(status=503))["detail"]
         assert (await worker.show())["checkpoint"]["state"] == "uploading"
         assert await worker.pack() == TWO.pack
-        assert (await probes._durable_behind(worker.http, one.address) or 0.0) > 0.0, "keepstep doctor says so"
+        assert "bucket" in (await probes._probe(worker.http, "relay", one.address)).not_ready, "keepstep doctor says so"
 
 
 async def test_an_object_store_that_fails_for_a_moment_costs_a_retry_and_no_commit(
@@ -235,10 +237,28 @@ async def test_a_chunk_stays_while_the_object_store_fails(tmp_path: Path, monkey
     async with relay(durable=f"file://{tmp_path}/bucket") as one, client(one.address) as worker:
         await store_durable(worker, ONE, "c1", 1)
     async with relay(durable=f"file://{tmp_path}/bucket") as one, client(one.address) as worker:
-        chunks, away = tmp_path / "bucket" / "job" / "c1" / "chunks", tmp_path / "away"
-        shutil.move(chunks, away)
-        chunks.write_text("a file in the way: NotADirectoryError")
+        there, away = tmp_path / "bucket" / "job" / "c1" / "chunks", tmp_path / "away"
+        shutil.move(there, away)
+        there.write_text("a file in the way: NotADirectoryError")
         await worker.chunk(ONE.digests[0], 503)
-        chunks.unlink()
-        shutil.move(away, chunks)
+        there.unlink()
+        shutil.move(away, there)
         assert await worker.chunk(ONE.digests[0]) == ONE.chunks[0]
+
+
+@pytest.mark.parametrize("small_disk", ["3m"], indirect=True)
+async def test_an_idle_relay_notices_that_its_disk_is_full_and_doctor_needs_no_token_to_learn_it(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunks, "TRY_DISK_SECONDS", 0.1)
+    tokens = Tokens(worker="worker-token-of-the-test")
+    async with relay(data_dir=small_disk / "data", tokens=tokens) as one, aiohttp.ClientSession() as http:
+        assert (await probes._probe(http, "relay", one.address)).not_ready == ""
+        big = small_disk / "big"
+        with pytest.raises(OSError, match="No space left"), big.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        await until(lambda: one.not_ready() is not None)
+        assert "cannot write to" in (await probes._probe(http, "relay", one.address)).not_ready
+        big.unlink()
+        await until(lambda: one.not_ready() is None)

@@ -31,8 +31,8 @@ def test_a_service_that_answers_in_time_is_fine() -> None:
         ({"clock_offset": None}, ["ok"], "answers in 1 ms"),
         ({"clock_offset": -2.0}, ["ok", "warn"], "2 s behind this machine"),
         ({"clock_offset": 90.0}, ["ok", "fail"], "90 s ahead of this machine"),
-        ({"durable_behind": 0.0}, ["ok", "ok"], "answers in 1 ms"),
-        ({"durable_behind": 90.0}, ["ok", "fail", "ok"], "fails since"),
+        ({"not_ready": ""}, ["ok", "ok"], "answers in 1 ms"),
+        ({"not_ready": "the disk is full"}, ["ok", "fail", "ok"], "the disk is full"),
         ({"clock_offset": 0.3, "round_trip": 0.4}, ["warn", "ok"], "within 300 ms"),
     ],
 )
