@@ -418,6 +418,13 @@ MUTATIONS = (
         Test(f"{REPORTS}::test_a_step_that_failed_with_no_more_collectives_proves_nothing"),
     ),
     Mutation(
+        "a job that went back keeps the steps of its first NaN",
+        f"{LIGHTHOUSE}/quorum/changes/starts.py",
+        "        state.reports.went_back(announce.step)\n",
+        "        pass\n",
+        Test(f"{REPORTS}::test_a_nan_in_a_step_that_comes_again_after_the_job_went_back_is_named_too"),
+    ),
+    Mutation(
         "a single difference in collectives ends a group",
         f"{LIGHTHOUSE}/quorum/rules/step_reports.py",
         "                repeated = not self._differed.isdisjoint(began)\n",
