@@ -25,8 +25,8 @@ MUTATIONS = (
     Mutation(
         "a job is closed while its groups have different states of the last step",
         f"{LIGHTHOUSE}/quorum/changes/finishing.py",
-        "_is_final(group) and (group.step, group.lineage) == (step, lineage) for",
-        "_is_final(group) and group.step == step for",
+        "_is_final(group) and (group.step, group.lineage) == (step, lineage) and",
+        "_is_final(group) and group.step == step and",
         Test(WAITED_FOR),
     ),
     Mutation(
