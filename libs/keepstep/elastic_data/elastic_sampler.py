@@ -173,7 +173,7 @@ class ElasticSampler(data.Sampler[list[int]]):
         self._base = self._batches.advance(Position(epoch, sample), 0)
         step = self._manager.current_step()
         self._base_step = int(state_dict.get("step", step))
-        self._loaded = self._base_step != step and not self._manager.catching_up  # which replays the steps in between
+        self._loaded = self._base_step != step
 
     # ---- batches
 

@@ -9,6 +9,7 @@ GROUPS = "tests/services/manager/test_elastic_data.py"
 DYING = (
     f"{GROUPS}::test_groups_that_die_and_come_back_train_every_sample_once_and_reach_the_weights_of_one_process[async]"
 )
+EPOCHS = "tests/services/manager/test_epochs.py"
 AHEAD = f"{GROUPS}::test_worker_processes_load_ahead_and_a_spoilt_step_is_repeated_with_the_same_samples"
 
 MUTATIONS = (
@@ -46,5 +47,19 @@ MUTATIONS = (
         "        return self._batches.advance(self._base, step - self._base_step)\n",
         "        return self._batches.advance(self._base, (self._drawn or 1) - 1)\n",
         Test(AHEAD),
+    ),
+    Mutation(
+        "a loop ends its epoch where a heal goes on in another one",
+        f"{ROOM}/elastic_sampler.py",
+        "            if self._ended_epoch() or self._manager.groups_finish:\n",
+        "            if self._share and self._share.position.epoch != self.epoch or self._manager.groups_finish:\n",
+        Test(f"{EPOCHS}::test_a_group_that_heals_in_another_epoch_goes_on_in_it[async-from a checkpoint-with_epochs]"),
+    ),
+    Mutation(
+        "code of an epoch that runs after a heal with the final state keeps its effect",
+        f"{ROOM}/elastic_sampler.py",
+        "                self._manager.mark_torn()\n",
+        "                pass\n",
+        Test(f"{EPOCHS}::test_a_group_that_heals_while_the_others_finish_runs_no_code_of_an_epoch_with_effect"),
     ),
 )
