@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from keepstep.checkpointing.errors import StateMismatch
-from keepstep.checkpointing.state.exact_load import differences, put_back
+from keepstep.checkpointing.exact_load import differences, put_back
 from keepstep.checkpointing.state.state_bytes import state_root
 from keepstep.checkpointing.transport import CheckpointTransport, Progress
 from keepstep_mesh.config.logging import Logger, get_logger
