@@ -22,6 +22,7 @@ from keepstep.group.ranks.rank_link import GroupSettings, RankLink
 from keepstep.rendezvous.launcher_store import LauncherStore
 from keepstep.runtime import environment
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS, LoopThread
+from keepstep.runtime.processor import processor
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.config.settings import split_addresses
 from keepstep_mesh.errors import Banned
@@ -116,7 +117,7 @@ class LinkSettings:
                 "",
                 connect_timeout=connect_timeout,
                 heartbeat_interval=heartbeat_interval,
-                runtime=f"python {platform.python_version()}, torch {torch.__version__}",
+                runtime=f"python {platform.python_version()}, torch {torch.__version__} on {processor()}",
                 spares=spares,
             ),
             name=name,

@@ -176,7 +176,7 @@ def runtime_difference(replicas: list[dict[str, Any]]) -> str | None:
     if len(groups) < 2:
         return None
     said = "; ".join(f"{', '.join(sorted(names))}: {runtime}" for runtime, names in sorted(groups.items()))
-    return f"groups with different versions may compute different results: {said}"
+    return f"groups with different versions or processors may compute different results: {said}"
 
 
 FACTS = {

@@ -63,7 +63,8 @@ class Hello:
     host: Sentence = ""
     """Name of its machine."""
     runtime: Sentence = ""
-    """Versions that decide its arithmetic, such as ``python 3.11.7, torch 2.9.1``; empty: unknown."""
+    """Versions and processor that its arithmetic depends on, such as ``python 3.11.7, torch 2.9.1 on NVIDIA H100``;
+    empty: unknown."""
     groups: int = 0
     """Number of groups of the job, which its first quorum waits for; 0: unknown."""
     standby: bool = False

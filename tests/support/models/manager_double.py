@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from keepstep.script_checks.script_checker import ScriptChecker
+from keepstep.step.layout import LayoutPart
 from keepstep.step.live_state import LiveState
 from keepstep_mesh.config.logging import get_logger
 
@@ -45,5 +46,5 @@ class ManagerDouble:
     def participating_rank(self) -> int | None:
         return self.rank
 
-    def add_layout(self, lines: list[str]) -> None:
-        self.layout += lines
+    def add_layout(self, lines: list[str] | LayoutPart) -> None:
+        self.layout += lines if isinstance(lines, list) else lines.lines()

@@ -76,6 +76,9 @@ def test_versions_are_compared_among_groups_and_with_this_machine() -> None:
     assert "groups differ" in findings.of_versions([group("a"), group("b", "python 3.12")], here)[0].found
     assert "this machine: python 3.9" in findings.of_versions([group("a")], "python 3.9")[0].found
     assert verdicts(findings.of_versions([group("a"), group("b", "python 2", "gone")], here)) == ["ok"]
+    assert verdicts(findings.of_versions([group("a", f"{here} on a GPU")], here)) == ["ok"]
+    mixed = [group("a", f"{here} on a GPU"), group("b", f"{here} on a CPU")]
+    assert verdicts(findings.of_versions(mixed, here)) == ["warn"]
 
 
 def test_few_open_files_and_no_route_are_warnings() -> None:
