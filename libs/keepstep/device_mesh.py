@@ -51,12 +51,12 @@ def average_over_groups(model: nn.Module, manager: Manager) -> None:
     sharded: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
     if not sharded:
         raise ValueError("the model has no sharded module: call torch.distributed.fsdp.fully_shard on it first")
-    covered = {id(one) for module in sharded.values() for one in module.parameters() if is_dtensor(one)}
+    covered = {id(one) for module in sharded.values() for one in _managed(module)}
     missed = [name for name, one in model.named_parameters() if one.requires_grad and id(one) not in covered]
     if missed:
         raise ValueError(
             f"{len(missed)} parameters are in no sharded module, such as {missed[0]!r}, and their gradients would not "
-            "be averaged: call fully_shard on the whole model too"
+            "be averaged: call fully_shard on the whole model too, and freeze what its ignored_params name"
         )
     if manager.retry_allreduce:
         _check_repeatable(model, sharded)
@@ -66,6 +66,13 @@ def average_over_groups(model: nn.Module, manager: Manager) -> None:
     manager.script_checker.add_module(model)
     lines = [_describe_module(name, module) for name, module in sharded.items()]
     manager.add_layout(lines + [_describe_parameter(name, one) for name, one in model.named_parameters()])
+
+
+def _managed(module: Any) -> list[torch.Tensor]:
+    """Return the parameters that FSDP2 reduces with this module. Those of ``ignored_params`` are not among them."""
+    state = module._get_fsdp_state()  # noqa: SLF001  torch has no public name for it
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # noqa: SLF001  before torch 2.11
+    return [one.sharded_param for group in groups if group is not None for one in group.fsdp_params]
 
 
 def _check_repeatable(model: nn.Module, sharded: dict[str, Any]) -> None:

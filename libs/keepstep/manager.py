@@ -41,7 +41,7 @@ from keepstep.runtime.exits import handled_error, script_error
 from keepstep.script_checks.graph_capture import refuse_capture
 from keepstep.script_checks.script_checker import ScriptChecker
 from keepstep.step.attempt import Attempt
-from keepstep.step.layout import FixedLines, LayoutChanges
+from keepstep.step.layout_parts import FixedLines, LayoutChanges
 from keepstep.step.quorums.quorum_round import HealRules
 from keepstep.step.reduction import Reduction
 from keepstep.step.retrying.kept_reductions import BATCH_BY_NUMBER, KeptReductions

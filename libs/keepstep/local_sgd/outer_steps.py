@@ -21,6 +21,7 @@ from keepstep.local_sgd.schedule import Schedule
 from keepstep.optim import OptimizerWrapper
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.text import listed
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from keepstep.manager import Manager
 
 log = get_logger("keepstep.local_sgd")
+
+MAX_NAMED = 3
+"""Parameters that an error names."""
 
 
 class OuterSteps(ABC):
@@ -62,6 +66,7 @@ class OuterSteps(ABC):
         self._manager = manager
         self._optimizer = optimizer
         self._parameters = list(parameters)
+        self._forms = {id(one): _form(one) for one in self._parameters}
         self._schedule = schedule
         self._sources: list[dict[str, Any]] = []
         """States that this group loaded in the current quorum."""
@@ -156,7 +161,17 @@ class OuterSteps(ABC):
             self._schedule.end()
 
     def _start_quorum(self) -> None:
-        """Begin a step of the Manager. In a synchronous quorum this group heals here, if it is behind."""
+        """Begin a step of the Manager. In a synchronous quorum this group heals here, if it is behind.
+
+        KeepstepError: the inner optimizer trains parameters that this class does not synchronize.
+        """
+        trained = [one for group in self._optimizer.param_groups for one in group["params"]]
+        if other := [one for one in trained if self._forms.get(id(one)) != _form(one)]:
+            raise KeepstepError(
+                f"{len(other)} parameters of the inner optimizer ({listed(list(map(_named, other)), MAX_NAMED)}) were "
+                f"added, replaced or cast after {type(self).__name__} was made, so the groups would not average them: "
+                f"give the optimizer all parameters that train at any time before; frozen ones may train later"
+            )
         self._sources.clear()
         self._manager.start_quorum()
         if self._sources:
@@ -194,6 +209,14 @@ class OuterSteps(ABC):
 
     def _load_position(self, state: dict[str, Any]) -> None:
         self._schedule.position = int(state["position"])
+
+
+def _form(parameter: torch.Tensor) -> tuple[object, ...]:
+    return parameter.shape, parameter.dtype
+
+
+def _named(parameter: torch.Tensor) -> str:
+    return f"{tuple(parameter.shape)} {parameter.dtype}"
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

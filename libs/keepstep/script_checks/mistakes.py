@@ -78,7 +78,8 @@ def in_commit(*, groups: int, collectives: int, synchronized: bool) -> Mistake |
     return Mistake(
         "no gradients averaged",
         f"{groups} groups committed a step without an all-reduce, so each applied its own gradients",
-        "call the DistributedDataParallel module, ddp(x), not the module inside it; or call manager.allreduce",
+        "call the DistributedDataParallel module, ddp(x), not the module inside it; or call manager.allreduce; or, for "
+        "a model that fully_shard has sharded, average_over_groups",
     )
 
 

@@ -22,7 +22,7 @@ from keepstep.runtime.held_signals import HeldSignals
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS, LoopThread
 from keepstep.step.failure_evidence import FailureEvidence
 from keepstep.step.following import Follower
-from keepstep.step.layout import Layout, LayoutPart
+from keepstep.step.layout_parts import Layout, LayoutPart
 from keepstep.step.live_state import LiveState
 from keepstep.step.progress import GroupProgress
 from keepstep.step.reconfigurer import Reconfigurer

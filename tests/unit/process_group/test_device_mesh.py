@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed import ReduceOp, Work
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from keepstep.device_mesh import ManagedDeviceMesh, average_over_groups, ft_init_device_mesh
 from keepstep.process_group import ProcessGroupDummy
@@ -151,3 +151,15 @@ def test_a_model_that_is_not_sharded_whole_is_refused(world) -> None:
     shard_rows(model[1], mesh_of(manager)["tp"])
     with pytest.raises(ValueError, match=r"2 parameters are in no sharded module, such as '1.weight'"):
         average_over_groups(model, manager)
+
+
+def test_a_replicated_dtensor_that_fully_shard_ignores_is_refused(world) -> None:
+    manager: Any = ThreeGroups()
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    mesh = mesh_of(manager)["dp_shard"]
+    model[1].weight = nn.Parameter(distribute_tensor(model[1].weight.detach(), mesh, [Replicate()]))
+    fully_shard(model, mesh=mesh, ignored_params={model[1].weight})
+    with pytest.raises(ValueError, match=r"1 parameters are in no sharded module, such as '1.weight'"):
+        average_over_groups(model, manager)
+    model[1].weight.requires_grad_(False)
+    average_over_groups(model, manager)

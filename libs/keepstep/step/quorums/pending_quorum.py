@@ -23,7 +23,7 @@ from keepstep.runtime.exits import (
 )
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS
 from keepstep.step.context import StepContext
-from keepstep.step.layout import LayoutChanges
+from keepstep.step.layout_parts import LayoutChanges
 from keepstep.step.reporting.step_telemetry import StepTimes
 from keepstep_mesh.errors import (
     Banned,

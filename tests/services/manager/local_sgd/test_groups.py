@@ -398,3 +398,23 @@ def test_only_weights_that_are_equal_by_design_are_compared(lighthouse, kind) ->
             meet.wait(DEADLINE)
 
     together(*(lambda name=name: run(name) for name in "abc"))
+
+
+@pytest.mark.parametrize("local", [True, False], ids=["LocalSGD", "DiLoCo"])
+@pytest.mark.parametrize("change", ["added", "replaced"])
+def test_a_parameter_that_the_inner_optimizer_trains_and_the_groups_do_not_average_is_refused(
+    lighthouse, local, change
+):
+    with manager(lighthouse, "a", use_async_quorum=False) as m:
+        trainer = Trainer(m, 1, local=local)
+        with trainer.block:
+            for _ in range(5):
+                trainer.step()
+            if change == "added":
+                trainer.inner.add_param_group({"params": [nn.Parameter(torch.zeros(9))]})
+            else:
+                trainer.model[0].weight = nn.Parameter(trainer.model[0].weight.detach().clone())
+                trainer.inner.param_groups[0]["params"][0] = trainer.model[0].weight
+            with pytest.raises(KeepstepError, match=r"1 parameters of the inner optimizer \(.*were added"):
+                for _ in range(9):
+                    trainer.step()

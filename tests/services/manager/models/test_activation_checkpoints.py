@@ -199,3 +199,54 @@ def test_a_peer_that_dies_in_the_backward_pass_rejects_the_step_and_raises_nothi
         gone.set()
 
     assert together(survivor, dies)[0] == [False, True]
+
+
+class OfAnotherLibrary(torch.autograd.Function):
+    """A reentrant checkpoint that keepstep does not know."""
+
+    @staticmethod
+    def forward(context: Any, layer: Any, x: torch.Tensor) -> torch.Tensor:
+        context.layer, context.x = layer, x.detach()
+        with torch.no_grad():
+            return layer(x)
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> Any:
+        with torch.enable_grad():
+            x = context.x.requires_grad_()
+            torch.autograd.backward(context.layer(x), gradients)
+        return None, x.grad
+
+
+@pytest.mark.parametrize("wrapper", [DistributedDataParallel, PureDistributedDataParallel])
+def test_a_reentrant_checkpoint_of_another_library_is_averaged_in_parts(lighthouse, wrapper):
+    ready = threading.Barrier(2)
+
+    def twice(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        return OfAnotherLibrary.apply(layer, OfAnotherLibrary.apply(layer, x.requires_grad_()).tanh()).square().sum()
+
+    def linear() -> nn.Linear:
+        layer = nn.Linear(2, 2)
+        with torch.no_grad():
+            layer.weight.copy_(torch.tensor([[1.0, -0.5], [0.5, 2.0]]))
+            layer.bias.fill_(0.1)
+        return layer
+
+    def group(name: str, scale: float) -> torch.Tensor:
+        layer = linear()
+        with manager(lighthouse, name, min_replica_size=2, init_sync=False) as m:
+            ddp = wrapper(m, layer)
+            ready.wait(DEADLINE)
+            m.start_quorum()
+            twice(ddp, torch.full((1, 2), scale)).backward()
+            assert m.should_commit(), m.errored()
+            ready.wait(DEADLINE)
+            return gradients(layer)
+
+    alone = []
+    for scale in (1.0, 3.0):
+        alone.append(linear())
+        twice(alone[-1], torch.full((1, 2), scale)).backward()
+    mean = torch.stack([gradients(one) for one in alone]).mean(0)
+    for result in together(lambda: group("a", 1.0), lambda: group("b", 3.0)):
+        torch.testing.assert_close(result, mean)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from keepstep import DistributedDataParallel, Manager
+from keepstep import DistributedDataParallel, Manager, PureDistributedDataParallel
 from keepstep.device_mesh import average_over_groups
 from keepstep.process_group import ProcessGroupDummy
 from tests.services.manager.groups import manager, together
@@ -286,3 +286,12 @@ def test_all_groups_clip_by_the_norm_of_the_averaged_gradients(lighthouse):
     for one, grads in zip(norms, results, strict=True):
         torch.testing.assert_close(one.full_tensor(), norm)
         torch.testing.assert_close(grads, expected() * 0.1 / norm)
+
+
+def test_an_fsdp_model_in_the_wrapper_that_would_average_nothing_is_refused_with_the_remedy(lighthouse):
+    with manager(lighthouse, "a") as m:
+        model = network()
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        for wrapper in (DistributedDataParallel, PureDistributedDataParallel):
+            with pytest.raises(ValueError, match=r"is a DTensor.*average_over_groups\(model, manager\)"):
+                wrapper(m, model)
