@@ -27,6 +27,7 @@ from torch.futures import Future
 from keepstep.checkpointing.transport import CheckpointTransport
 from keepstep.collectives.codecs.codec import Round
 from keepstep.futures import future_timeout
+from keepstep.group.layout_parts import FixedLines, LayoutChanges
 from keepstep.group.quorum_plan import WorldSizeMode
 from keepstep.lifecycle import wiring
 from keepstep.lifecycle.background_quorum import BackgroundQuorum
@@ -41,7 +42,6 @@ from keepstep.runtime.exits import handled_error, script_error
 from keepstep.script_checks.graph_capture import refuse_capture
 from keepstep.script_checks.script_checker import ScriptChecker
 from keepstep.step.attempt import Attempt
-from keepstep.step.layout_parts import FixedLines, LayoutChanges
 from keepstep.step.quorums.quorum_round import HealRules
 from keepstep.step.reduction import Reduction
 from keepstep.step.retrying.kept_reductions import BATCH_BY_NUMBER, KeptReductions

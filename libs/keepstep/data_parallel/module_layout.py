@@ -8,7 +8,7 @@ from keepstep.data_parallel.trained_parameters import TrainedParameters
 
 
 class ModuleLayout:
-    """Implements ``keepstep.step.layout_parts.LayoutPart``.
+    """Implements ``keepstep.group.layout_parts.LayoutPart``.
 
     Args:
         header: the first line: how the gradients are reduced.

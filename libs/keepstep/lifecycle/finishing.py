@@ -14,10 +14,10 @@ import time
 from dataclasses import dataclass
 from datetime import timedelta
 
+from keepstep.group.layout_parts import LayoutChanges
 from keepstep.lifecycle.background_quorum import BackgroundQuorum
 from keepstep.lifecycle.membership import GroupMembership
 from keepstep.step.agreeing import final_root_of
-from keepstep.step.layout_parts import LayoutChanges
 from keepstep_mesh.errors import JobClosed, KeepstepError
 from keepstep_mesh.protocol.membership import PUBLISHED, TO_PUBLISH, UNPUBLISHED
 

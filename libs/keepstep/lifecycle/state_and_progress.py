@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 from torch.optim import Optimizer
 
 from keepstep.checkpointing.durable.durable_writer import LastCheckpoint
+from keepstep.group.layout_parts import FixedLines, LayoutPart
 from keepstep.lifecycle.durability import Durability
 from keepstep.step.catching_up.catch_up import CatchUp
 from keepstep.step.context import StepContext
-from keepstep.step.layout_parts import FixedLines, LayoutPart
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.protocol.messages import ServiceAddress
 

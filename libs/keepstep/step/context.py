@@ -15,6 +15,7 @@ from keepstep.checkpointing.transport import CheckpointTransport
 from keepstep.group.agreement import layout_digest
 from keepstep.group.group_link import LinkSettings
 from keepstep.group.group_peers import first_layout_difference, first_values_difference
+from keepstep.group.layout_parts import Layout, LayoutPart
 from keepstep.group.quorum_plan import QuorumPlan, WorldSizeMode
 from keepstep.group.ranks.rank_link import RankLink
 from keepstep.runtime.exits import StateMismatchExit
@@ -22,7 +23,6 @@ from keepstep.runtime.held_signals import HeldSignals
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS, LoopThread
 from keepstep.step.failure_evidence import FailureEvidence
 from keepstep.step.following import Follower
-from keepstep.step.layout_parts import Layout, LayoutPart
 from keepstep.step.live_state import LiveState
 from keepstep.step.progress import GroupProgress
 from keepstep.step.reconfigurer import Reconfigurer

@@ -9,6 +9,7 @@ import time
 from collections.abc import Coroutine
 from typing import Any, NoReturn
 
+from keepstep.group.layout_parts import LayoutChanges
 from keepstep.group.merging import DisagreeError
 from keepstep.group.quorum_plan import QuorumPlan, plan_of_closed_job
 from keepstep.group.ranks.rank_link import Leaving
@@ -23,7 +24,6 @@ from keepstep.runtime.exits import (
 )
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS
 from keepstep.step.context import StepContext
-from keepstep.step.layout_parts import LayoutChanges
 from keepstep.step.reporting.step_telemetry import StepTimes
 from keepstep_mesh.errors import (
     Banned,
