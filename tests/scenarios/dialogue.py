@@ -71,6 +71,7 @@ OPTIONS = (
     "request",
     "for",
     "layout",
+    "at",
     "root",
     "min groups",
     "grace",
@@ -230,7 +231,7 @@ class Dialogue:
     def asks(self, match: re.Match[str]) -> list[Decision]:
         options = _options(match)
         lineage = options.get("lineage", "")
-        layout = options.get("layout", "" if "port" in options else None)
+        layout = options.get("layout", "" if {"port", "at"} & options.keys() else None)
         port = f":{options['port']}" if "port" in options else ""
         return self._each(
             match,
@@ -242,7 +243,9 @@ class Dialogue:
                 shrink="shrink only" in options or "retry" in options,
                 request=int(options["request"]) if "request" in options else None,
                 timeout=float(options.get("for", "600 s").removesuffix(" s")),
-                info=MemberInfo(f"http://{name_of(replica_id)}{port}", layout=layout) if layout is not None else None,
+                info=MemberInfo(f"http://{options.get('at', name_of(replica_id))}{port}", layout=layout)
+                if layout is not None
+                else None,
                 root=_root(options["root"]) if "root" in options else None,
                 min_groups=int(options.get("min groups", "0")),
                 grace=float(options.get("grace", "0 s").removesuffix(" s")),

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from urllib.parse import urlsplit
 
+from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.net.addresses import in_url, reachable
 from keepstep_mesh.security.tokens import is_loopback, place_of
 from keepstep_mesh.serving.listen_settings import ListenSettings
 from keepstep_mesh.serving.service import Endpoint, Service, serving_with
+
+log = get_logger("keepstep.service")
 
 
 class Embedded(ABC):
@@ -67,7 +71,13 @@ class Embedded(ABC):
     def _listens(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
         settings = self._listen_settings
-        self.known_address = settings.advertise or reachable(endpoint.url)
+        self.known_address = settings.advertise or reachable(endpoint.url, settings.beside)
+        if self.known_address != endpoint.url and is_loopback(urlsplit(self.known_address).hostname or ""):
+            log.warning(
+                "no address found at which other machines reach this service; set --advertise if they use it",
+                listens=endpoint.url,
+                advertises=self.known_address,
+            )
         hosts = [*settings.allow_host, *(("localhost",) if is_loopback(endpoint.host) else ())]
         if endpoint.near_url == endpoint.url:  # not every interface
             hosts.append(endpoint.host)

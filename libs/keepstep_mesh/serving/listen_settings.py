@@ -39,6 +39,11 @@ class ListenSettings:
         advertised = urlsplit(self.advertise or "").hostname
         return self.allow_host + ((advertised,) if advertised else ())
 
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """URLs of services whose users use this one too."""
+        return ()
+
     def own_token(self) -> str | None:
         """Return the token that it sends to other services, one of those it accepts."""
         return (self.tokens.value if isinstance(self.tokens, ReloadedFiles) else self.tokens).for_services()
@@ -52,6 +57,10 @@ class RegisteredSettings(ListenSettings):
     lighthouses: tuple[str, ...] = ()
     name: str | None = None
     token: ClientToken | None = None
+
+    @property
+    def beside(self) -> tuple[str, ...]:
+        return self.lighthouses
 
     def shown_token(self) -> str | None:
         """Return the token that it sends to lighthouses: ``token``, else one of those it accepts."""

@@ -6,6 +6,8 @@
 * Then the members at the highest step decide, because the others heal from them; without a member, all. The value of
   more than half of them is right. Without a majority, the value before is. If none of them has that, all are denied,
   because the right value is unknown.
+* A group that gives an address of loopback can be reached from its own machine only. It is denied beside a group that
+  connected from another address, and so is a group that joins such a member.
 
 Unknown values fit all: a Manager may ask before its model is wrapped, and a client without a Manager has neither
 settings nor parameters.
@@ -13,6 +15,7 @@ settings nor parameters.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 from keepstep_lighthouse.quorum.group import Excluded, Exclusion, Group
@@ -22,9 +25,14 @@ from keepstep_mesh.protocol import job_settings
 from keepstep_mesh.protocol.job_settings import differ
 from keepstep_mesh.protocol.messages import Denied, QuorumRequest
 
+_LOOPBACK = re.compile(r"(https?:)?//(127\.|\[?::1\b|localhost\b)")
+
 
 def fits(state: JobState, group: Group, request: QuorumRequest) -> bool:
     """Return whether the group fits the other members. Deny the request if not."""
+    if not group.member and (unreachable := _unreachable(state, group)):
+        deny(state, group, request, unreachable, "")
+        return False
     settings, layout = group.settings, group.info.layout
     if (settings != state.settings and settings) or (layout != state.layout and layout):
         differs = differ(settings, state.settings) or differ(layout, state.layout)
@@ -95,6 +103,23 @@ def _no_majority(sides: dict[str, list[Group]]) -> str:
 
 def _named(groups: list[Group]) -> str:
     return named(group.name for group in groups)
+
+
+def _unreachable(state: JobState, group: Group) -> str:
+    """Return why ``group`` and another group cannot reach each other; empty: nothing is known against it."""
+    for other in state.groups:
+        near, far = (group, other) if _is_near(group) else (other, group)
+        if other.session is not None and far.host and not _LOOPBACK.match(f"//{far.host}") and _is_near(near):
+            return (
+                f"{near.name} gives {near.info.address} as its address, which {far.name} at {far.host} cannot reach; "
+                f"give {near.name} the address of the lighthouse that other machines use (--lighthouse, "
+                f"KEEPSTEP_LIGHTHOUSE), or pass its own as Manager(hostname=...)"
+            )
+    return ""
+
+
+def _is_near(group: Group) -> bool:
+    return _LOOPBACK.match(group.info.address) is not None
 
 
 def _deny(state: JobState, group: Group, request: QuorumRequest, other: Group, why: str) -> None:
