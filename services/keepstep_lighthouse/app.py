@@ -15,7 +15,10 @@ from http import HTTPStatus
 from aiohttp import web
 
 from keepstep_lighthouse.api import prometheus
+from keepstep_lighthouse.api.event_stream import EventHandlers
 from keepstep_lighthouse.api.routes import routes
+from keepstep_lighthouse.jobs.event_copies import PATH as COPIES_PATH
+from keepstep_lighthouse.jobs.event_copies import EventCopies
 from keepstep_lighthouse.jobs.event_log import EventLog, FiledEventLog, Happened
 from keepstep_lighthouse.jobs.lighthouse_node import LighthouseNode
 from keepstep_lighthouse.leadership.forwarding import Forwarding
@@ -62,7 +65,10 @@ class Lighthouse(LighthouseNode, Embedded):
     def routes(self) -> list[Route]:
         session = Route("GET", "/v1/jobs/{job}/session", self._session, Access.WORKER, "a worker's WebSocket session")
         link = Route("GET", LINK_PATH, self._followed, Access.SERVICE, "another lighthouse's link to this leader")
-        return [session, link, *map(self._forwarding.route, routes(self, self.routes))]
+        copies = Route(
+            "GET", COPIES_PATH, EventHandlers(self).copies, Access.SERVICE, "a stream of all events for another lighthouse"
+        )
+        return [session, link, copies, *map(self._forwarding.route, routes(self, self.routes))]
 
     def service(self) -> Service:
         return Service(
@@ -109,7 +115,17 @@ class Lighthouse(LighthouseNode, Embedded):
     async def _listen_and_stand_by(self, link: LeaderLink) -> None:
         await self._listening.wait()
         address = self.settings.advertise or reachable(self.address)
-        await self.stand_by(address, link)
+        copies = EventCopies(self.events, self._others, self._identity)
+        copying = asyncio.create_task(copies.run(), name="keepstep lighthouse event copies")
+        try:
+            await self.stand_by(address, link)
+        finally:
+            await cancelled(copying)
+
+    def _others(self) -> set[str]:
+        """Return the addresses of the other lighthouses of the store."""
+        addresses = {} if self.nodes is None else self.nodes.addresses
+        return {address for node, address in addresses.items() if node != self.node} - {addresses.get(self.node)}
 
     def _report(self, one: Happened) -> None:
         """Send an event to the metrics service, once one is registered."""

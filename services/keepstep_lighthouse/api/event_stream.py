@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from keepstep_lighthouse.api.lookup import find_job
-from keepstep_lighthouse.jobs.event_log import Happened
+from keepstep_lighthouse.jobs.event_log import EVERY_JOB, Happened
 from keepstep_lighthouse.jobs.lighthouse_node import LighthouseNode
 from keepstep_mesh.serving.rest import bad, json_answer, number
 from keepstep_mesh.serving.server_sent_events import EventStreams, comment, last_event_id, message
@@ -18,6 +18,9 @@ MAX_EVENTS_AT_ONCE = 10_000
 MAX_FOLLOWERS = 100
 FOLLOWER_BATCH = 100
 KEEPALIVE_SECONDS = 15.0
+COPIED_AT_ONCE = 500
+COPY_PAUSE_SECONDS = 0.1
+"""Pause after a batch for another lighthouse, so that the events of a busy moment are sent together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,4 +70,22 @@ class EventHandlers:
                     except TimeoutError:
                         text = comment("nothing new")
                 await stream.send(text)
+        return stream.response
+
+    async def copies(self, request: web.Request) -> web.StreamResponse:
+        """Stream the events of all jobs to another lighthouse: those in memory, then each new one."""
+        events, after = self._node.events, number(request, "after", 0)
+        loop = asyncio.get_running_loop()
+        async with self._streams.open(request) as stream:
+            while self._node.serving:
+                if batch := events.of_all_jobs_after(after, COPIED_AT_ONCE):
+                    after = batch[-1].id
+                    await stream.send("".join(message(one.kind, one.json(), one.id) for one in batch))
+                    if len(batch) < COPIED_AT_ONCE:
+                        await asyncio.sleep(COPY_PAUSE_SECONDS)
+                    continue
+                try:
+                    await events.notifier.wait(EVERY_JOB, loop.time() + KEEPALIVE_SECONDS)
+                except TimeoutError:
+                    await stream.send(comment("nothing new"))
         return stream.response

@@ -1,7 +1,7 @@
 """The event log: numbered entries for each job. The latest ones are in memory; a file, if given, has all.
 
 Numbers grow for ever, over restarts and leaders too: the epoch times 2**32 plus a count. So a reader that says "after
-N" gets what is new, whichever lighthouse it asks.
+N" gets what is new, whichever lighthouse it asks. The events of other lighthouses are copied (``event_copies``).
 
 In a file each term begins with an event ``term``, of no job, that names the process. So ``keepstep check-history`` can
 tell from the files of all lighthouses that no epoch had two owners, and that no line is missing.
@@ -40,6 +40,8 @@ MAX_UNWRITTEN = 10_000
 """Limit of events that wait for the disk; further ones are not written to the file, and counted."""
 FAILURE_LOG_SECONDS = 60.0
 """Shortest time between two log lines about events that were not written."""
+EVERY_JOB = "*"
+"""Key at which the notifier wakes those who wait for an event of any job. It is no name of a job."""
 
 log = get_logger("keepstep.lighthouse.events")
 
@@ -91,11 +93,30 @@ class EventLog:
         self._keep(happened)
         self._on_event(happened)
         self.notifier.notify(job)
+        self.notifier.notify(EVERY_JOB)
         return happened
 
-    def _keep(self, happened: Happened) -> None:
+    def copy(self, happened: Happened) -> None:
+        """Keep an event of another lighthouse, unless it is known or its job was deleted since. Do not count it."""
+        job, kept = happened.job, self._kept.get(happened.job, [])
+        place = bisect_right(kept, happened.id, key=lambda one: one.id)
+        ended = self.endings.get(job)
+        dropped = max(self._forgotten.get(job, 0), ended.id if ended is not None else 0)
+        if happened.id <= dropped or (place and kept[place - 1].id == happened.id):
+            return
+        if happened.kind != "job_deleted":
+            self.counts[job]  # so that ``forget_others`` knows the job
+            self._keep(happened, place)
+        elif place < len(kept):  # a job of this name was created since
+            self._trim(job, len(kept) - place) if place else None
+        else:
+            self._keep(happened)
+            self.forget(job)
+
+    def _keep(self, happened: Happened, place: int | None = None) -> None:
+        """``place``: its index among the events of its job; None: it is the newest."""
         kept = self._kept.setdefault(happened.job, [])
-        kept.append(happened)
+        kept.insert(len(kept) if place is None else place, happened)
         self._kept_in_all += 1
         if len(kept) > KEPT_PER_JOB + KEPT_PER_JOB // 10:
             self._trim(happened.job, KEPT_PER_JOB)
@@ -141,6 +162,12 @@ class EventLog:
             kept = [self.endings[job]] if job in self.endings else []
         start = bisect_right(kept, number, key=lambda one: one.id)
         return kept[start : start + limit]
+
+    def of_all_jobs_after(self, number: int, limit: int) -> list[Happened]:
+        """Return the first ``limit`` events of all jobs in memory that are newer than ``number``."""
+        found = [one for job in self._kept.keys() - {""} for one in self.after(job, number, limit)]
+        found += [one for one in self.endings.values() if one.id > number]
+        return sorted(found, key=lambda one: one.id)[:limit]
 
     def newest(self, job: str, limit: int) -> list[Happened]:
         """Return the last ``limit`` events of ``job``, oldest first."""

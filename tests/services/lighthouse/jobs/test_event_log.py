@@ -229,3 +229,62 @@ async def test_events_that_a_slow_disk_leaves_out_are_logged(
     fill(events, 8)
     await events.close()
     assert "the disk is too slow" in caplog.text
+
+
+def copy_all(source: EventLog, target: EventLog) -> None:
+    for one in source.of_all_jobs_after(0, 1_000_000):
+        target.copy(one)
+
+
+def test_copies_of_two_logs_are_in_order_and_each_event_is_there_once() -> None:
+    first, second = EventLog(), EventLog()
+    for epoch, owner in ((1, first), (2, second), (3, first)):
+        owner.begin_epoch(epoch)
+        fill(owner, 3)
+    late = ids(first)
+    for _ in range(2):
+        copy_all(first, second)
+        copy_all(second, first)
+    assert ids(first) == ids(second) == sorted({*late, *ids(second)})
+    assert len(ids(first)) == 9
+    assert (first.counts["job"]["joined"], second.counts["job"]["joined"]) == (6, 3)
+
+
+def test_a_deleted_job_stays_deleted_at_other_lighthouses_and_a_new_one_of_its_name_keeps_its_events() -> None:
+    leader, follower, late = EventLog(), EventLog(), EventLog()
+    leader.begin_epoch(1)
+    fill(leader, 3)
+    copy_all(leader, follower)
+    copy_all(leader, late)
+    leader.add("job", "job_deleted", "", {"by": "an admin"}, 2.0)
+    leader.forget("job")
+    copy_all(leader, follower)
+    assert follower.jobs == set()
+    assert follower.endings["job"].detail == {"by": "an admin"}
+    copy_all(late, follower)
+    assert follower.jobs == set(), "an event from before the deletion does not come back"
+    made = fill(leader, 2)
+    copy_all(leader, follower)
+    copy_all(leader, late)
+    assert ids(follower) == ids(late) == made
+
+
+def test_a_job_that_the_leader_dropped_is_dropped_with_its_copies() -> None:
+    leader, follower = EventLog(), EventLog()
+    leader.begin_epoch(1)
+    fill(leader, 2)
+    copy_all(leader, follower)
+    follower.forget_others(())
+    assert ids(follower) == []
+
+
+def test_copies_stay_within_the_limit_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_log, "KEPT_PER_JOB", 10)
+    old, new = EventLog(), EventLog()
+    old.begin_epoch(1)
+    fill(old, 10)
+    new.begin_epoch(2)
+    fill(new, 100)
+    kept = ids(new)
+    copy_all(old, new)
+    assert ids(new) == kept
