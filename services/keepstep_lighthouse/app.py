@@ -66,7 +66,11 @@ class Lighthouse(LighthouseNode, Embedded):
         session = Route("GET", "/v1/jobs/{job}/session", self._session, Access.WORKER, "a worker's WebSocket session")
         link = Route("GET", LINK_PATH, self._followed, Access.SERVICE, "another lighthouse's link to this leader")
         copies = Route(
-            "GET", COPIES_PATH, EventHandlers(self).copies, Access.SERVICE, "a stream of all events for another lighthouse"
+            "GET",
+            COPIES_PATH,
+            EventHandlers(self).copies,
+            Access.SERVICE,
+            "a stream of all events for another lighthouse",
         )
         return [session, link, copies, *map(self._forwarding.route, routes(self, self.routes))]
 

@@ -14,6 +14,7 @@ FAIL_OFFSET_SECONDS = 5.0
 """Beyond this, bans and the times of events are wrong for people. No decision on a quorum depends on clocks."""
 WARN_ROUND_TRIP_SECONDS = 0.05
 FEW_OPEN_FILES = 4096
+WARN_CERTIFICATE_DAYS = 14
 LARGEST_MTU = 9216
 """Of networks between machines; loopback has a larger one."""
 
@@ -52,6 +53,8 @@ class Probe:
     """Of the route to it, in bytes; None: unknown."""
     not_ready: str = ""
     """Why the service cannot do its work, as ``/readyz`` says; empty: it can."""
+    certificate_days: float | None = None
+    """Until its certificate ends; None: unknown, or no TLS."""
 
 
 def of_service(probe: Probe) -> list[Finding]:
@@ -72,6 +75,16 @@ def of_service(probe: Probe) -> list[Finding]:
     if probe.not_ready:
         advice = "fix the reason; the log of the service has more"
         findings.append(Finding(f"readiness of {probe.address}", Verdict.FAIL, probe.not_ready, advice))
+    if probe.certificate_days is not None:
+        soon = probe.certificate_days < WARN_CERTIFICATE_DAYS
+        findings.append(
+            Finding(
+                f"certificate of {probe.address}",
+                Verdict.WARN if soon else Verdict.OK,
+                f"ends in {probe.certificate_days:.1f} days",
+                "write a new certificate into its file; the service needs no restart" if soon else "",
+            )
+        )
     return [*findings, *of_clock(probe)]
 
 

@@ -6,6 +6,7 @@ import asyncio
 import platform
 import resource
 import socket
+import ssl
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -53,7 +54,7 @@ async def examine(lighthouse: Lighthouse, job: str, tls: TlsFiles) -> list[Findi
         *reasons, advice = error.message.splitlines()
         found.append(Finding("lighthouse", Verdict.FAIL, " ".join(map(str.strip, reasons)) or advice, advice))
     async with Identity(None, tls).session(timeout=PROBE_SECONDS) as http:
-        probes = await asyncio.gather(*(_probe(http, kind, address) for kind, address in services))
+        probes = await asyncio.gather(*(_probe(http, kind, address, tls) for kind, address in services))
         ports = [await _port(http, kind, port) for kind, port in USUAL_PORTS.items()]
     for probe in probes:
         found += findings.of_service(probe)
@@ -82,7 +83,7 @@ async def _replicas(lighthouse: Lighthouse, job: str) -> list[dict[str, Any]]:
     return replicas
 
 
-async def _probe(http: aiohttp.ClientSession, kind: str, address: str) -> Probe:
+async def _probe(http: aiohttp.ClientSession, kind: str, address: str, tls: TlsFiles) -> Probe:
     import aiohttp
 
     from keepstep_mesh.security.tls import explained
@@ -101,6 +102,7 @@ async def _probe(http: aiohttp.ClientSession, kind: str, address: str) -> Probe:
         probe = replace(probe, not_ready=await _not_ready(http, address))
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
         return replace(probe, problem=explained(error, address))
+    probe = replace(probe, certificate_days=await _certificate_days(address, tls))
     try:
         await _healthz(http, address, PADDING)
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
@@ -115,6 +117,21 @@ async def _not_ready(http: aiohttp.ClientSession, address: str) -> str:
             return ""
         body = await answer.json(content_type=None)
         return str(body.get("detail", "")) or "not ready"
+
+
+async def _certificate_days(address: str, tls: TlsFiles) -> float | None:
+    """Return the days until the certificate of a service ends. None: no TLS, or no answer."""
+    parts = urlsplit(address)
+    if parts.scheme != "https":
+        return None
+    try:
+        async with asyncio.timeout(PROBE_SECONDS):
+            _, writer = await asyncio.open_connection(parts.hostname, parts.port, ssl=tls.client_context())
+    except (TimeoutError, OSError):
+        return None
+    shown = writer.get_extra_info("peercert")
+    writer.transport.abort()
+    return (ssl.cert_time_to_seconds(shown["notAfter"]) - time.time()) / 86400
 
 
 async def _healthz(

@@ -18,6 +18,7 @@ import aiohttp
 
 from keepstep_mesh.config.settings import Settings
 from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.security.certificate_end import end_of
 from keepstep_mesh.security.reloaded_files import ReloadedFiles
 
 PEM_ADVICE = "docs/security.md has the openssl commands that make one"
@@ -25,6 +26,14 @@ PEM_ADVICE = "docs/security.md has the openssl commands that make one"
 
 class TlsError(KeepstepError):
     """A certificate or key cannot be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedTls:
+    """What a service serves with. ``ends_at``: when its certificate ends, in Unix seconds; None: unknown."""
+
+    context: ssl.SSLContext
+    ends_at: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +62,11 @@ class TlsFiles:
         if self.ca is not None:
             context.verify_mode = ssl.CERT_REQUIRED
         return context
+
+    def served(self) -> ServedTls:
+        """See ``server_context``."""
+        context = self.server_context()
+        return ServedTls(context, end_of(self.cert.read_text(errors="replace")) if self.cert is not None else None)
 
     def client_context(self) -> ssl.SSLContext:
         """For a client. ``TlsError`` says which file is missing or wrong."""

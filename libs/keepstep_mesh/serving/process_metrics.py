@@ -6,7 +6,7 @@ Only services import this module, because only they have ``prometheus_client``.
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -22,6 +22,22 @@ class _BuildInfo(Collector):
         info = GaugeMetricFamily("keepstep_build_info", "always 1", labels=["service", "version", "python"])
         info.add_metric(self._labels, 1)
         yield info
+
+
+class CertificateEnd(Collector):
+    """``ends_at`` returns the end of the certificate in use, in Unix seconds; None: unknown."""
+
+    def __init__(self, ends_at: Callable[[], float | None]) -> None:
+        self._ends_at = ends_at
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        end = GaugeMetricFamily(
+            "keepstep_certificate_end_timestamp_seconds",
+            "when the TLS certificate of the service ends, in Unix seconds; only with TLS",
+        )
+        if (at := self._ends_at()) is not None:
+            end.add_metric([], at)
+        yield end
 
 
 def registry_of(service: str, collector: Collector) -> CollectorRegistry:

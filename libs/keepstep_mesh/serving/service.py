@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -30,7 +29,7 @@ from keepstep_mesh.net.addresses import in_url
 from keepstep_mesh.net.http import Problem
 from keepstep_mesh.net.malformed_requests import server_log
 from keepstep_mesh.security.reloaded_files import ReloadedFiles
-from keepstep_mesh.security.tls import TlsFiles
+from keepstep_mesh.security.tls import ServedTls, TlsFiles
 from keepstep_mesh.security.tokens import Access, Tokens, check_bind, is_loopback
 from keepstep_mesh.serving.application import MAX_BODY_BYTES, Route, application
 from keepstep_mesh.serving.listen_settings import ListenSettings
@@ -134,7 +133,9 @@ async def serving(
         TlsError: a certificate or key is invalid.
     """
     known = tokens if isinstance(tokens, ReloadedFiles) else ReloadedFiles("tokens", (), lambda: tokens or Tokens())
-    certificates = ReloadedFiles("certificates", tls.all(), tls.server_context) if tls else None
+    certificates = ReloadedFiles("certificates", tls.all(), tls.served) if tls else None
+    if certificates is not None and service.registry is not None:
+        _export_end(service.registry, certificates)
     check_bind(host, known.value, insecure=insecure)
     stopping = False
 
@@ -167,7 +168,7 @@ async def serving(
         try:
             async with asyncio.timeout(None) as deadline, _cleaned_up(runner), service.lifespan():
                 open_port = service.port(limit.acceptor(runner), listener, first_request_seconds)
-                await open_port.open(certificates.value if certificates is not None else None)
+                await open_port.open(certificates.value.context if certificates is not None else None)
                 endpoint = Endpoint(host, listener.getsockname()[1], "http" if certificates is None else "https")
                 service.listening(endpoint)
                 log.info("service started", service=service.name, url=endpoint.url, tokens_needed=bool(known.value))
@@ -207,6 +208,13 @@ def serving_with(
     )
 
 
+def _export_end(registry: CollectorRegistry, certificates: ReloadedFiles[ServedTls]) -> None:
+    # Only services have prometheus_client; this module is imported by trainers too.
+    from keepstep_mesh.serving.process_metrics import CertificateEnd  # noqa: PLC0415
+
+    registry.register(CertificateEnd(lambda: certificates.value.ends_at))
+
+
 @asynccontextmanager
 async def _cleaned_up(runner: web.AppRunner) -> AsyncIterator[None]:
     await runner.setup()
@@ -219,7 +227,7 @@ async def _cleaned_up(runner: web.AppRunner) -> AsyncIterator[None]:
 @asynccontextmanager
 async def _reloading(
     tokens: ReloadedFiles[Tokens],
-    certificates: ReloadedFiles[ssl.SSLContext] | None,
+    certificates: ReloadedFiles[ServedTls] | None,
     open_port: OpenPort,
     reload: asyncio.Event,
 ) -> AsyncIterator[None]:
@@ -238,7 +246,7 @@ async def _reloading(
                 continue
             if await loop.run_in_executor(thread, partial(certificates.refresh, force=force)):
                 try:
-                    await open_port.open(certificates.value)
+                    await open_port.open(certificates.value.context)
                 except OSError as error:
                     log.error("new certificates are not in use yet", reason=str(error))
 

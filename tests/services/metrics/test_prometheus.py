@@ -172,6 +172,8 @@ async def test_every_query_of_dashboards_and_alerts_finds_the_metrics_that_it_na
         for where, query in queries():
             await one.until(query, where)
         for alert, expression in ALERTS.items():
+            if alert == "CertificateEndsSoon":
+                continue  # the services of the scene have no TLS
             for selector in re.findall(r"\b(?:keepstep|etcd)_\w+(?:\{.*?\})?|\bup\{.*?\}", expression):
                 await one.until(re.sub(r"kind=~?\".*?\"", "", selector), alert)
         found = {rule["name"]: rule for group in (await one.get("rules"))["groups"] for rule in group["rules"]}
@@ -223,6 +225,7 @@ FIRING = {
     "NobodyStandsBy": ['keepstep_lighthouse_standbys{instance="a"} 0x60'],
     "StoreFails": ['keepstep_lighthouse_store_trouble{instance="a"} 1x60'],
     "ServiceIsDown": ['up{job="keepstep",instance="a"} 0x60'],
+    "CertificateEndsSoon": ['keepstep_certificate_end_timestamp_seconds{instance="a"} 1200000x60'],
     "RelayDiskFails": ['keepstep_relay_disk_trouble{instance="a"} 1x60'],
     "RelayDurableTierIsBehind": ['keepstep_relay_durable_behind{instance="a"} 1x60'],
     "RelayHasDamage": ['keepstep_relay_damaged_chunks_total{instance="a",where="disk"} 0+1x60'],
@@ -240,17 +243,44 @@ FIRING = {
 """For each alert, series of an hour, a value a minute, by the end of which it fires."""
 
 
-@needs_prometheus
-@pytest.mark.parametrize("alert", ALERTS)
-def test_an_alert_fires_when_what_it_is_about_has_happened(alert: str, tmp_path: Path) -> None:
-    series = [dict(zip(("series", "values"), one.rsplit(" ", 1), strict=True)) for one in FIRING[alert]]
-    told = [{"expr": f'count(ALERTS{{alertname="{alert}",alertstate="firing"}})', "eval_time": "50m"}]
-    told[0]["exp_samples"] = [{"labels": "{}", "value": 1}]
+def check_firing(alert: str, shown: list[str], count: int, folder: Path) -> None:
+    """Check that ``alert`` fires ``count`` times after 50 minutes of the series ``shown``."""
+    series = [dict(zip(("series", "values"), one.rsplit("} ", 1), strict=True)) for one in shown]
+    series = [{"series": one["series"] + "}", "values": one["values"]} for one in series]
+    told = [{"expr": f'count(ALERTS{{alertname="{alert}",alertstate="firing"}}) or vector(0)', "eval_time": "50m"}]
+    told[0]["exp_samples"] = [{"labels": "{}", "value": count}]
     test = {"interval": "1m", "input_series": series, "promql_expr_test": told}
-    (tmp_path / "test.yml").write_text(
+    (folder / "test.yml").write_text(
         yaml.safe_dump({"rule_files": [str(DEPLOY / "prometheus" / "rules.yml")], "tests": [test]})
     )
     done = subprocess.run(
-        ["promtool", "test", "rules", tmp_path / "test.yml"], capture_output=True, text=True, check=False
+        ["promtool", "test", "rules", folder / "test.yml"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_prometheus
+@pytest.mark.parametrize("alert", ALERTS)
+def test_an_alert_fires_when_what_it_is_about_has_happened(alert: str, tmp_path: Path) -> None:
+    check_firing(alert, FIRING[alert], 1, tmp_path)
+
+
+@needs_prometheus
+@pytest.mark.parametrize(
+    ("values", "count"),
+    [
+        pytest.param("1x10 stale", 1, id="the pod does not exist any more"),
+        pytest.param("1x10 0x2 stale", 1, id="it failed before"),
+        pytest.param("1x10 _x5 1x40", 0, id="another pod of its name runs"),
+        pytest.param("1x60", 0, id="it runs"),
+    ],
+)
+def test_a_service_whose_target_disappears_is_down(values: str, count: int, tmp_path: Path) -> None:
+    check_firing("ServiceIsDown", [f'up{{job="keepstep",instance="relay-0"}} {values}'], count, tmp_path)
+
+
+@needs_prometheus
+@pytest.mark.parametrize(("days", "count"), [(13, 1), (15, 0)])
+def test_a_certificate_is_reported_two_weeks_before_its_end(days: int, count: int, tmp_path: Path) -> None:
+    series = f'keepstep_certificate_end_timestamp_seconds{{instance="a"}} {days * 86400 + 3000}x60'
+    check_firing("CertificateEndsSoon", [series], count, tmp_path)

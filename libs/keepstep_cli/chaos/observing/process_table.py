@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
+import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 PROC = Path("/proc")
@@ -15,6 +17,7 @@ LISTENS = "0A"
 """State of a listening socket in /proc/net/tcp."""
 GONE = (ProcessLookupError, FileNotFoundError, PermissionError)
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,37 +85,64 @@ def own_processes() -> Iterator[int]:
 
 
 def listener(host: str, port: int) -> int | None:
-    """Return the oldest process of this user that listens at ``host`` and ``port``, in any network namespace.
+    """Return the oldest process of this user that answers at ``host`` and ``port``, as seen from this process.
 
-    Without a ``host``: at any address.
+    A loopback address is that of this network namespace. Any other one must belong to the namespace of the process: a
+    process that listens at all addresses of this machine is not the one at the address of another machine. Without a
+    ``host``: at any address of this namespace.
     """
-    by_namespace: dict[str, list[int]] = {}
+    ours = namespace("self")
+    by_namespace: dict[str, list[int]] = {ours: []}
     for pid in own_processes():
         with contextlib.suppress(*GONE):
             by_namespace.setdefault(namespace(pid), []).append(pid)
-    for pids in by_namespace.values():
-        wanted = {f"socket:[{inode}]" for inode in _inodes(pids[0], host, port)}
+    addresses = _looked_up(host)
+    for name, pids in by_namespace.items():
+        here = [one for one in addresses if (name == ours if one.is_loopback else _has_address(pids, one))]
+        if not pids or (not here and (host or name != ours)):
+            continue
+        wanted = {f"socket:[{inode}]" for inode in _inodes(pids[0], here, port)}
         holders = [pid for pid in pids if wanted and wanted & _sockets(pid)]
         if holders:
             return min(holders, key=_started)
     return None
 
 
-def _inodes(pid: int, host: str, port: int) -> Iterator[str]:
+def _looked_up(host: str) -> list[Address]:
+    """Return the addresses of a host; empty if it is unknown."""
+    with contextlib.suppress(OSError):
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM) if host else []
+        return [ipaddress.ip_address(str(info[4][0]).partition("%")[0]) for info in found]
+    return []
+
+
+def _has_address(pids: Sequence[int], address: Address) -> bool:
+    """Return whether the network namespace of ``pids`` has this address."""
+    with contextlib.suppress(*GONE, IndexError):
+        folder = PROC / str(pids[0]) / "net"
+        if isinstance(address, ipaddress.IPv6Address):
+            return any(line.startswith(address.packed.hex()) for line in (folder / "if_inet6").open())
+        lines = [line.split() for line in (folder / "fib_trie").read_text().splitlines()]
+        return any(one[-1] == str(address) and after[1:] == ["host", "LOCAL"] for one, after in pairwise(lines))
+    return False
+
+
+def _inodes(pid: int, addresses: Sequence[Address], port: int) -> Iterator[str]:
+    """``addresses``: empty: any."""
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(*GONE):
             for line in (PROC / str(pid) / "net" / table).read_text().splitlines()[1:]:
                 words = line.split()
                 address, _, found = words[1].partition(":")
-                if words[3] == LISTENS and int(found, 16) == port and _listens_at(address, host):
+                if words[3] == LISTENS and int(found, 16) == port and _listens_at(address, addresses):
                     yield words[9]
 
 
-def _listens_at(address: str, host: str) -> bool:
+def _listens_at(address: str, addresses: Sequence[Address]) -> bool:
     words = bytes.fromhex(address)
     packed = b"".join(struct.pack(">I", word) for (word,) in struct.iter_unpack("=I", words))
     ours = ipaddress.ip_address(packed)
-    return ours.is_unspecified or not host or str(ours) in (host, "127.0.0.1" if host == "localhost" else host)
+    return ours.is_unspecified or not addresses or ours in addresses
 
 
 def _sockets(pid: int) -> set[str]:

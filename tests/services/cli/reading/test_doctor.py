@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from keepstep_cli.asking.rest import Lighthouse
 from keepstep_cli.doctor.findings import Verdict
@@ -10,6 +11,7 @@ from keepstep_cli.doctor.probes import examine
 from keepstep_mesh.protocol.membership import MemberInfo
 from keepstep_mesh.security.tls import TlsFiles
 from tests.services.cli.scene import keepstep
+from tests.support.network.certificates import Authority
 from tests.support.services.asking_group import Group
 from tests.support.services.lighthouse_driver import eventually, lighthouse
 from tests.support.services.relay_driver import relay
@@ -29,6 +31,16 @@ async def test_services_clocks_and_packets_are_fine_and_a_group_that_cannot_be_r
         assert checks[f"clock of {other.address}"].verdict is Verdict.OK
         assert not [check for check in checks if check.startswith("large packets")]
         assert [finding.check for finding in found if finding.verdict is Verdict.FAIL] == [f"group r0 at {NOWHERE}"]
+
+
+async def test_a_certificate_that_ends_soon_is_a_warning(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    for days, verdict in ((10, Verdict.WARN), (60, Verdict.OK)):
+        cert = authority.certificate("localhost", "127.0.0.1", days=(-1, days))
+        async with lighthouse(tls=TlsFiles(cert)) as one:
+            found = await examine(Lighthouse(one.address, None, tls=authority.trusted()), "job", authority.trusted())
+        (certificate,) = [finding for finding in found if finding.check == f"certificate of {one.address}"]
+        assert (certificate.verdict, certificate.found) == (verdict, f"ends in {days}.0 days")
 
 
 async def test_without_a_lighthouse_the_command_fails_and_still_checks_this_machine() -> None:

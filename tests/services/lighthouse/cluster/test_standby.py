@@ -148,28 +148,27 @@ async def test_the_events_of_a_leader_that_has_gone_are_at_the_next_one_and_come
         assert [one["id"] for one in events] == sorted({one["id"] for one in events})
         return [(one["epoch"], one["kind"]) for one in events]
 
-    async with lighthouse(store=store, lease=3.0) as second:
-        async with lighthouse(store=store, lease=3.0) as third:
-            await eventually(lambda: len(second.followers) == 1)
-            async with worker(second.address) as one:
-                await one.ask()
-                await one.next(QuorumAnswer)
-            for number in range(1200):  # more than one batch
-                second.events.add("job", "note", f"r{number}", {}, time.time())
-            before = await kinds(second.address, limit=5000)
-            assert (1, "quorum") in before
-            await eventually(lambda: len(third.events.after("job", 0, 5000)) >= len(before))
-            assert third.events.counts["job"] == {}, "a lighthouse counts its own events only"
-            await second.stop()
-            await eventually(lambda: third.term is not None)
-            assert (await kinds(third.address, limit=5000))[: len(before)] == before
-            async with worker(third.address) as one:
-                await one.ask()
-                await one.next(QuorumAnswer)
-            after = await kinds(third.address, limit=5000)
-            assert {epoch for epoch, _ in after} == {1, 2}
-            async with lighthouse(store=store, lease=3.0) as restarted:
-                await eventually(lambda: len(restarted.events.after("job", 0, 5000)) >= len(after))
-                await third.stop()
-                await eventually(lambda: restarted.term is not None)
-                assert (await kinds(restarted.address, limit=5000))[: len(after)] == after
+    async with lighthouse(store=store, lease=3.0) as second, lighthouse(store=store, lease=3.0) as third:
+        await eventually(lambda: len(second.followers) == 1)
+        async with worker(second.address) as one:
+            await one.ask()
+            await one.next(QuorumAnswer)
+        for number in range(1200):  # more than one batch
+            second.events.add("job", "note", f"r{number}", {}, time.time())
+        before = await kinds(second.address, limit=5000)
+        assert (1, "quorum") in before
+        await eventually(lambda: len(third.events.after("job", 0, 5000)) >= len(before))
+        assert third.events.counts["job"] == {}, "a lighthouse counts its own events only"
+        await second.stop()
+        await eventually(lambda: third.term is not None)
+        assert (await kinds(third.address, limit=5000))[: len(before)] == before
+        async with worker(third.address) as one:
+            await one.ask()
+            await one.next(QuorumAnswer)
+        after = await kinds(third.address, limit=5000)
+        assert {epoch for epoch, _ in after} == {1, 2}
+        async with lighthouse(store=store, lease=3.0) as restarted:
+            await eventually(lambda: len(restarted.events.after("job", 0, 5000)) >= len(after))
+            await third.stop()
+            await eventually(lambda: restarted.term is not None)
+            assert (await kinds(restarted.address, limit=5000))[: len(after)] == after

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
+import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,9 +14,11 @@ from typing import Any
 
 import aiohttp
 import pytest
+from prometheus_client import CollectorRegistry
 
 from keepstep_mesh.errors import AuthError
 from keepstep_mesh.net.http import client_session
+from keepstep_mesh.security.certificate_end import end_of
 from keepstep_mesh.security.tls import TlsError, TlsFiles, as_safe, explained
 from keepstep_mesh.security.tokens import Tokens
 from keepstep_mesh.serving import service
@@ -226,6 +229,35 @@ async def until(true: Callable[[], Coroutine[Any, Any, bool]]) -> None:
     async with asyncio.timeout(DEADLINE):
         while not await true():  # noqa: ASYNC110 - nothing to wait on
             await asyncio.sleep(0.01)
+
+
+async def test_the_end_of_the_certificate_in_use_is_a_metric_that_follows_a_new_one(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "FILE_CHECK_SECONDS", 0.05)
+    cert = authority.certificate("localhost", "127.0.0.1", days=(-1, 10))
+    registry = CollectorRegistry()
+
+    async def days() -> float:
+        at = registry.get_sample_value("keepstep_certificate_end_timestamp_seconds")
+        assert at is not None
+        return (at - time.time()) / 86400
+
+    async def longer() -> bool:
+        return await days() > 50
+
+    async with serving(Service("test", [], registry=registry), "127.0.0.1", 0, tls=TlsFiles(cert)):
+        assert 9 < await days() <= 10
+        authority.certificate("127.0.0.1", days=(-1, 60)).replace(cert)
+        await until(longer)
+
+
+def test_the_end_of_a_chain_is_that_of_the_certificate_that_ends_first(authority: Authority) -> None:
+    first, second = (authority.certificate("localhost", days=(-1, days)).read_text() for days in (9000, 20))
+    now = time.time()
+    ends = [end_of(pem) for pem in (first, second, first + second, "no certificate")]
+    assert ends[3] is None
+    assert [round(((end or 0) - now) / 86400) for end in ends[:3]] == [9000, 20, 20]
 
 
 @both_loops
