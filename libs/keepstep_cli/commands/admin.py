@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from http import HTTPStatus
 from typing import Any
 
 import click
@@ -17,6 +18,7 @@ from keepstep_cli.asking.known_names import job_names, refused_names, replica_na
 from keepstep_cli.asking.options import Named, Seconds
 from keepstep_cli.asking.policy_options import policy_change
 from keepstep_cli.asking.rest import run
+from keepstep_cli.asking.too_few import stop_of
 from keepstep_cli.asking.units import EventNumber
 from keepstep_cli.asking.watching import show, watch_option, wide_option
 from keepstep_cli.errors import Refused
@@ -195,6 +197,21 @@ def _reason_option(verb: str) -> Callable[[Any], Any]:
     return click.option("--reason", default=f"`keepstep {verb}`", show_default=True, help="Reason for the event log.")
 
 
+_yes_option = click.option(
+    "--yes", is_flag=True, help="Do not ask if the job would stop, because fewer groups than min_replicas are left."
+)
+
+
+def _ask_first(link: JobLink, replicas: tuple[str, ...], *, yes: bool) -> None:
+    """Ask on a terminal before an order after which the job stops. Raises Refused elsewhere."""
+    if yes:
+        return
+    if stop := stop_of(link.get()["policy"], link.get("replicas")["replicas"], replicas):
+        if not sys.stdin.isatty():
+            raise Refused(f"{stop}; if that is meant, add --yes", HTTPStatus.CONFLICT)
+        click.confirm(f"{stop[0].upper()}{stop[1:]}. Go on?", abort=True, err=True)
+
+
 def _ordered(link: JobLink, answer: Any) -> None:
     if link.as_json:
         show_json(answer)
@@ -236,8 +253,10 @@ def _order_each(link: JobLink, replicas: tuple[str, ...], order: str, **body: An
 @click.option(
     "--ban", type=Seconds(), default=0.0, metavar="TIME", help="Refuse its name for this time (10m, 2h).  [default: 0]"
 )
-def evict(link: JobLink, replicas: tuple[str, ...], *, reason: str, ban: float) -> None:
+@_yes_option
+def evict(link: JobLink, replicas: tuple[str, ...], *, reason: str, ban: float, yes: bool) -> None:
     """End replica groups now. Their launcher may start them again, unless they are banned."""
+    _ask_first(link, replicas, yes=yes)
     _order_each(link, replicas, "evict", reason=reason, ban_seconds=ban)
 
 
@@ -245,8 +264,10 @@ def evict(link: JobLink, replicas: tuple[str, ...], *, reason: str, ban: float) 
 @with_lighthouse
 @_replica_argument()
 @_reason_option("drain")
-def drain(link: JobLink, replicas: tuple[str, ...], *, reason: str) -> None:
+@_yes_option
+def drain(link: JobLink, replicas: tuple[str, ...], *, reason: str, yes: bool) -> None:
     """Ask replica groups to finish their step, leave, and exit with 0. No step is lost."""
+    _ask_first(link, replicas, yes=yes)
     _order_each(link, replicas, "drain", reason=reason)
 
 

@@ -30,7 +30,7 @@ class TlsError(KeepstepError):
 
 @dataclass(frozen=True, slots=True)
 class ServedTls:
-    """What a service serves with. ``ends_at``: when its certificate ends, in Unix seconds; None: unknown."""
+    """The context of a service. ``ends_at``: when its certificate ends, in Unix seconds; None: unknown."""
 
     context: ssl.SSLContext
     ends_at: float | None

@@ -107,11 +107,11 @@ class EventLog:
         if happened.kind != "job_deleted":
             self.counts[job]  # so that ``forget_others`` knows the job
             self._keep(happened, place)
-        elif place < len(kept):  # a job of this name was created since
-            self._trim(job, len(kept) - place) if place else None
-        else:
+        elif place == len(kept):
             self._keep(happened)
             self.forget(job)
+        elif place:  # a job of this name was created since
+            self._trim(job, len(kept) - place)
 
     def _keep(self, happened: Happened, place: int | None = None) -> None:
         """``place``: its index among the events of its job; None: it is the newest."""

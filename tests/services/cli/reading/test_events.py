@@ -43,7 +43,7 @@ async def test_events_shows_what_happened_and_takes_after_and_limit() -> None:
 async def test_the_reason_of_a_worker_cannot_command_the_terminal_of_an_operator(command: str, flag: str) -> None:
     async with running("r0", "r1") as job:
         await job.groups[1].session.leave("bad disk\x1b[2J\n\x9b31m\u202e", DEADLINE)
-        drained = await keepstep("drain", "r0", *job.at, "--reason", "bad fan\x1b[2J\nall is well")
+        drained = await keepstep("drain", "r0", "--yes", *job.at, "--reason", "bad fan\x1b[2J\nall is well")
         said = await keepstep(command, *job.at, *([flag] if flag else []))
         assert "bad disk" in said.out
         assert all(line.isprintable() for line in (*said.out.splitlines(), *drained.out.splitlines()))

@@ -85,7 +85,7 @@ async def test_a_service_that_cannot_say_where_it_listens_ends(into, why) -> Non
 async def test_an_order_is_carried_out_anyway() -> None:
     async with running("r0") as job:
         with full() as nowhere:
-            said = await run("drain", "r0", *job.at, into=nowhere)
+            said = await run("drain", "r0", "--yes", *job.at, into=nowhere)
         assert said.returncode == UNWRITABLE
         assert (await job.groups[0].push_of(Drain)).reason == "`keepstep drain`"
 

@@ -169,7 +169,7 @@ async def test_the_commands_of_the_document_make_a_mesh_that_works(made: Made) -
         token = ("--token-file", made.file("alice.token"))
         code, text = await keepstep(made, "replicas", "--json", *at, *token)
         assert (code, json.loads(text)["replicas"][0]["replica_id"]) == (0, "r3:1")
-        code, text = await keepstep(made, "drain", "r3", *at, *token)
+        code, text = await keepstep(made, "drain", "r3", "--yes", *at, *token)
         assert code == 0, text
         code, text = await keepstep(made, "events", *at, *token)
         assert "admin alice (certificate trainer) at 127.0.0.1" in " ".join(text.split())
@@ -256,7 +256,7 @@ async def test_no_secret_shows_in_anything_that_is_said_or_shown(made: Made, tmp
             at = ("--lighthouse", url)
             for arguments, variables in (
                 (("status",), {"KEEPSTEP_TOKEN": made.token("worker")}),
-                (("drain", "r0"), {"KEEPSTEP_TOKEN": made.token("worker")}),
+                (("drain", "r0", "--yes"), {"KEEPSTEP_TOKEN": made.token("worker")}),
                 (("evict", "r0", "--ban", "1h"), {"KEEPSTEP_TOKEN": f"{made.token('alice')}x"}),
                 (("readmit", "r0"), {"KEEPSTEP_TOKEN_FILE": made.file("alice.token")}),
                 (("events",), {"KEEPSTEP_TOKEN_FILE": made.file("alice.token")}),
