@@ -266,6 +266,7 @@ class ElasticSampler(data.Sampler[list[int]]):
         Args:
             number: of epochs in the whole training, equal in all groups.
         """
+        self._manager.resume_if_set()  # else a job that resumes at its end would train another epoch
         while self.epoch < number:
             yield
             if self.epoch >= number and not self._ended_epoch() and not self._manager.torn:

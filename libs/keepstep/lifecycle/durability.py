@@ -122,8 +122,7 @@ class Durability:
 
     def before_step(self) -> None:
         """Resume in front of the first step; stage the state of the last one, if a checkpoint of it is due."""
-        if self._settings.resumes:
-            self.resume()
+        self.resume_if_set()
         self._save_if_due()
 
     def _save_if_due(self) -> None:
@@ -232,6 +231,11 @@ class Durability:
         return tuple(name for name in self._context.link.durable_relays if name not in registered)
 
     # ---- resuming
+
+    def resume_if_set(self) -> None:
+        """Call ``resume`` if the settings say so."""
+        if self._settings.resumes:
+            self.resume()
 
     def resume(self) -> bool:
         """Load the newest checkpoint of the job, if this group has no state yet. Return whether it did.

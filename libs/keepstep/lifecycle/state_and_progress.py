@@ -160,6 +160,11 @@ class StateAndProgress:
         self._refuse_in_rehearsal("resume()")
         return self._durability.resume()
 
+    def resume_if_set(self) -> None:
+        """Call ``resume`` if ``durable_every`` or ``resume=True`` say so, as the first ``start_quorum`` does."""
+        if not self.rehearsing:
+            self._durability.resume_if_set()
+
     @property
     def catching_up(self) -> bool:
         """Whether this group takes part without weights, while the state of the others arrives.

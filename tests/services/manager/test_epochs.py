@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from keepstep import ElasticLoader, ElasticSampler, Manager
+from keepstep.integrations.grain import ElasticIterator
+from tests.services.manager.durable.test_durable_checkpoints import run
 from tests.services.manager.groups import manager, together, until_connected
+from tests.support.services.relay_driver import relay_process
 
 LENGTH, BATCH, EPOCHS = 23, 5, 4
 PER_EPOCH = 5
@@ -148,6 +152,40 @@ def test_a_group_that_starts_again_while_the_others_finish_ends_with_their_state
     together(a.train, joins)
     assert_trained(a, b)
     assert len(b.ends) < 2, "at most the code after the loop runs, before finish() heals the group again"
+
+
+def batches_of(m: Manager, kind: str) -> Iterator[Any]:
+    """Yield all batches of a training."""
+    if kind == "grain":
+        grain = pytest.importorskip("grain", reason="grain is not installed: pip install -e '.[grain]'")
+        yield from ElasticIterator(grain.MapDataset.source(range(LENGTH)).repeat(EPOCHS), m, BATCH)
+        return
+    sampler = ElasticSampler(LENGTH, m, BATCH)
+    for _ in sampler.epochs(EPOCHS):
+        yield from ElasticLoader(Numbers(), sampler)
+
+
+@pytest.mark.parametrize("kind", ["epochs", "grain"])
+async def test_a_job_that_resumes_from_its_last_step_trains_no_further_one(lighthouse, kind, tmp_path: Path):
+    """As after an error in the code after the loop, which ends all groups."""
+
+    def life(url: str, *, lost: bool) -> int:
+        begun = 0
+        with manager(lighthouse, None, durable_relays=url, durable_every=1) as m:
+            for _ in batches_of(m, kind):
+                begun += 1
+                m.start_quorum()
+                assert m.should_commit()
+            if lost:
+                m._durability.save()
+                assert m._durability._writer.finish(DEADLINE)
+            else:
+                m.finish()
+        return begun
+
+    async with relay_process("--data-dir", str(tmp_path / "relay")) as (_, url):
+        assert (await run(lambda: life(url, lost=True)))[0] >= STEPS - 1
+        assert await run(lambda: life(url, lost=False)) == [0]
 
 
 def stepping(m: Manager, sampler: ElasticSampler, *, elastic: bool) -> Any:
