@@ -17,6 +17,7 @@ from datetime import timedelta
 
 from keepstep.group.quorum_plan import QuorumPlan, WorldSizeMode
 from keepstep.lifecycle.manager_settings import ManagerSettings
+from keepstep.lifecycle.membership import GroupMembership
 from keepstep.lifecycle.state_and_progress import StateAndProgress
 from keepstep.step.agreeing import all_ready
 from keepstep.step.attempt import Attempt
@@ -51,6 +52,7 @@ class BackgroundQuorum(StateAndProgress):
     """The methods of a Manager for quorums that form while the group trains."""
 
     _settings: ManagerSettings
+    _membership: GroupMembership
     _attempt: Attempt | None
 
     @abstractmethod
@@ -66,10 +68,12 @@ class BackgroundQuorum(StateAndProgress):
     def open_step(self) -> int | None:
         """Return the number of the open attempt, counted in this process. None: no step is open.
 
-        A step is open from ``start_quorum`` to ``should_commit``.
+        A step is open from ``start_quorum`` to ``should_commit`` or ``shutdown``.
         """
         attempt = self._attempt
-        return None if attempt is None or attempt.done or attempt.requested_early else attempt.number
+        if attempt is None or attempt.done or attempt.requested_early or self._membership.ended:
+            return None
+        return attempt.number
 
     @property
     def step_continued(self) -> bool:

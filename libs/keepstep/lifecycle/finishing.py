@@ -16,7 +16,6 @@ from datetime import timedelta
 
 from keepstep.group.layout_parts import LayoutChanges
 from keepstep.lifecycle.background_quorum import BackgroundQuorum
-from keepstep.lifecycle.membership import GroupMembership
 from keepstep.step.agreeing import final_root_of
 from keepstep_mesh.errors import JobClosed, KeepstepError
 from keepstep_mesh.protocol.membership import PUBLISHED, TO_PUBLISH, UNPUBLISHED
@@ -38,7 +37,6 @@ class Finished:
 class Finishing(BackgroundQuorum):
     """The method of a Manager that ends the training in all groups together."""
 
-    _membership: GroupMembership
     _finished: Finished | None = None
     _published = False
 

@@ -64,3 +64,18 @@ def test_a_plain_optimizer_whose_wrapper_began_the_step_is_refused(lighthouse, s
         with pytest.raises(RuntimeError, match=r"call step\(\) of the keepstep.Optimizer around it"):
             scaler.step(adamw)
         assert torch.equal(model.weight, before)
+
+
+def test_a_manager_that_was_shut_down_in_a_step_refuses_no_step_of_the_optimizer(lighthouse):
+    model = nn.Linear(3, 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with manager(lighthouse, "a") as m:
+        ddp = DistributedDataParallel(m, model)
+        Optimizer(m, sgd).zero_grad()
+        ddp(torch.ones(2, 3)).sum().backward()  # the step is open, as after Ctrl-C in a notebook
+        assert m.open_step() is not None
+    before = model.weight.clone()
+    sgd.zero_grad()
+    model(torch.ones(2, 3)).sum().backward()
+    sgd.step()
+    torch.testing.assert_close(model.weight, before - 0.2)
