@@ -80,6 +80,8 @@ class Durability:
         """Number of checkpoints of that state."""
         self._saved: Held | None = None
         """The state of the last checkpoint that this process staged, or was loaded from."""
+        self._told_of_end = False
+        """Whether the script learned in a step that the job is closed, at the state that it has since then."""
         self._damage: dict[tuple[str, str], str] = {}
         """Copies of checkpoints that this group could not load. Only rank 0 knows them."""
         self._looked = False
@@ -310,7 +312,10 @@ class Durability:
             JobClosedExit: no relay has it, or this group has it and wants to train on.
         """
         context = self._context
+        told, self._told_of_end = self._told_of_end, True
         if context.progress.step == closed.step and same_weights(context.progress.lineage, closed.lineage):
+            if not told and self._commit is None and self._saved == self._held:
+                return  # this group resumed from it in this step, and its script does not know yet
             context.end_with(JobClosedExit(str(closed)))
         choice = self._agree(lambda: self._choose_final(closed))
         if why_not := choice.get("why_not"):

@@ -120,6 +120,14 @@ async def test_a_group_that_comes_after_the_end_takes_a_published_final_state_fr
         assert "2 groups finished together at step 3" in said
         assert "the final state was not loaded: resume=False" in said
 
+        monkeypatch.setenv("KEEPSTEP_JOB", "resumed")  # the late group resumes from the final state before it asks
+        at["durable_every"] = LAST
+        both = (partial(finish, ready, name, **at) for name in "ab")
+        (end, weights), _ = await asyncio.to_thread(together, *both)
+        again, loaded = await asyncio.to_thread(late, "b", **at)
+        assert again == end
+        assert torch.equal(loaded, weights)
+
         monkeypatch.setenv("KEEPSTEP_JOB", "not-published")
         at["durable_every"] = LAST - 1
         await asyncio.to_thread(group, lighthouse, "a", **at)
