@@ -46,9 +46,8 @@ class Finishing(BackgroundQuorum):
         Call it in all groups and ranks, between two steps, after the training loop. A group that died in the last steps
         is waited for, for ``finish_grace`` of the job's policy (30 s), and heals from the others. This group heals
         too, if its state differs from theirs, whose digests are compared; so evaluate and save the model afterwards.
-        Then the job is closed: a
-        group that starts later ends with exit code 80, until ``keepstep job reopen`` allows it to train on. With
-        ``publish`` such a group loads the final state from a relay instead, and finishes too.
+        Then the job is closed: a group that starts later ends with exit code 80, until ``keepstep job reopen`` allows
+        it to train on. With ``publish`` such a group loads the final state from a relay instead, and finishes too.
 
         The training loop must end at the same step in all groups, also in one that was started again: let
         ``current_step()`` decide, not a count of the script's own.
