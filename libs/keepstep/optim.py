@@ -154,17 +154,25 @@ class OptimizerWrapper(Optimizer):
     def _inner_step_begins(self, *_: object) -> None:
         if self.manager.rehearsing:
             return
-        if self.manager.open_step() is not None:
-            name = type(self.optim).__name__
-            raise RuntimeError(
-                f"{name}.step() was called before the step has committed, so that no step ever would: call step() of "
-                f"the keepstep.Optimizer around it (GradScaler.step takes that one too), or step the {name} in `with "
-                f"manager.committing()`"
-            )
-        self.manager.change_begins()
+        if self.manager.open_step() is None:
+            self.manager.change_begins()
+        elif type(self.optim).step.__module__.startswith("torch.optim"):
+            raise self._too_early()
+        # another class may call `step` of this wrapper in its own, as torchtitan's container does
 
     def _inner_step_ended(self, *_: object) -> None:
+        if self.manager.open_step() is not None and not self.manager.rehearsing:
+            self.manager.mark_torn()
+            raise self._too_early()
         self.manager.change_ended()
+
+    def _too_early(self) -> RuntimeError:
+        name = type(self.optim).__name__
+        return RuntimeError(
+            f"{name}.step() was called before the step has committed, so that no step ever would: call step() of "
+            f"the keepstep.Optimizer around it (GradScaler.step takes that one too), or step the {name} in `with "
+            f"manager.committing()`"
+        )
 
     def _discarded(self) -> None:
         if self.manager.rehearsing:

@@ -17,7 +17,7 @@ from keepstep.lifecycle.membership import GroupMembership
 from keepstep.runtime.exits import EvictedExit
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS, LoopThread
 from keepstep.step.context import StepContext
-from keepstep.step.failure_evidence import FailureEvidence
+from keepstep.step.evidence.failure_evidence import FailureEvidence
 from keepstep.step.live_state import LiveState
 from keepstep.step.progress import GroupProgress
 from keepstep.step.reconfigurer import Reconfigurer

@@ -21,12 +21,12 @@ from keepstep.group.ranks.rank_link import RankLink
 from keepstep.runtime.exits import StateMismatchExit
 from keepstep.runtime.held_signals import HeldSignals
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS, LoopThread
-from keepstep.step.failure_evidence import FailureEvidence
+from keepstep.step.evidence.failure_evidence import FailureEvidence
+from keepstep.step.evidence.repeated_error import LIMIT, RepeatedError
 from keepstep.step.following import Follower
 from keepstep.step.live_state import LiveState
 from keepstep.step.progress import GroupProgress
 from keepstep.step.reconfigurer import Reconfigurer
-from keepstep.step.repeated_error import LIMIT, RepeatedError
 from keepstep.step.reporting.step_log import StepLog
 from keepstep.step.reporting.step_telemetry import StepTelemetry
 from keepstep.step.retrying.kept_reductions import KeptReductions

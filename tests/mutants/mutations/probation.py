@@ -76,14 +76,14 @@ MUTATIONS = (
     ),
     Mutation(
         "groups that answer a probe are named",
-        "libs/keepstep/step/failure_evidence.py",
+        "libs/keepstep/step/evidence/failure_evidence.py",
         'if probe.result() == "silent"} | again\n',
         'if probe.result() == "answers"} | again\n',
         Test(f"{EVIDENCE}::test_a_failed_step_names_the_groups_that_give_no_answer"),
     ),
     Mutation(
         "the loss of a group does not explain a failed step",
-        "libs/keepstep/step/failure_evidence.py",
+        "libs/keepstep/step/evidence/failure_evidence.py",
         "        self._lost_of = quorum_id\n",
         "        pass\n",
         Test(f"{EVIDENCE}::test_a_lost_group_explains_the_failure_and_ends_the_probe"),

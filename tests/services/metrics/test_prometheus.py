@@ -218,6 +218,7 @@ FIRING = {
     ],
     "CheckpointWasSkipped": ['keepstep_job_durable_skipped_total{job="j"} _x44 1x15'],
     "CollectivesDiffer": ['keepstep_events_total{job="j",kind="collectives_differ"} 0+1x60'],
+    "OptimizersDiffer": ['keepstep_events_total{job="j",kind="values_differ"} 0+1x60'],
     "PortsMislead": ['keepstep_events_total{job="j",kind="port_misled"} 0+1x60'],
     "ReplicasDiffer": ['keepstep_events_total{job="j",kind="replicas_differ"} 0+1x60'],
     "NobodyLeads": ['keepstep_lighthouse_ready{instance="a"} 0x60'],

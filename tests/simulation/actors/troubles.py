@@ -1,6 +1,6 @@
 """Groups that keep others from committing, and the evidence that groups send about steps that failed.
 
-The evidence follows ``keepstep.step.failure_evidence``. A group that lies sends other evidence.
+The evidence follows ``keepstep.step.evidence.failure_evidence``. A group that lies sends other evidence.
 """
 
 from __future__ import annotations

@@ -23,8 +23,9 @@ from keepstep.group.ranks import rank_link
 from keepstep.lifecycle import membership
 from keepstep.manager import SHUTDOWN_SECONDS, Manager
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS
-from keepstep.step import agreeing, failure_evidence, healing
+from keepstep.step import agreeing, healing
 from keepstep.step.catching_up import catch_up
+from keepstep.step.evidence import failure_evidence
 from keepstep_cli.asking import rest
 from keepstep_cli.running.supervisor_events import Restarts
 from keepstep_lighthouse.api import event_stream

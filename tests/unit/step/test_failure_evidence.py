@@ -14,7 +14,7 @@ import pytest
 from keepstep.group.merging import merge_asks
 from keepstep.group.quorum_plan import QuorumPlan, make_plan
 from keepstep.step import failure_evidence
-from keepstep.step.failure_evidence import FailureEvidence
+from keepstep.step.evidence.failure_evidence import FailureEvidence
 from keepstep.step.reporting.step_telemetry import StepTimes
 from keepstep_mesh.protocol.group_messages import RankAsk
 from keepstep_mesh.protocol.membership import MAX_PEERS, OWN, PEER, UNKNOWN, Member, MemberInfo, Quorum, StepFailure

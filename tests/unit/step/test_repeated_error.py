@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from keepstep.step.repeated_error import LIMIT, RepeatedError
+from keepstep.step.evidence.repeated_error import LIMIT, RepeatedError
 
 
 def test_the_same_error_ends_the_group_when_no_other_step_lies_between() -> None:

@@ -37,6 +37,7 @@ SEVERITIES = {
     "ReplicasDiffer": "critical",
     "ContributionNotFinite": "warning",
     "CollectivesDiffer": "warning",
+    "OptimizersDiffer": "warning",
     "PortsMislead": "warning",
     "CheckpointIsOld": "warning",
     "CheckpointWasSkipped": "critical",
@@ -48,6 +49,7 @@ EVENT_ALERTS = {
     "replicas_differ": "ReplicasDiffer",
     "nonfinite": "ContributionNotFinite",
     "collectives_differ": "CollectivesDiffer",
+    "values_differ": "OptimizersDiffer",
     "port_misled": "PortsMislead",
 }
 """Events that are alerts for ten minutes, with the sentence of the last one."""

@@ -79,3 +79,21 @@ def test_a_manager_that_was_shut_down_in_a_step_refuses_no_step_of_the_optimizer
     model(torch.ones(2, 3)).sum().backward()
     sgd.step()
     torch.testing.assert_close(model.weight, before - 0.2)
+
+
+def test_an_optimizer_of_another_package_that_steps_without_its_wrapper_is_refused_after_it(lighthouse):
+    class Descent(torch.optim.SGD):
+        """Overrides ``step``, which might call the wrapper as torchtitan's container of optimizers does."""
+
+        def step(self, closure=None):
+            return super().step(closure)
+
+    model = nn.Linear(3, 1)
+    with manager(lighthouse, "a") as m:
+        ddp, descent = DistributedDataParallel(m, model), Descent(model.parameters(), lr=0.1)
+        optimizer = Optimizer(m, descent)
+        optimizer.zero_grad()
+        ddp(torch.ones(2, 3)).sum().backward()
+        with pytest.raises(RuntimeError, match=r"Descent.step\(\) was called before the step has committed"):
+            descent.step()
+        assert m.torn, "its weights are those of no step"

@@ -15,7 +15,7 @@ from torch.distributed import ReduceOp
 
 from keepstep import DistributedDataParallel, Manager
 from keepstep.coordination import LighthouseServer
-from keepstep.step.repeated_error import LIMIT
+from keepstep.step.evidence.repeated_error import LIMIT
 from tests.services.manager.groups import events, manager
 from tests.services.manager.steps.test_retried_steps import Lossy
 
