@@ -13,7 +13,7 @@ import pytest
 
 from keepstep.group.merging import merge_asks
 from keepstep.group.quorum_plan import QuorumPlan, make_plan
-from keepstep.step import failure_evidence
+from keepstep.step.evidence import failure_evidence
 from keepstep.step.evidence.failure_evidence import FailureEvidence
 from keepstep.step.reporting.step_telemetry import StepTimes
 from keepstep_mesh.protocol.group_messages import RankAsk
