@@ -22,7 +22,7 @@ def complete(owner: object, state: dict[str, Any], path: Path, stored: StoredChe
     """Add a place to ``state`` for each value that the checkpoint has of ``owner``, if that is one of these kinds.
 
     The place of a value is None: a load creates it. State of a DTensor parameter with the shape of the parameter is a
-    new DTensor, which is sharded alike.
+    new DTensor, which is sharded alike. State of parameters that had none when the optimizer was saved is left out.
 
     Args:
         owner: an object with ``state_dict``.
@@ -40,7 +40,12 @@ def complete(owner: object, state: dict[str, Any], path: Path, stored: StoredChe
         if not _has_groups(state):
             return
         _check_groups(state, path, below, stored)
-        state["state"] = {key: dict(one) if isinstance(one, dict) else one for key, one in state["state"].items()}
+        stepped = {key_of(steps[1:2]) for steps in below.values() if _texts(steps[:1]) == ["state"]}
+        state["state"] = {
+            key: dict(one) if isinstance(one, dict) else one
+            for key, one in state["state"].items()
+            if str(key) in stepped or not below
+        }
     for key, steps in below.items():
         _add(state, steps, lambda steps=steps, key=key: _place_of(owner, steps, key, stored))
 
@@ -104,8 +109,10 @@ def _key_in(container: dict[Any, Any], step: Any) -> Any:
 
 
 def _place_of(owner: object, steps: Path, key: str, stored: StoredCheckpoint) -> Any:
-    """Return None, or the DTensor to load into."""
+    """Return None, or the tensor to load into."""
     tensor = stored.tensors.get(key)
+    if tensor is not None and isinstance(steps[-1], Index):  # a list of None would be one plain value
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
     if tensor is None or not isinstance(owner, Optimizer) or len(steps) < 3 or steps[0] != "state":
         return None
     parameters = [one for group in owner.param_groups for one in group["params"]]

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from keepstep.checkpoint.checkpoint_errors import (
     MAX_NAMED,
@@ -25,6 +26,7 @@ from keepstep.checkpoint.places.location import AtRelay, parse
 from keepstep.checkpoint.reading import VerifiedReader, Wanted
 from keepstep.checkpoint.stored import CheckpointReader, Piece, StoredCheckpoint, StoredTensor, pieces_of
 from keepstep.checkpointing.direct.http_connection import Deadline
+from keepstep.checkpointing.exact_load import put_back
 from keepstep.checkpointing.state.known_classes import class_name
 from keepstep.checkpointing.state.tensor_subclasses import is_whole_value, is_wrapper
 from keepstep_mesh.protocol.boxes import Box
@@ -47,7 +49,8 @@ def load(
     imaginary parts. A DTensor gets its shard, whatever shards were saved. Only the parts of chunks that have these
     bytes are read, and each is verified. Keys of the checkpoint that ``state_dict`` does not have are not loaded,
     except by optimizers and learning rate schedulers: they get all that was saved of them. An optimizer that has not
-    stepped yet gets its state too. After an error, tensors may be half loaded.
+    stepped yet gets its state too, and one that was saved before its first step loses it. State that an optimizer has
+    here keeps its dtype, which ``load_state_dict`` of torch would cast. After an error, tensors may be half loaded.
 
     Args:
         state_dict: as for ``save``, with tensors that have memory. Other values are replaced. At the end,
@@ -68,13 +71,16 @@ def load(
     reader = open_reader(checkpoint_id, timeout=timeout, token=token)
     try:
         expanded, stored = expand(state_dict), StoredCheckpoint(reader)
+        before = [dict(state) for _, _, state in expanded.stateful]
         for path, one, state in expanded.stateful:
             complete(one, state, path, stored)
         load_leaves(expanded.state, stored, strict=strict)
     finally:
         reader.close()
-    for _, one, state in expanded.stateful:
+    for (_, one, state), own in zip(expanded.stateful, before, strict=True):
         one.load_state_dict(state)
+        if isinstance(one, Optimizer):
+            put_back(own, one.state_dict())
     _take_over(state_dict, expanded.state)
 
 

@@ -377,18 +377,21 @@ def _pairs(node: Any, what: str) -> dict[Any, Any]:
     pairs = node[1:] if node[0] == "dict" else node[2:]
     if len(pairs) % 2:
         raise ManifestError(f"{what} has a key without a value")
-    keys = [build_value(key, None, f"key of {what}", _no_tensor) for key in pairs[::2]]
     try:
+        keys = [build_value(key, None, f"key of {what}", _no_tensor) for key in pairs[::2]]
         return dict(zip(keys, pairs[1::2], strict=True))
     except TypeError as error:
         raise ManifestError(f"{what} has a key that cannot be one: {error}") from error
+    except StateMismatch as error:
+        raise CheckpointError(str(error)) from error
 
 
 def _is_part(node: Any) -> bool:
     if type(node) is not list or not node:
         return False
     node = plain_container(node)
-    return node[0] in PARTS or (node[0] == "list" and any(_is_part(one) for one in node[1:]))
+    kind = node[0] if type(node[0]) is str else None
+    return kind in PARTS or (kind == "list" and any(_is_part(one) for one in node[1:]))
 
 
 def _no_tensor(_index: int, _target: Any, path: str) -> Any:

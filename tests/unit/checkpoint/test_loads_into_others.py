@@ -107,6 +107,43 @@ def test_an_optimizer_without_state_gets_it(tmp_path, save):
     assert torch.equal(model[0].weight, new_model[0].weight)
 
 
+def test_lists_of_tensors_in_the_state_of_an_optimizer_are_loaded_into_one_without_state(tmp_path):
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.LBFGS(model.parameters())
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(3, 4)).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    checkpoint.save({"optimizer": optimizer}, tmp_path / "c")
+    new = torch.optim.LBFGS(nn.Linear(4, 4).parameters())
+    checkpoint.load({"optimizer": new}, tmp_path / "c")
+    saved, loaded = (one.state_dict()["state"][0] for one in (optimizer, new))
+    assert [torch.is_tensor(one) for one in loaded["old_dirs"]] == [True] * len(saved["old_dirs"]) != []
+    assert str(loaded) == str(saved)
+
+
+def test_an_optimizer_that_has_stepped_becomes_one_that_was_saved_before(tmp_path):
+    _, optimizer, _ = trained(steps=0)
+    checkpoint.save({"optimizer": optimizer}, tmp_path / "c")
+    _, new, _ = trained(steps=2)
+    checkpoint.load({"optimizer": new}, tmp_path / "c")
+    assert new.state_dict()["state"] == {}
+
+
+def test_state_in_float32_of_a_parameter_in_bfloat16_is_loaded_exactly(tmp_path):
+    parameter = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([parameter], momentum=0.9)
+    optimizer.state[parameter]["momentum_buffer"] = torch.full((8,), 1 + 2**-20)
+    checkpoint.save({"optimizer": optimizer}, tmp_path / "c")
+    optimizer.state[parameter]["momentum_buffer"].zero_()
+    checkpoint.load({"optimizer": optimizer}, tmp_path / "c")
+    assert torch.equal(optimizer.state[parameter]["momentum_buffer"], torch.full((8,), 1 + 2**-20))
+
+
 def test_keys_of_a_group_and_states_that_only_the_checkpoint_has_are_taken_over(tmp_path):
     """A script that creates its scheduler after the load is one: ``LRScheduler(last_epoch=3)`` needs ``initial_lr``."""
     _, optimizer, _ = trained(schedule=lambda one: torch.optim.lr_scheduler.StepLR(one, 2))

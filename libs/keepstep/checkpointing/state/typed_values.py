@@ -101,7 +101,7 @@ def build_typed(node: list[Any], into: Any, path: str, build: Build) -> Any:
     """
     try:
         return _BUILDERS[node[0]](node, into, path, build)
-    except (TypeError, ValueError, LookupError, AttributeError) as error:
+    except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
         raise StateMismatch(
             f"{path} cannot be loaded as {glimpse(node[:2])}: {type(error).__name__}: {error}"
         ) from error
