@@ -11,6 +11,7 @@ import collections
 import concurrent.futures
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
@@ -18,11 +19,11 @@ import torch
 
 from keepstep_mesh.threads.starting import ThreadPoolExecutor
 
-BUFFERS = 8
+BUFFERS = 16
 BUFFER_BYTES = 16 << 20
 """Size of each pinned buffer: a power of two, to which torch rounds pinned memory up."""
-THREADS = 4
-"""Threads from the buffers to main memory: one of them is slower than the bus of a GPU."""
+THREADS = min(12, os.cpu_count() or 1)
+"""Threads from the buffers to main memory. One is slower than the bus of a GPU: docs/gpu.md has rates."""
 
 Part = tuple[torch.Tensor, torch.Tensor]
 """Bytes in main memory, and the bytes of a buffer that belong there."""
