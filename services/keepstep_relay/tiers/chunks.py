@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from keepstep_mesh.config.log_limiter import LogLimiter
 from keepstep_mesh.config.logging import get_logger
-from keepstep_mesh.protocol.manifest import chunk_digest
+from keepstep_mesh.protocol.manifest import CHUNK_BYTES, chunk_digest
 from keepstep_mesh.serving.notifier import Notifier
 from keepstep_mesh.threads.starting import ThreadPoolExecutor
 from keepstep_relay.core.events import (
@@ -53,6 +53,8 @@ FLUSH_SECONDS = 5.0
 ROOM_SECONDS = 5.0
 """A request waits this long for memory, or for deletions on a full disk."""
 TRY_DISK_SECONDS = 5.0
+TRIED_BYTES = 4096
+"""Written to try the disk. After a chunk was not written, a whole chunk is tried."""
 FULL_LOG_SECONDS = 60.0
 """Shortest time between two log lines about a full disk."""
 
@@ -133,17 +135,17 @@ class ChunkStore:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
     async def _try_disk(self, disk: DiskTier) -> None:
-        """Write to the disk from time to time: a relay that gets no chunks does not notice a full disk."""
+        """Write to the disk from time to time: a relay that gets no chunks notices neither a full disk nor its end."""
         while True:
             await asyncio.sleep(TRY_DISK_SECONDS)
             try:
-                await self.in_thread(disk.try_write)
+                await self.in_thread(disk.try_write, TRIED_BYTES if self.disk_trouble is None else CHUNK_BYTES)
             except DiskError as error:
                 if self.tried_disk is None:
                     log.error("disk accepts no writes", reason=str(error))
                 self.tried_disk = str(error)
             else:
-                self.tried_disk = None
+                self.tried_disk = self.disk_trouble = None
 
     async def to_disk(self, write: Callable[..., None], *arguments: object) -> None:
         """Write. If the disk is full, wait for due deletions, and write again after each checkpoint that may go.

@@ -31,8 +31,6 @@ from keepstep_relay.core.events import Facts, Key, Kind
 CHUNK_NAME = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}", re.ASCII)
 MANIFEST_NAME = re.compile(r"manifest-\d+", re.ASCII)
 
-TRIED_BYTES = 4096
-
 log = get_logger("keepstep.relay.disk")
 
 
@@ -124,12 +122,12 @@ class DiskTier:
             os.close(self._lock)
             self._lock = None
 
-    def try_write(self) -> None:
-        """Write a small file, and delete it. Raises ``DiskError``."""
+    def try_write(self, size: int) -> None:
+        """Write a file of ``size`` bytes, and delete it. Raises ``DiskError``."""
         partial = self._partial / "tried"
         with _explained(f"cannot write to {self.folder}", self.folder):
             try:
-                partial.write_bytes(bytes(TRIED_BYTES))
+                partial.write_bytes(bytes(size))
             finally:
                 partial.unlink(missing_ok=True)
 

@@ -262,3 +262,19 @@ async def test_an_idle_relay_notices_that_its_disk_is_full_and_doctor_needs_no_t
         assert "cannot write to" in (await probes._probe(http, "relay", one.address)).not_ready
         big.unlink()
         await until(lambda: one.not_ready() is None)
+
+
+@pytest.mark.parametrize("small_disk", ["24m"], indirect=True)
+async def test_a_relay_is_ready_again_when_the_disk_that_refused_a_chunk_has_room(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunks, "TRY_DISK_SECONDS", 0.1)
+    async with relay(data_dir=small_disk / "data") as one, client(one.address) as worker:
+        big = small_disk / "big"
+        big.write_bytes(bytes(20 << 20))
+        await worker.begin("c1", 1)
+        await worker.manifest(ONE)
+        await worker.put(ONE.chunks[0])
+        await until(lambda: one.chunks.disk_trouble is not None)
+        big.unlink()
+        await until(lambda: one.not_ready() is None)
