@@ -15,6 +15,7 @@ import pytest
 from keepstep_cli.doctor import probes
 from keepstep_mesh.net.backoff import Backoff
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES
+from keepstep_mesh.security.tls import TlsFiles
 from keepstep_mesh.security.tokens import Tokens
 from keepstep_relay.core.events import Key, Limits
 from keepstep_relay.tiers import chunks, durable_copies
@@ -253,13 +254,13 @@ async def test_an_idle_relay_notices_that_its_disk_is_full_and_doctor_needs_no_t
     monkeypatch.setattr(chunks, "TRY_DISK_SECONDS", 0.1)
     tokens = Tokens(worker="worker-token-of-the-test")
     async with relay(data_dir=small_disk / "data", tokens=tokens) as one, aiohttp.ClientSession() as http:
-        assert (await probes._probe(http, "relay", one.address)).not_ready == ""
+        assert (await probes._probe(http, "relay", one.address, TlsFiles())).not_ready == ""
         big = small_disk / "big"
         with pytest.raises(OSError, match="No space left"), big.open("wb", buffering=0) as file:
             while True:
                 file.write(bytes(4096))
         await until(lambda: one.not_ready() is not None)
-        assert "cannot write to" in (await probes._probe(http, "relay", one.address)).not_ready
+        assert "cannot write to" in (await probes._probe(http, "relay", one.address, TlsFiles())).not_ready
         big.unlink()
         await until(lambda: one.not_ready() is None)
 

@@ -109,7 +109,9 @@ def _unreachable(state: JobState, group: Group) -> str:
     """Return why ``group`` and another group cannot reach each other; empty: nothing is known against it."""
     for other in state.groups:
         near, far = (group, other) if _is_near(group) else (other, group)
-        if other.session is not None and far.host and not _LOOPBACK.match(f"//{far.host}") and _is_near(near):
+        if other.session is None or near.host == far.host:  # one machine, perhaps behind an address of containers
+            continue
+        if far.host and not _LOOPBACK.match(f"//{far.host}") and _is_near(near):
             return (
                 f"{near.name} gives {near.info.address} as its address, which {far.name} at {far.host} cannot reach; "
                 f"give {near.name} the address of the lighthouse that other machines use (--lighthouse, "
