@@ -101,7 +101,9 @@ async def test_a_durable_tier_that_fails_is_no_commit(tmp_path: Path) -> None:
         assert "bucket" in (await worker.commit(status=503))["detail"]
         assert (await worker.show())["checkpoint"]["state"] == "uploading"
         assert await worker.pack() == TWO.pack
-        assert "bucket" in (await probes._probe(worker.http, "relay", one.address)).not_ready, "keepstep doctor says so"
+        assert "bucket" in (await probes._probe(worker.http, "relay", one.address, TlsFiles())).not_ready, (
+            "keepstep doctor says so"
+        )
 
 
 async def test_an_object_store_that_fails_for_a_moment_costs_a_retry_and_no_commit(

@@ -24,6 +24,7 @@ ACCESS = {
     ("GET", "/v1/jobs/{job}/transfers"): "worker service admin",
     ("GET", "/v1/jobs/{job}/session"): "worker admin",
     ("GET", "/v1/lighthouses/session"): "service admin",
+    ("GET", "/v1/lighthouses/events"): "service admin",
     ("POST", "/v1/jobs/{job}/verify"): "admin",
     ("POST", "/v1/jobs/{job}/reopen"): "admin",
     ("POST", "/v1/jobs/{job}/replicas/{replica_id}/evict"): "admin",

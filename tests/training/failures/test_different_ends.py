@@ -1,4 +1,4 @@
-"""Real trainers that end with different weights: one group has another learning rate, and registers no optimizer."""
+"""Real trainers that end with different weights: one group changes its weights by itself after each step."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ from keepstep import DistributedDataParallel, Manager, Optimizer, ProcessGroupGl
 
 torch.manual_seed(0)
 model = torch.nn.Linear(4, 2)
-sgd = torch.optim.SGD(model.parameters(), 0.11 if os.environ["REPLICA_GROUP_ID"] == os.environ["OTHER"] else 0.1)
+other = os.environ["REPLICA_GROUP_ID"] == os.environ["OTHER"]
+sgd = torch.optim.SGD(model.parameters(), 0.1)
 manager = Manager(pg=ProcessGroupGloo(), state_dict=model.state_dict, load_state_dict=model.load_state_dict)
 ddp, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, sgd)
 while manager.current_step() < int(os.environ["STEPS"]):
     optimizer.zero_grad()
     ddp(torch.ones(3, 4)).sum().backward()
     optimizer.step()
+    with torch.no_grad():
+        model.bias += 0.01 if other else 0.0
 print("finished", manager.finish(), flush=True)
 """
 

@@ -26,7 +26,7 @@ sys.exit(77 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else 0)
 async def test_run_asks_for_a_ban_by_the_name_that_the_group_has_at_the_lighthouse(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(EVICTED_ONCE)
     async with running("train_ddp_1") as job:
-        assert (await keepstep("evict", "train_ddp_1", "--ban", "10m", *job.at)).code == 0
+        assert (await keepstep("evict", "train_ddp_1", "--ban", "10m", "--yes", *job.at)).code == 0
         async with process("run", "--replicas", "1", *job.at, "--", str(tmp_path / "script.py")) as run:
             said = await line_of(run.stderr, "not started again")
             assert said.rstrip().endswith("`keepstep readmit train_ddp_1` ends that")

@@ -16,6 +16,7 @@ from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_lighthouse.store.contract import StoreError
 from keepstep_lighthouse.store.opening import open_store
 from keepstep_mesh.protocol.messages import QuorumAnswer
+from keepstep_mesh.security.tls import TlsFiles
 from tests.services.lighthouse.store.test_etcd_store import ETCDCTL, compact
 from tests.support.services.etcd_server import EtcdCluster
 from tests.support.services.lighthouse_driver import DEADLINE, eventually, lighthouse, round_of, worker, workers
@@ -75,7 +76,10 @@ async def test_an_etcd_without_space_is_seen_by_leader_and_standby_and_named_eve
                 assert "database space exceeded" in await until_ready(http, one.address, 503)
             _, seen = await get(http, f"{leader.address}/v1/cluster")
             assert "database space exceeded" in seen["store"]["trouble"]
-            assert "database space exceeded" in (await probes._probe(http, "lighthouse", leader.address)).not_ready
+            assert (
+                "database space exceeded"
+                in (await probes._probe(http, "lighthouse", leader.address, TlsFiles())).not_ready
+            )
             async with http.get(f"{leader.address}/metrics") as answer:
                 assert "keepstep_lighthouse_store_trouble 1.0" in (await answer.text()).splitlines()
             async with worker(leader.address, "r2:1") as joiner:
