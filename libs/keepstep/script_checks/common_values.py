@@ -114,7 +114,7 @@ class CommonValues:
             yield "flush_denormal", str(_LEAST_NORMAL / 2 == 0)
             yield "mkldnn.matmul.fp32_precision", str(torch.backends.mkldnn.matmul.fp32_precision)  # type: ignore[attr-defined]
         if "cpu" in self._averaged:  # an outer optimizer computes no sum, whose order the threads decide
-            yield "OMP_NUM_THREADS (if unset: the cores of the host)", str(torch.get_num_threads())
+            yield "OMP_NUM_THREADS", str(torch.get_num_threads())
 
 
 @dataclass(slots=True)

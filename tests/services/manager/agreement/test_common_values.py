@@ -136,14 +136,13 @@ manager.start_quorum()
 print("let in")
 """
 THREADS = torch.get_num_threads()
-OMP = "OMP_NUM_THREADS (if unset: the cores of the host)"
 
 
 @pytest.mark.parametrize(
     ("act", "variables", "named"),
     [
         ("", {"ATEN_CPU_CAPABILITY": "default"}, "setting ATEN_CPU_CAPABILITY: DEFAULT in b, AVX"),
-        (f"torch.set_num_threads({THREADS + 1})", {}, f"setting {OMP}: {THREADS + 1} in b, {THREADS} in a"),
+        (f"torch.set_num_threads({THREADS + 1})", {}, f"setting OMP_NUM_THREADS: {THREADS + 1} in b, {THREADS} in a"),
         ("torch.set_flush_denormal(True)", {}, "setting flush_denormal: True in b, False in a"),
         ("torch.use_deterministic_algorithms(True)", {}, "setting use_deterministic_algorithms: True in b, False in a"),
         ("torch.set_float32_matmul_precision('medium')", {}, "setting mkldnn.matmul.fp32_precision: bf16 in b, none"),
