@@ -124,7 +124,7 @@ def _lineage(group: Group, request: QuorumRequest, behind: int) -> Lineage:
     """Return the lineage that counts in the quorum. ``behind``: see ``_highest_behind``."""
     if group.diverged:
         return f"{DIVERGED}{group.replica_id}"
-    if request.step <= behind and not group.committed and is_loaded(request.lineage):
+    if request.step <= behind and not group.trained and is_loaded(request.lineage):
         return f"{LOADED}{BEHIND}{group.replica_id}"
     return request.lineage
 

@@ -186,6 +186,8 @@ class Group:
     """From its last answer to its next request."""
     committed: int = 0
     """Steps, each from an answer of this lighthouse to the next request."""
+    trained: bool = False
+    """It has asked with a state that was committed. A group that only follows commits steps without one."""
     committed_at: float | None = None
     """When it asked after the last of these steps; None: no step yet."""
     last_step: StepReport | None = None

@@ -17,7 +17,7 @@ from keepstep_lighthouse.quorum.events import Announce
 from keepstep_lighthouse.quorum.group import ANSWER, ASK, EXCLUDE, WITHDRAW, Answer, Excluded, Exclusion, Group
 from keepstep_lighthouse.quorum.open_heals import OpenHeals
 from keepstep_lighthouse.quorum.tally import Tally
-from keepstep_mesh.protocol.lineage import is_live
+from keepstep_mesh.protocol.lineage import is_committed, is_live
 from keepstep_mesh.protocol.messages import QuorumRequest
 from keepstep_mesh.protocol.names import name_of
 
@@ -235,6 +235,7 @@ class Groups:
         if group.working_since is not None:
             self._count_step(group, request, now - group.working_since)
         self.set_state(group, request)
+        group.trained = group.trained or is_committed(request.lineage)
         group.highest_request = request.request
         self._count_request(group, self.asking)
         heapq.heappush(self._deadlines, (now + request.timeout_ms / 1000, group.replica_id, request.request))

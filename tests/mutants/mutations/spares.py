@@ -61,8 +61,8 @@ MUTATIONS = (
     Mutation(
         "the unused checkpoint of a spare takes the job back from groups that took part without healing",
         "services/keepstep_lighthouse/quorum/announcing.py",
-        "    if request.step <= behind and not group.committed and is_loaded(request.lineage):\n",
-        "    if request.step < 0 and not group.committed and is_loaded(request.lineage):\n",
+        "    if request.step <= behind and not group.trained and is_loaded(request.lineage):\n",
+        "    if request.step < 0 and not group.trained and is_loaded(request.lineage):\n",
         Test(
             f"{CORE}::"
             "test_the_unused_checkpoint_of_a_spare_takes_no_steps_from_groups_that_took_part_without_healing[1]"
