@@ -41,7 +41,7 @@ MAX_UNWRITTEN = 10_000
 FAILURE_LOG_SECONDS = 60.0
 """Shortest time between two log lines about events that were not written."""
 EVERY_JOB = "*"
-"""Key at which the notifier wakes those who wait for an event of any job. It is no name of a job."""
+"""Key that wakes the followers of all jobs in the notifier. No job can have this name."""
 
 log = get_logger("keepstep.lighthouse.events")
 

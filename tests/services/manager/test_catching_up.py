@@ -296,7 +296,7 @@ def test_all_ranks_wait_for_the_state_when_one_has_no_memory_left(lighthouse, st
 
     def release() -> None:
         assert joined.wait(60)
-        time.sleep((POLL_TIMEOUTS + 1) * SECOND.total_seconds())
+        time.sleep((POLL_TIMEOUTS + 1) * SECOND.total_seconds())  # the poll must time out before the gate opens
         gates[1].open.set()
 
     stay = [partial(veteran, lighthouse, ahead, joined, {"rank": rank, **homes["a"]}) for rank in range(2)]

@@ -279,5 +279,7 @@ async def test_a_relay_is_ready_again_when_the_disk_that_refused_a_chunk_has_roo
         await worker.manifest(ONE)
         await worker.put(ONE.chunks[0])
         await until(lambda: one.chunks.disk_trouble is not None)
+        assert one.not_ready() is not None, "it accepts no checkpoint"
         big.unlink()
         await until(lambda: one.not_ready() is None)
+        assert one.chunks.disk_trouble is None

@@ -52,7 +52,7 @@ def test_the_handlers_are_those_of_before_afterwards(seen):
     signals = HeldSignals()
     signals.hold()
     signals.hold()
-    assert signal.getsignal(signal.SIGUSR1) == before[1], "a default action is no function of Python"
+    assert signal.getsignal(signal.SIGUSR1) == before[1], "Python does not run the default action of a signal"
     signals.release()
     signals.release()
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGUSR1)) == before

@@ -128,7 +128,7 @@ def find_newest(
                 silent_relays=sorted(silent),
                 seconds=max(seconds, wait) if missing else wait if best else seconds,
             )
-        time.sleep(FIND_PAUSE_SECONDS)  # a relay that has started tells no trainer
+        time.sleep(FIND_PAUSE_SECONDS)  # relays do not announce their start to trainers
 
 
 def _nothing_whole(job: str, skipped: Mapping[str, str]) -> str:

@@ -69,7 +69,7 @@ class _Reader:
                 lost = isinstance(error, _DamagedChunk) or (refusal is not None and refusal.status in LOST)
                 (damaged.add if lost else damaged.discard)(relay.address)
                 if refusal is not None and attempt % len(self._relays) == 0:
-                    time.sleep(min(refusal.retry_after, self._deadline.remaining()))
+                    time.sleep(min(refusal.retry_after, self._deadline.remaining()))  # as the relay asks in Retry-After
         kind = StateDamaged if len(damaged) == len(self._relays) else TransferError
         raise kind(f"every relay failed: {'; '.join(dict.fromkeys(problems))}")
 
