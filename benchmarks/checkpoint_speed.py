@@ -155,8 +155,8 @@ def _plan(ours: Side, log: Path) -> Figure:
     """Time what each rank computes for a save on 1,000 ranks with FSDP."""
     script = f"""
 import time, json
-from keepstep.checkpoint.parts.local_parts import Mesh, TensorPart
-from keepstep.checkpoint.parts.planning import Layout, plan
+from keepstep.state.local_parts import Mesh, TensorPart
+from keepstep.state.planning import Layout, plan
 import torch
 ranks = {RANKS_OF_PLAN}
 mesh = Mesh(tuple(range(ranks)), (ranks,), ("S(0)",))

@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
-from keepstep.checkpointing.state.sharding import is_dtensor, sharding_of
 from keepstep.manager import Manager
 from keepstep.process_group import ManagedProcessGroup
+from keepstep.state.values.sharding import is_dtensor, sharding_of
 
 
 def all_reduce_hook(manager: Manager) -> Callable[[torch.Tensor], None]:

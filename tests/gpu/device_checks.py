@@ -11,9 +11,9 @@ from datetime import timedelta
 import torch
 
 from keepstep import HTTPTransport
-from keepstep.checkpointing.state.staging import StagingArea
 from keepstep.process_group import ProcessGroupBabyGloo, ProcessGroupBabyNCCL, ProcessGroupError
 from keepstep.quantization.fused import fused_dequantize_from_fp8, fused_quantize_into_fp8
+from keepstep.state.staging import StagingArea
 from keepstep_mesh.errors import ForkError
 from tests.gpu.check import Check, Result
 from tests.gpu.rank import TIMEOUT, Rank, seconds_of

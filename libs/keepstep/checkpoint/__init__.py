@@ -8,16 +8,16 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from keepstep.checkpoint.checkpoint_errors import (
+from keepstep.checkpoint.loading import load, open_reader
+from keepstep.checkpoint.saving import async_save, save
+from keepstep.checkpoint.stored import CheckpointReader, StoredCheckpoint
+from keepstep.state.checkpoint_errors import (
     CheckpointAborted,
     CheckpointDamaged,
     CheckpointError,
     CheckpointNotFound,
     MissingKeys,
 )
-from keepstep.checkpoint.loading import load, open_reader
-from keepstep.checkpoint.saving import async_save, save
-from keepstep.checkpoint.stored import CheckpointReader, StoredCheckpoint
 
 if TYPE_CHECKING:
     from keepstep.checkpoint.torch_storage import RelayReader, RelayWriter

@@ -12,10 +12,10 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from keepstep.checkpoint.checkpoint_errors import CheckpointError
-from keepstep.checkpoint.parts.flattening import Index, Path, key_of
 from keepstep.checkpoint.stored import StoredCheckpoint
-from keepstep.checkpointing.state.sharding import is_dtensor
+from keepstep.state.checkpoint_errors import CheckpointError
+from keepstep.state.flattening import Index, Path, key_of
+from keepstep.state.values.sharding import is_dtensor
 
 
 def complete(owner: object, state: dict[str, Any], path: Path, stored: StoredCheckpoint) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from keepstep.checkpoint.checkpoint_errors import CheckpointError
 from keepstep.checkpoint.foreign.dcp_directory import DcpDirectory, write_dcp_directory
 from keepstep.checkpoint.foreign.dcp_metadata import METADATA
 from keepstep.checkpoint.foreign.finished_output import check_free
@@ -24,12 +23,13 @@ from keepstep.checkpoint.foreign.foreign_errors import CannotHold, ForeignCheckp
 from keepstep.checkpoint.foreign.pickled_items import load_pickled, save_pickled
 from keepstep.checkpoint.foreign.safetensors_files import SUFFIX, read_safetensors, safetensors_files, write_safetensors
 from keepstep.checkpoint.loading import open_reader
-from keepstep.checkpoint.parts.flattening import Leaf, build, flatten, key_of
-from keepstep.checkpoint.parts.pack import Unread
 from keepstep.checkpoint.saving import save_unread
 from keepstep.checkpoint.stored import StoredCheckpoint
-from keepstep.checkpointing import UnsupportedValue
-from keepstep.checkpointing.state.pack_layout import describe
+from keepstep.state.checkpoint_errors import CheckpointError
+from keepstep.state.errors import UnsupportedValue
+from keepstep.state.flattening import Leaf, build, flatten, key_of
+from keepstep.state.pack import Unread
+from keepstep.state.pack_layout import describe
 from keepstep_mesh.text import listed
 
 __all__ = [

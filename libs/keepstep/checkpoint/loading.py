@@ -10,16 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from keepstep.checkpoint.checkpoint_errors import (
-    MAX_NAMED,
-    CheckpointDamaged,
-    CheckpointError,
-    MissingKeys,
-    without_keys,
-)
 from keepstep.checkpoint.completing import complete
-from keepstep.checkpoint.parts.flattening import Leaf, Path, expand, flatten, list_lengths, place
-from keepstep.checkpoint.parts.local_parts import Part, TensorPart, local_parts
 from keepstep.checkpoint.places.at_relay import RelaySource
 from keepstep.checkpoint.places.directory import DirectorySource
 from keepstep.checkpoint.places.location import AtRelay, parse
@@ -27,8 +18,17 @@ from keepstep.checkpoint.reading import VerifiedReader, Wanted
 from keepstep.checkpoint.stored import CheckpointReader, Piece, StoredCheckpoint, StoredTensor, pieces_of
 from keepstep.checkpointing.direct.http_connection import Deadline
 from keepstep.checkpointing.exact_load import put_back
-from keepstep.checkpointing.state.known_classes import class_name
-from keepstep.checkpointing.state.tensor_subclasses import is_whole_value, is_wrapper
+from keepstep.state.checkpoint_errors import (
+    MAX_NAMED,
+    CheckpointDamaged,
+    CheckpointError,
+    MissingKeys,
+    without_keys,
+)
+from keepstep.state.flattening import Leaf, Path, expand, flatten, list_lengths, place
+from keepstep.state.local_parts import Part, TensorPart, local_parts
+from keepstep.state.values.known_classes import class_name
+from keepstep.state.values.tensor_subclasses import is_whole_value, is_wrapper
 from keepstep_mesh.protocol.boxes import Box
 from keepstep_mesh.text import listed
 

@@ -11,21 +11,21 @@ from typing import Any, Literal
 
 import torch
 
-from keepstep.checkpoint.checkpoint_errors import CheckpointError
-from keepstep.checkpoint.parts.flattening import expand, flatten
-from keepstep.checkpoint.parts.local_parts import ObjectPart, Part, TensorPart, local_parts
-from keepstep.checkpoint.parts.pack import Pack, Unread
-from keepstep.checkpoint.parts.planning import Layout, Plan, plan
-from keepstep.checkpoint.parts.staged_parts import StagedParts
 from keepstep.checkpoint.places.at_relay import RelayTarget
 from keepstep.checkpoint.places.directory import DirectoryTarget
 from keepstep.checkpoint.places.location import AtRelay, parse
 from keepstep.checkpoint.places.target import CheckpointTarget, SaveFacts
 from keepstep.checkpoint.stored import stored_state
-from keepstep.checkpointing import UnsupportedValue
 from keepstep.checkpointing.direct.http_connection import Deadline
-from keepstep.checkpointing.state.pack_layout import describe
-from keepstep.checkpointing.state.sharding import LocalShard
+from keepstep.state.checkpoint_errors import CheckpointError
+from keepstep.state.errors import UnsupportedValue
+from keepstep.state.flattening import expand, flatten
+from keepstep.state.local_parts import ObjectPart, Part, TensorPart, local_parts
+from keepstep.state.pack import Pack, Unread
+from keepstep.state.pack_layout import describe
+from keepstep.state.planning import Layout, Plan, plan
+from keepstep.state.staged_parts import StagedParts
+from keepstep.state.values.sharding import LocalShard
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.protocol.manifest import chunk_digest
 from keepstep_mesh.protocol.state_content import Sharding

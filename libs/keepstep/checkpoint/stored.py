@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
-from keepstep.checkpoint.checkpoint_errors import CheckpointError
-from keepstep.checkpoint.parts.flattening import Index, Leaf, Path, build, key_of, pack_path, unpack_path
 from keepstep.checkpoint.reading import Wanted
-from keepstep.checkpointing import StateMismatch
-from keepstep.checkpointing.state.leaves import TORCH_DTYPES, numpy_dtype
-from keepstep.checkpointing.state.restoring import build_value
-from keepstep.checkpointing.state.state_manifest import read_manifest
-from keepstep.checkpointing.state.tensor_subclasses import PLAIN_TENSORS
+from keepstep.state.checkpoint_errors import CheckpointError
+from keepstep.state.errors import StateMismatch
+from keepstep.state.flattening import Index, Leaf, Path, build, key_of, pack_path, unpack_path
+from keepstep.state.restoring import build_value
+from keepstep.state.state_manifest import read_manifest
+from keepstep.state.values.leaves import TORCH_DTYPES, numpy_dtype
+from keepstep.state.values.tensor_subclasses import PLAIN_TENSORS
 from keepstep_mesh.errors import ManifestError
 from keepstep_mesh.protocol.boxes import Box, Sizes, uncovered, whole
 from keepstep_mesh.protocol.state_content import BYTES, NUMPY, PARTS, TensorEntry, plain_container

@@ -29,15 +29,15 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from keepstep.checkpoint.checkpoint_errors import CheckpointError
 from keepstep.checkpoint.loading import check_cast, check_lists, naming_key, open_reader, read_pieces
-from keepstep.checkpoint.parts.flattening import Index, Leaf, Path
-from keepstep.checkpoint.parts.local_parts import ObjectPart, Part, TensorPart, local_part
 from keepstep.checkpoint.places.location import parse
 from keepstep.checkpoint.saving import TIMEOUT, Kind, open_target, pack_of, save_facts
 from keepstep.checkpoint.stored import Piece, StoredCheckpoint, pieces_of
-from keepstep.checkpointing.state.sharding import is_dtensor
-from keepstep.checkpointing.state.tensor_subclasses import is_whole_value
+from keepstep.state.checkpoint_errors import CheckpointError
+from keepstep.state.flattening import Index, Leaf, Path
+from keepstep.state.local_parts import ObjectPart, Part, TensorPart, local_part
+from keepstep.state.values.sharding import is_dtensor
+from keepstep.state.values.tensor_subclasses import is_whole_value
 from keepstep_mesh.protocol.boxes import Box
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from keepstep.checkpointing.errors import StateMismatch, TransferError, UnsupportedValue
 from keepstep.checkpointing.http_transport import HTTPTransport
 from keepstep.checkpointing.pg_transport import PGTransport
 from keepstep.checkpointing.relayed.relay_transport import RelayTransport
 from keepstep.checkpointing.transport import CheckpointTransport
+from keepstep.state.errors import StateMismatch, TransferError, UnsupportedValue
 from keepstep_mesh.errors import ManifestError
 
 __all__ = [

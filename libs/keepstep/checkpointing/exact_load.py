@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from keepstep.checkpointing.state.sharding import is_dtensor
+from keepstep.state.values.sharding import is_dtensor
 
 _ABSENT = object()
 

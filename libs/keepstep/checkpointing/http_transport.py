@@ -13,10 +13,10 @@ from keepstep.checkpointing.direct.direct_fetch import DirectChunks
 from keepstep.checkpointing.direct.rate_limiter import RateLimiter
 from keepstep.checkpointing.direct.sending.http_server import CheckpointServer
 from keepstep.checkpointing.direct.transfer import ChunkSource, Transfer
-from keepstep.checkpointing.state.restoring import Spare
-from keepstep.checkpointing.state.staging import Snapshot, StagingArea
-from keepstep.checkpointing.state.state_manifest import build_manifest
 from keepstep.checkpointing.transport import CheckpointTransport, Progress
+from keepstep.state.restoring import Spare
+from keepstep.state.staging import Snapshot, StagingArea
+from keepstep.state.state_manifest import build_manifest
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.net.addresses import in_url, outward_address
 from keepstep_mesh.protocol.manifest import Origin

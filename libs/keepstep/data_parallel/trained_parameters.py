@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterable
 import torch
 from torch import nn
 
-from keepstep.checkpointing.state.sharding import is_dtensor
 from keepstep.data_parallel.synced_buffers import AVERAGED_DTYPES
+from keepstep.state.values.sharding import is_dtensor
 from keepstep_mesh.text import listed
 
 MAX_NAMED = 3

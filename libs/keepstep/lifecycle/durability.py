@@ -35,12 +35,12 @@ from keepstep.checkpointing.durable.durable_upload import COMMIT_SECONDS, Ticket
 from keepstep.checkpointing.durable.durable_writer import DurableWriter, LastCheckpoint
 from keepstep.checkpointing.durable.newest_checkpoint import LIST_SECONDS, find_final, find_newest
 from keepstep.checkpointing.durable.rank_loading import load_rank
-from keepstep.checkpointing.errors import StateDamaged
 from keepstep.checkpointing.relayed.relay_client import Credentials, RelayCheckpoint
 from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.lifecycle.manager_settings import ManagerSettings
 from keepstep.lifecycle.resharding import load_resharded
 from keepstep.runtime.exits import JobClosedExit
+from keepstep.state.errors import StateDamaged
 from keepstep.step.context import StepContext
 from keepstep_mesh.errors import Drained, JobClosed, KeepstepError
 from keepstep_mesh.protocol.lineage import NEW, Soundness, is_diverged, origin, same_weights, soundness

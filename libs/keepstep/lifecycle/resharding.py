@@ -10,11 +10,11 @@ import torch
 
 from keepstep.checkpoint import CheckpointDamaged, StoredCheckpoint
 from keepstep.checkpoint.loading import load_leaves, reader_at_relay
-from keepstep.checkpoint.parts.flattening import Leaf, build, flatten
 from keepstep.checkpoint.places.location import AtRelay
 from keepstep.checkpointing.direct.http_connection import Deadline
-from keepstep.checkpointing.errors import StateMismatch
-from keepstep.checkpointing.state.sharding import is_dtensor
+from keepstep.state.errors import StateMismatch
+from keepstep.state.flattening import Leaf, build, flatten
+from keepstep.state.values.sharding import is_dtensor
 from keepstep_mesh.config.logging import get_logger
 
 log = get_logger("keepstep.durable")

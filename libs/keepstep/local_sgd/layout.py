@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 from torch.optim import Optimizer
 
-from keepstep.checkpointing.state.sharding import is_dtensor
 from keepstep.collectives.codecs import Codec
 from keepstep.collectives.codecs.error_feedback import ErrorFeedbackCodec
 from keepstep.ddp import DistributedDataParallel, PureDistributedDataParallel
 from keepstep.local_sgd.local_tensors import local_tensor
 from keepstep.script_checks.common_values import optimizer_lines
+from keepstep.state.values.sharding import is_dtensor
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.text import listed
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from keepstep.checkpointing.state.sharding import is_dtensor
+from keepstep.state.values.sharding import is_dtensor
 
 
 def extract_local_tensor(t: torch.Tensor) -> torch.Tensor:

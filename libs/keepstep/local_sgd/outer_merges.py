@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import ReduceOp, Work
 
-from keepstep.checkpointing.state.state_bytes import load_state, save_state
 from keepstep.local_sgd.decoupled import Decoupled, fragment_of, share_of
 from keepstep.local_sgd.merged_fragment import MergedFragment
+from keepstep.state.state_bytes import load_state, save_state
 
 if TYPE_CHECKING:
     from keepstep.manager import Manager

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from keepstep.checkpointing.state.sharding import is_dtensor
-from keepstep.checkpointing.state.tensors_in_containers import tensors_in
 from keepstep.script_checks import mistakes
 from keepstep.script_checks.common_values import CommonValues
 from keepstep.script_checks.mistakes import Mistake, OptimizerFacts, ParameterFacts
 from keepstep.script_checks.state_coverage import StateCoverage, memory_of
+from keepstep.state.values.sharding import is_dtensor
+from keepstep.state.values.tensors_in_containers import tensors_in
 from keepstep.step.live_state import LiveState
 from keepstep_mesh.config.logging import Logger
 

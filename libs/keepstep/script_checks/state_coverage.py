@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from keepstep.checkpointing.state.sharding import is_dtensor
-from keepstep.checkpointing.state.tensors_in_containers import tensors_in
+from keepstep.state.values.sharding import is_dtensor
+from keepstep.state.values.tensors_in_containers import tensors_in
 
 SAMPLE_ELEMENTS = 256
 """Elements that are compared to recognize a copy."""

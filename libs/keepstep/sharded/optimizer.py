@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import torch
 
-from keepstep.checkpointing.state.sharding import is_dtensor
 from keepstep.sharded.core import CheckpointingException
 from keepstep.sharded.dict_utils import nested_values
 from keepstep.sharded.mapping import (
@@ -19,6 +18,7 @@ from keepstep.sharded.mapping import (
     StateDict,
 )
 from keepstep.sharded.prefixes import extract_sharded_tensors_and_factories
+from keepstep.state.values.sharding import is_dtensor
 from keepstep_mesh.config.logging import get_logger
 
 log = get_logger("keepstep.sharded")

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import torch
 
-from keepstep.checkpointing import UnsupportedValue
-from keepstep.checkpointing.state.known_classes import class_name
-from keepstep.checkpointing.state.tensor_subclasses import is_whole_value, plain
 from keepstep.sharded.core import CheckpointingException
 from keepstep.sharded.mapping import ShardedTensor
+from keepstep.state.errors import UnsupportedValue
+from keepstep.state.values.known_classes import class_name
+from keepstep.state.values.tensor_subclasses import is_whole_value, plain
 from keepstep_mesh.protocol.boxes import Box, Sizes
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from keepstep.checkpoint.parts.local_parts import ObjectPart, TensorPart
 from keepstep.checkpoint.saving import digest_of
-from keepstep.checkpointing import UnsupportedValue
 from keepstep.sharded.core import CheckpointingException
 from keepstep.sharded.mapping import ShardedBase, StateDict
 from keepstep.sharded.validation import ShardRow
+from keepstep.state.errors import UnsupportedValue
+from keepstep.state.local_parts import ObjectPart, TensorPart
 from keepstep_mesh.protocol.boxes import Box, whole
 from keepstep_mesh.text import listed
 

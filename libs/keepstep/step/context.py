@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 
 from torch.distributed import Store
 
-from keepstep.checkpointing.errors import StateMismatch
 from keepstep.checkpointing.transport import CheckpointTransport
 from keepstep.group.agreement import layout_digest
 from keepstep.group.group_link import LinkSettings
@@ -21,6 +20,7 @@ from keepstep.group.ranks.rank_link import RankLink
 from keepstep.runtime.exits import StateMismatchExit
 from keepstep.runtime.held_signals import HeldSignals
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS, LoopThread
+from keepstep.state.errors import StateMismatch
 from keepstep.step.evidence.failure_evidence import FailureEvidence
 from keepstep.step.evidence.repeated_error import LIMIT, RepeatedError
 from keepstep.step.following import Follower

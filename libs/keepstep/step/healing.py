@@ -12,11 +12,11 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 
-from keepstep.checkpointing.errors import TransferError, TransferTimeout, UnsupportedValue
 from keepstep.checkpointing.transport import Exchange
 from keepstep.group.group_peers import checkpoint_metadata
 from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS
+from keepstep.state.errors import TransferError, TransferTimeout, UnsupportedValue
 from keepstep.step.context import StepContext
 from keepstep.step.reporting.heal_meter import REPORT_SECONDS, HealMeter, log_fields
 from keepstep.step.reporting.step_telemetry import StepTimes

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from keepstep.checkpointing.errors import StateMismatch
 from keepstep.checkpointing.exact_load import differences, put_back
-from keepstep.checkpointing.state.state_bytes import state_root
 from keepstep.checkpointing.transport import CheckpointTransport, Progress
+from keepstep.state.errors import StateMismatch
+from keepstep.state.state_bytes import state_root
 from keepstep_mesh.config.logging import Logger, get_logger
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.text import listed

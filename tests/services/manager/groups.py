@@ -20,8 +20,8 @@ import pytest
 import torch
 
 from keepstep import HTTPTransport, Manager, PGTransport, ProcessGroupGloo
-from keepstep.checkpointing.errors import TransferError
 from keepstep.runtime.exits import MismatchExit
+from keepstep.state.errors import TransferError
 from tests.support.network.ports import free_port
 
 SECOND = timedelta(seconds=1)

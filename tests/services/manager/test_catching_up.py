@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from keepstep import DistributedDataParallel, HTTPTransport, Manager, Optimizer
-from keepstep.checkpointing.errors import TransferError
-from keepstep.checkpointing.state import early_copy
-from keepstep.checkpointing.state.early_copy import EarlyCopy
-from keepstep.checkpointing.state.pack_layout import Layout
+from keepstep.state import early_copy
+from keepstep.state.early_copy import EarlyCopy
+from keepstep.state.errors import TransferError
+from keepstep.state.pack_layout import Layout
 from keepstep.step.agreeing import POLL_TIMEOUTS
 from keepstep_mesh.errors import KeepstepError
 from tests.services.manager.groups import SECOND, change_policy, events, manager, place_to_meet, together

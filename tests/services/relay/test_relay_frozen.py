@@ -17,7 +17,7 @@ from keepstep.checkpoint import CheckpointError, CheckpointNotFound
 from keepstep.checkpoint.places import at_relay
 from keepstep.checkpoint.places.at_relay import RelayTarget
 from keepstep.checkpointing.direct.http_connection import Deadline
-from keepstep.checkpointing.errors import TransferTimeout
+from keepstep.state.errors import TransferTimeout
 from tests.support.services.relay_driver import relay_process
 
 TIMEOUT = timedelta(seconds=60)

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from keepstep.checkpointing import HTTPTransport, TransferError, UnsupportedValue, http_transport
-from keepstep.checkpointing.state.state_bytes import save_state
-from keepstep.checkpointing.state.state_manifest import build_manifest
+from keepstep.state.state_bytes import save_state
+from keepstep.state.state_manifest import build_manifest
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES
 from keepstep_mesh.security.tokens import ClientToken
 from tests.support.checkpoints.checkpoint_ends import MIB, RawReader, address, blank, eventually, peer, same, weights

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from keepstep.checkpointing import ManifestError, TransferError
 from keepstep.checkpointing.direct.sending.http_server import MAX_CONNECTIONS
-from keepstep.checkpointing.state.state_bytes import load_state, save_state
-from keepstep.checkpointing.state.state_manifest import read_manifest
+from keepstep.state.state_bytes import load_state, save_state
+from keepstep.state.state_manifest import read_manifest
 from tests.support.checkpoints.checkpoint_ends import (
     MIB,
     Proxy,

@@ -13,7 +13,7 @@ import pytest
 from keepstep.checkpointing import HTTPTransport
 from keepstep.checkpointing.direct.sending import admission
 from keepstep.checkpointing.direct.sending.admission import READERS_AT_ONCE
-from keepstep.checkpointing.errors import TransferTimeout
+from keepstep.state.errors import TransferTimeout
 from tests.support.checkpoints.checkpoint_ends import MIB, RawReader, blank, same
 from tests.support.checkpoints.checkpoint_peer import MINUTE, state_of
 

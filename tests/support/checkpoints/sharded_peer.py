@@ -20,8 +20,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from keepstep.checkpointing import HTTPTransport, StateMismatch
-from keepstep.checkpointing.state.state_bytes import load_state, save_state, state_root
-from keepstep.checkpointing.state.state_manifest import read_manifest
+from keepstep.state.state_bytes import load_state, save_state, state_root
+from keepstep.state.state_manifest import read_manifest
 
 
 def refused(manifest: bytes, pack: Any, into: Any) -> str:

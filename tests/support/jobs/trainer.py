@@ -45,8 +45,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from keepstep import DistributedDataParallel, HTTPTransport, Manager, Optimizer, ProcessGroupGloo
-from keepstep.checkpointing.state.sharding import is_dtensor
 from keepstep.process_group import ProcessGroupBabyGloo
+from keepstep.state.values.sharding import is_dtensor
 
 
 def say(event: str, **detail: object) -> None:

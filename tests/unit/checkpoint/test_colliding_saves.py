@@ -13,15 +13,15 @@ import torch
 
 from keepstep import checkpoint
 from keepstep.checkpoint import CheckpointError
-from keepstep.checkpoint.parts.flattening import flatten
-from keepstep.checkpoint.parts.local_parts import local_parts
 from keepstep.checkpoint.places import rank_files
 from keepstep.checkpoint.places.directory import DirectoryTarget
 from keepstep.checkpoint.places.durable_files import create_whole
 from keepstep.checkpoint.saving import open_target, pack_of, save_facts
 from keepstep.checkpointing import UnsupportedValue
 from keepstep.checkpointing.direct.http_connection import Deadline
-from keepstep.checkpointing.errors import TransferTimeout
+from keepstep.state.errors import TransferTimeout
+from keepstep.state.flattening import flatten
+from keepstep.state.local_parts import local_parts
 from tests.support.checkpoints.checkpoint_ends import eventually
 
 TIMEOUT = timedelta(seconds=30)

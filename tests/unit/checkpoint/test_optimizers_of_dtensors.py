@@ -10,7 +10,7 @@ from keepstep.checkpoint import StoredCheckpoint
 from keepstep.checkpoint.completing import complete
 from keepstep.checkpoint.loading import load_leaves
 from keepstep.checkpointing import UnsupportedValue
-from keepstep.checkpointing.state.state_bytes import load_state, save_state
+from keepstep.state.state_bytes import load_state, save_state
 from tests.support.checkpoints.sharded_worlds import fake_rank, in_memory, parts_of
 from tests.support.models.wrapped_tensor import parts, scaled
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from keepstep import checkpoint
-from keepstep.checkpoint.parts.pack import Pack
 from keepstep.checkpoint.places import pack_file
 from keepstep.checkpoint.places.pack_file import write_pack
-from keepstep.checkpointing.state.pack_layout import describe
+from keepstep.state.pack import Pack
+from keepstep.state.pack_layout import describe
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES, PackHasher, cut_pieces
 
 

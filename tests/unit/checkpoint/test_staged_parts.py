@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from keepstep.checkpoint.parts.flattening import flatten
-from keepstep.checkpoint.parts.local_parts import TensorPart, local_parts
-from keepstep.checkpoint.parts.staged_parts import StagedParts, StagingBuffers
+from keepstep.state.flattening import flatten
+from keepstep.state.local_parts import TensorPart, local_parts
+from keepstep.state.staged_parts import StagedParts, StagingBuffers
 
 DTYPES = (torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.bool, torch.int8, torch.int64)
 

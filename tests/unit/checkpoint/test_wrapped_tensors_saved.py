@@ -10,10 +10,10 @@ from torch import nn
 from keepstep import checkpoint
 from keepstep.checkpoint import CheckpointError, RelayReader, RelayWriter, StoredCheckpoint
 from keepstep.checkpoint.loading import open_reader
-from keepstep.checkpoint.parts.flattening import flatten
-from keepstep.checkpoint.parts.local_parts import local_parts
-from keepstep.checkpoint.parts.staged_parts import StagedParts, StagingBuffers
 from keepstep.checkpointing import UnsupportedValue
+from keepstep.state.flattening import flatten
+from keepstep.state.local_parts import local_parts
+from keepstep.state.staged_parts import StagedParts, StagingBuffers
 from tests.support.models.wrapped_tensor import RegisteredTensor, ScaledTensor, parts, scaled
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

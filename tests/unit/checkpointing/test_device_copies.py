@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from keepstep.checkpointing.state import device_copies as module
-from keepstep.checkpointing.state.device_copies import device_copies
+from keepstep.state import device_copies as module
+from keepstep.state.device_copies import device_copies
 
 BUFFER_BYTES = 10
 

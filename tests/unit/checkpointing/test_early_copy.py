@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from keepstep.checkpointing.state import early_copy
-from keepstep.checkpointing.state.early_copy import EarlyCopy
-from keepstep.checkpointing.state.pack_layout import describe
-from keepstep.checkpointing.state.staging import MAX_BUFFERS, StagingArea
-from keepstep.checkpointing.state.state_bytes import save_state
+from keepstep.state import early_copy
+from keepstep.state.early_copy import EarlyCopy
+from keepstep.state.pack_layout import describe
+from keepstep.state.staging import MAX_BUFFERS, StagingArea
+from keepstep.state.state_bytes import save_state
 
 BIG = 300_000
 """Elements; more than ``MIN_BYTES`` of float32."""

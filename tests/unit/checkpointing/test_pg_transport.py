@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from keepstep.checkpointing import PGTransport, TransferError, UnsupportedValue
-from keepstep.checkpointing.state.state_bytes import save_state
+from keepstep.state.state_bytes import save_state
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES
 
 MINUTE = timedelta(seconds=60)

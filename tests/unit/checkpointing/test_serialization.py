@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from keepstep.checkpointing import TransferError, UnsupportedValue
-from keepstep.checkpointing.state.leaves import TORCH_DTYPES
-from keepstep.checkpointing.state.state_bytes import load_state, save_state, state_root
-from keepstep.checkpointing.state.state_manifest import read_manifest
+from keepstep.state.state_bytes import load_state, save_state, state_root
+from keepstep.state.state_manifest import read_manifest
+from keepstep.state.values.leaves import TORCH_DTYPES
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES, Origin
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from keepstep.checkpointing.state.state_bytes import load_state, save_state
-from keepstep.checkpointing.state.state_manifest import read_manifest
+from keepstep.state.state_bytes import load_state, save_state
+from keepstep.state.state_manifest import read_manifest
 from keepstep_mesh.protocol.manifest import Origin
 
 GOLDEN = Path(__file__).parents[2] / "support" / "checkpoints" / "golden"

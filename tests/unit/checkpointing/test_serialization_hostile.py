@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from keepstep.checkpointing import ManifestError, TransferError
-from keepstep.checkpointing.state.restoring import Destination
-from keepstep.checkpointing.state.state_bytes import load_state, save_state
-from keepstep.checkpointing.state.state_manifest import read_manifest
+from keepstep.state.restoring import Destination
+from keepstep.state.state_bytes import load_state, save_state
+from keepstep.state.state_manifest import read_manifest
 from keepstep_mesh.protocol.manifest import MAX_MANIFEST_BYTES, root_digest
 
 ROW = ["float32", [4], None, 0, 0, None]

@@ -6,7 +6,7 @@ import pytest
 
 from keepstep.checkpointing.direct import http_connection
 from keepstep.checkpointing.direct.http_connection import Deadline
-from keepstep.checkpointing.errors import TransferTimeout
+from keepstep.state.errors import TransferTimeout
 
 
 class Clock:

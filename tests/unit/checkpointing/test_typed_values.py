@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from keepstep.checkpointing import UnsupportedValue
-from keepstep.checkpointing.errors import StateMismatch
-from keepstep.checkpointing.state.state_bytes import load_state, save_state
+from keepstep.state.errors import StateMismatch
+from keepstep.state.state_bytes import load_state, save_state
 from keepstep_mesh.errors import ManifestError
 from keepstep_mesh.protocol.manifest import Origin, chunk_digests, pack_envelope
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from keepstep.checkpointing import UnsupportedValue
-from keepstep.checkpointing.errors import StateMismatch
-from keepstep.checkpointing.state.state_bytes import load_state, save_state
-from keepstep.checkpointing.state.tensors_in_containers import tensors_in
 from keepstep.lifecycle.rehearsal.state_before import StateBefore
 from keepstep.script_checks.state_coverage import StateCoverage
+from keepstep.state.errors import StateMismatch
+from keepstep.state.state_bytes import load_state, save_state
+from keepstep.state.values.tensors_in_containers import tensors_in
 from tests.support.models.wrapped_tensor import ScaledTensor, parts, scaled
 
 

@@ -21,8 +21,8 @@ from keepstep.checkpoint.foreign.dcp_directory import DcpDirectory
 from keepstep.checkpoint.foreign.pickled_items import load_pickled
 from keepstep.checkpoint.foreign.safetensors_files import INDEX
 from keepstep.checkpoint.interchange import ForeignCheckpointError, Format, RefusedClass, import_checkpoint
-from keepstep.checkpoint.parts.pack import KEPT_TENSORS
 from keepstep.checkpointing import UnsupportedValue
+from keepstep.state.pack import KEPT_TENSORS
 from tests.support.services.relay_driver import relay
 from tests.unit.interchange.checkpoint_files import files, flip, stored
 from tests.unit.interchange.states import equal, every_dtype, read_directory, training_state
@@ -116,7 +116,7 @@ async def test_an_import_of_a_directory_holds_the_tensors_of_a_chunk(
         return torch.from_numpy(array)
 
     monkeypatch.setattr(DcpDirectory, "_read", read)
-    monkeypatch.setattr("keepstep.checkpoint.parts.pack.KEPT_BYTES", 0)
+    monkeypatch.setattr("keepstep.state.pack.KEPT_BYTES", 0)
     import_checkpoint(tmp_path / "theirs", tmp_path / "ours")
     assert (alive, reads) == (0, 20)
     assert most <= 8 + KEPT_TENSORS, "a chunk has bytes of eight of them"

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 from keepstep.checkpoint.foreign.dcp_metadata import ByteRange, read_dcp_metadata
 from keepstep.checkpoint.foreign.foreign_errors import ForeignCheckpointError, RefusedClass
 from keepstep.checkpoint.foreign.metadata_pickle import read_metadata_pickle
-from keepstep.checkpoint.parts.flattening import Index
+from keepstep.state.flattening import Index
 from keepstep_mesh.protocol.boxes import Box
 
 

@@ -15,10 +15,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from keepstep.checkpoint.parts.pack import Pack
-from keepstep.checkpointing.state.leaves import TORCH_DTYPES
-from keepstep.checkpointing.state.pack_layout import describe
-from keepstep.checkpointing.state.sharding import LocalShard
+from keepstep.state.pack import Pack
+from keepstep.state.pack_layout import describe
+from keepstep.state.values.leaves import TORCH_DTYPES
+from keepstep.state.values.sharding import LocalShard
 from keepstep_mesh.errors import ManifestError
 from keepstep_mesh.protocol.state_content import ITEM_BYTES, Content, Sharding, unpack_content
 from keepstep_relay.torch_view.torch_files import METADATA, TorchDirectory, torch_directory

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.checkpointing.state import restoring
-from keepstep.checkpointing.state.pack_layout import describe
-from keepstep.checkpointing.state.restoring import Destination
 from keepstep.runtime.host_memory import UNLIMITED, available_bytes, ranks_of_host
+from keepstep.state import restoring
+from keepstep.state.pack_layout import describe
+from keepstep.state.restoring import Destination
 from keepstep_mesh.errors import ManifestError
 
 GB = 1 << 30

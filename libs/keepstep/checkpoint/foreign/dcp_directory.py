@@ -24,7 +24,7 @@ from keepstep.checkpoint.foreign.foreign_errors import CannotHold, ForeignCheckp
 from keepstep.checkpoint.foreign.pickled_items import load_pickled, write_pickled
 from keepstep.checkpoint.foreign.plain_tensor import read_plain_tensor
 from keepstep.checkpoint.foreign.safetensors_files import Header, Read, Report, read_header, read_tensor
-from keepstep.checkpoint.parts.flattening import Leaf, build
+from keepstep.state.flattening import Leaf, build
 from keepstep_mesh.protocol.boxes import Box, Sizes, whole
 
 _SAVED_BY_TORCH = (b"PK", b"\x80\x02")

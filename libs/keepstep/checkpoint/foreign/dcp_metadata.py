@@ -20,9 +20,9 @@ from keepstep.checkpoint.foreign.metadata_pickle import (
     Record,
     read_metadata_pickle,
 )
-from keepstep.checkpoint.parts.flattening import Index
-from keepstep.checkpoint.parts.flattening import Path as LeafPath
-from keepstep.checkpointing.state.leaves import TORCH_DTYPES
+from keepstep.state.flattening import Index
+from keepstep.state.flattening import Path as LeafPath
+from keepstep.state.values.leaves import TORCH_DTYPES
 from keepstep_mesh.protocol.boxes import Box, Sizes, uncovered
 
 METADATA = ".metadata"

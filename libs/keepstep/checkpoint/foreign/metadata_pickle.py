@@ -14,7 +14,7 @@ from enum import IntEnum
 from typing import Any, cast
 
 from keepstep.checkpoint.foreign.foreign_errors import ForeignCheckpointError, RefusedClass
-from keepstep.checkpointing.state.leaves import TORCH_DTYPES
+from keepstep.state.values.leaves import TORCH_DTYPES
 
 MAX_METADATA_BYTES = 1 << 30
 _METADATA = "torch.distributed.checkpoint.metadata"

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from keepstep.checkpointing.state.leaves import numpy_dtype
+from keepstep.state.values.leaves import numpy_dtype
 
 MODULES = ("numpy._core.multiarray", "numpy.core.multiarray")
 

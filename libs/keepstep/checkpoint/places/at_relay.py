@@ -7,21 +7,21 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
-from keepstep.checkpoint.checkpoint_errors import (
+from keepstep.checkpoint.places.location import AtRelay
+from keepstep.checkpoint.places.relay_link import RelayLink
+from keepstep.checkpoint.places.target import Exchanged, SaveFacts
+from keepstep.checkpoint.reading import Fill, StoredManifest
+from keepstep.checkpointing.direct.http_connection import BrokenConnection, Connection, Deadline, Refusal
+from keepstep.checkpointing.relayed.relay_client import RelayCheckpoint, put_chunk
+from keepstep.state.checkpoint_errors import (
     AFTER_GOING_BACK,
     CheckpointAborted,
     CheckpointDamaged,
     CheckpointError,
     CheckpointNotFound,
 )
-from keepstep.checkpoint.parts.pack import Pack, manifest_of
-from keepstep.checkpoint.places.location import AtRelay
-from keepstep.checkpoint.places.relay_link import RelayLink
-from keepstep.checkpoint.places.target import Exchanged, SaveFacts
-from keepstep.checkpoint.reading import Fill, StoredManifest
-from keepstep.checkpointing.direct.http_connection import BrokenConnection, Connection, Deadline, Refusal
-from keepstep.checkpointing.errors import TransferError
-from keepstep.checkpointing.relayed.relay_client import RelayCheckpoint, put_chunk
+from keepstep.state.errors import TransferError
+from keepstep.state.pack import Pack, manifest_of
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import ManifestError
 from keepstep_mesh.protocol.manifest import (

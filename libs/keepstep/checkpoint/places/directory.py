@@ -19,19 +19,19 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from keepstep.checkpoint.checkpoint_errors import (
-    AFTER_GOING_BACK,
-    CheckpointDamaged,
-    CheckpointError,
-    CheckpointNotFound,
-)
-from keepstep.checkpoint.parts.pack import Pack, manifest_of
 from keepstep.checkpoint.places.durable_files import create_whole, make_folder, remove_folders, sync_folder, write_file
 from keepstep.checkpoint.places.pack_file import write_pack
 from keepstep.checkpoint.places.rank_files import RankFiles, read_json
 from keepstep.checkpoint.places.target import Exchanged, SaveFacts
 from keepstep.checkpoint.reading import Fill, StoredManifest
 from keepstep.checkpointing.direct.http_connection import Deadline
+from keepstep.state.checkpoint_errors import (
+    AFTER_GOING_BACK,
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointNotFound,
+)
+from keepstep.state.pack import Pack, manifest_of
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import ManifestError
 from keepstep_mesh.protocol.manifest import Origin, read_envelope

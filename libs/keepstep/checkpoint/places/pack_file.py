@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from keepstep.checkpoint.parts.pack import Pack
+from keepstep.state.pack import Pack
 from keepstep_mesh.protocol.manifest import PackHasher, cut_pieces, part_size
 from keepstep_mesh.threads.starting import ThreadPoolExecutor
 

@@ -19,14 +19,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
 
-from keepstep.checkpoint.checkpoint_errors import CheckpointDamaged, CheckpointError
-from keepstep.checkpoint.parts.pack import Pack
 from keepstep.checkpoint.places.at_relay import RelayTarget
 from keepstep.checkpoint.places.location import AtRelay
 from keepstep.checkpoint.places.relay_link import RelayLink
 from keepstep.checkpoint.places.target import SaveFacts
 from keepstep.checkpointing.direct.http_connection import BrokenConnection, Connection, Deadline, Refusal
-from keepstep.checkpointing.errors import TransferError
+from keepstep.state.checkpoint_errors import CheckpointDamaged, CheckpointError
+from keepstep.state.errors import TransferError
+from keepstep.state.pack import Pack
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import ManifestError
 from keepstep_mesh.protocol import names

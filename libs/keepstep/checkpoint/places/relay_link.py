@@ -11,8 +11,8 @@ from urllib.parse import quote
 
 from keepstep.checkpoint.places.location import AtRelay
 from keepstep.checkpointing.direct.http_connection import BrokenConnection, Connection, Deadline, Endpoint, Refusal
-from keepstep.checkpointing.errors import TransferTimeout
 from keepstep.checkpointing.relayed.relay_client import Credentials
+from keepstep.state.errors import TransferTimeout
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.net.backoff import Backoff
 from keepstep_mesh.security.tls import tls_of_client

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from keepstep.checkpoint.parts.pack import Pack
+from keepstep.state.pack import Pack
 
 
 @dataclass(frozen=True)

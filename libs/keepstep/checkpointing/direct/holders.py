@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 import msgpack
 
-from keepstep.checkpointing.errors import TransferError
+from keepstep.state.errors import TransferError
 
 NAME, ADDRESS, HAS = "Keepstep-Joiner", "Keepstep-Serves", "Keepstep-Has"
 MAX_NAME, MAX_ADDRESS = 64, 512

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import msgpack
 
-from keepstep.checkpointing.errors import TransferError, TransferTimeout
+from keepstep.state.errors import TransferError, TransferTimeout
 from keepstep_mesh.net.addresses import Lookup, in_url
 from keepstep_mesh.net.connecting import connect
 from keepstep_mesh.net.fork_safety import open_socket

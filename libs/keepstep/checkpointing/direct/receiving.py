@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import xxhash
 
 from keepstep.checkpointing.direct.http_connection import Connection
-from keepstep.checkpointing.state.restoring import Destination
+from keepstep.state.restoring import Destination
 
 PIECE_BYTES = 1 << 20
 SHORT_BYTES = 64 << 10

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 from keepstep.checkpointing.direct.http_connection import BrokenConnection, Connection, Deadline, Endpoint, Refusal
 from keepstep.checkpointing.direct.http_requests import CANNOT_BE_SENT
 from keepstep.checkpointing.direct.receiving import digest_of
-from keepstep.checkpointing.errors import StateMismatch, TransferError
-from keepstep.checkpointing.state.restoring import Destination, Spare
-from keepstep.checkpointing.state.state_manifest import Manifest, read_content, read_manifest
 from keepstep.checkpointing.transport import Progress
+from keepstep.state.errors import StateMismatch, TransferError
+from keepstep.state.restoring import Destination, Spare
+from keepstep.state.state_manifest import Manifest, read_content, read_manifest
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import ManifestError
 from keepstep_mesh.net.backoff import Backoff

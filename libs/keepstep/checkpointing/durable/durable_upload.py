@@ -15,9 +15,9 @@ from typing import Any
 
 from keepstep.checkpointing.direct.http_connection import BrokenConnection, Connection, Deadline, Endpoint, Refusal
 from keepstep.checkpointing.direct.rate_limiter import RateLimiter
-from keepstep.checkpointing.errors import TransferError, TransferTimeout
 from keepstep.checkpointing.relayed.relay_client import Plan, RelayCheckpoint, put_chunk
 from keepstep.checkpointing.relayed.upload_share import UploadShare
+from keepstep.state.errors import TransferError, TransferTimeout
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.net.backoff import Backoff
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES, Envelope

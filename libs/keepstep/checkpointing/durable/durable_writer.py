@@ -17,8 +17,8 @@ from keepstep.checkpointing.direct.http_connection import Endpoint, Refusal
 from keepstep.checkpointing.direct.rate_limiter import RateLimiter
 from keepstep.checkpointing.durable.due_checkpoints import RelayHealth
 from keepstep.checkpointing.durable.durable_upload import DurableUpload, StagedState, Ticket, run_all, tell_failures
-from keepstep.checkpointing.state.staging import Snapshot, StagingArea
-from keepstep.checkpointing.state.state_manifest import build_manifest
+from keepstep.state.staging import Snapshot, StagingArea
+from keepstep.state.state_manifest import build_manifest
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.protocol.manifest import Origin, read_envelope
 from keepstep_mesh.threads.starting import Thread

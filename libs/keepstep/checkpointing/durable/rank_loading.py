@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 from keepstep.checkpointing.direct.http_connection import BrokenConnection, Connection, Deadline, Endpoint, Refusal
 from keepstep.checkpointing.direct.receiving import ChunkReceiver
-from keepstep.checkpointing.errors import StateDamaged, TransferError, TransferTimeout
 from keepstep.checkpointing.relayed.relay_client import checkpoints_path
-from keepstep.checkpointing.state.restoring import Destination
-from keepstep.checkpointing.state.state_manifest import read_manifest
+from keepstep.state.errors import StateDamaged, TransferError, TransferTimeout
+from keepstep.state.restoring import Destination
+from keepstep.state.state_manifest import read_manifest
 from keepstep_mesh.protocol.manifest import MAX_MANIFEST_BYTES, chunk_length
 from keepstep_mesh.threads.starting import ThreadPoolExecutor
 

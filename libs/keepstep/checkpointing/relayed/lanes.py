@@ -13,8 +13,8 @@ from keepstep.checkpointing.direct.http_connection import BrokenConnection, Conn
 from keepstep.checkpointing.direct.peer_choice import RELAY, SOURCE, Swarm
 from keepstep.checkpointing.direct.receiving import ChunkReceiver
 from keepstep.checkpointing.direct.transfer import Transfer
-from keepstep.checkpointing.errors import TransferError, TransferTimeout
 from keepstep.checkpointing.relayed.fetch_state import MAX_FAILURES, FetchState
+from keepstep.state.errors import TransferError, TransferTimeout
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.net.backoff import Backoff
 from keepstep_mesh.protocol.manifest import chunk_length

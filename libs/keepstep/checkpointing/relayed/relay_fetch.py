@@ -20,12 +20,12 @@ from keepstep.checkpointing.direct.http_connection import BrokenConnection, Endp
 from keepstep.checkpointing.direct.peer_choice import RELAY, SOURCE, Swarm
 from keepstep.checkpointing.direct.sending.http_server import CheckpointServer
 from keepstep.checkpointing.direct.transfer import Transfer
-from keepstep.checkpointing.errors import TransferError
 from keepstep.checkpointing.relayed.fetch_state import FetchState
 from keepstep.checkpointing.relayed.holder_exchange import HOLDER_REPORT_SECONDS, MAX_PEERS, HolderExchange
 from keepstep.checkpointing.relayed.lanes import ChunkRequest, ElsewhereError, Lane, Lanes
 from keepstep.checkpointing.relayed.relay_client import home
 from keepstep.checkpointing.transport import Exchange
+from keepstep.state.errors import TransferError
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES, chunk_length
 from keepstep_mesh.security.tokens import ClientToken

@@ -15,11 +15,11 @@ from collections.abc import Iterable, Iterator
 
 from keepstep.checkpointing.direct.http_connection import BrokenConnection, Connection, Deadline, Endpoint, Refusal
 from keepstep.checkpointing.direct.rate_limiter import RateLimiter
-from keepstep.checkpointing.errors import TransferError, TransferTimeout
 from keepstep.checkpointing.relayed.relay_client import LiveCheckpoint, home, put_chunk
 from keepstep.checkpointing.relayed.upload_share import UploadShare
-from keepstep.checkpointing.state.staging import Snapshot
 from keepstep.checkpointing.transport import Exchange
+from keepstep.state.errors import TransferError, TransferTimeout
+from keepstep.state.staging import Snapshot
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.net.backoff import Backoff

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from keepstep.checkpointing.state.sharding import is_dtensor
-from keepstep.checkpointing.state.tensors_in_containers import tensors_in
+from keepstep.state.values.sharding import is_dtensor
+from keepstep.state.values.tensors_in_containers import tensors_in
 
 
 class StateBefore:

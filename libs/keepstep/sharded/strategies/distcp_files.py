@@ -16,12 +16,12 @@ import torch
 
 from keepstep.checkpoint.foreign.dcp_metadata import METADATA, ByteRange, DcpContent, ForeignTensor
 from keepstep.checkpoint.foreign.pickled_items import write_pickled
-from keepstep.checkpointing.state.leaves import TORCH_DTYPE_NAMES, TORCH_DTYPES
 from keepstep.sharded.core import CheckpointingException
 from keepstep.sharded.dict_utils import nested_values
 from keepstep.sharded.mapping import ShardedObject, ShardedStateDict, ShardedTensor, is_main_replica
 from keepstep.sharded.pieces import local_data, pieces_of
 from keepstep.sharded.strategies.common_file import COMMON_STATE_FNAME
+from keepstep.state.values.leaves import TORCH_DTYPE_NAMES, TORCH_DTYPES
 from keepstep_mesh.protocol.boxes import Box, Sizes
 from keepstep_mesh.threads.starting import ThreadPoolExecutor
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from keepstep.checkpointing.state.leaves import TORCH_DTYPES
 from keepstep.sharded.core import CheckpointingException
 from keepstep.sharded.dict_utils import dict_list_map_outplace, nested_values
 from keepstep.sharded.distribution import ShardId, distribute_shards_to_ranks, saving_ranks, shard_id, with_saving_ranks
@@ -25,6 +24,7 @@ from keepstep.sharded.strategies.interfaces import (
     ShardedMetadata,
 )
 from keepstep.sharded.validation import ShardRow, pack_rows, row_of, unpack_rows
+from keepstep.state.values.leaves import TORCH_DTYPES
 
 
 class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):

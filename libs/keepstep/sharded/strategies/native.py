@@ -10,9 +10,6 @@ from functools import cached_property
 from typing import Any
 
 from keepstep.checkpoint.loading import naming_key, open_reader, read_pieces
-from keepstep.checkpoint.parts.flattening import Leaf, build
-from keepstep.checkpoint.parts.local_parts import ObjectPart, Part, TensorPart
-from keepstep.checkpoint.parts.staged_parts import StagedParts
 from keepstep.checkpoint.places.target import CheckpointTarget
 from keepstep.checkpoint.saving import Kind, open_target, pack_of, save_facts
 from keepstep.checkpoint.stored import StoredCheckpoint
@@ -36,6 +33,9 @@ from keepstep.sharded.strategies.stored_state import (
     StoredTensorFacts,
     is_unique_key,
 )
+from keepstep.state.flattening import Leaf, build
+from keepstep.state.local_parts import ObjectPart, Part, TensorPart
+from keepstep.state.staged_parts import StagedParts
 
 BACKEND = "keepstep"
 

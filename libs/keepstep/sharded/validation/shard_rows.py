@@ -7,9 +7,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgpack
 
-from keepstep.checkpointing.state.leaves import TORCH_DTYPE_NAMES
 from keepstep.sharded.core import CheckpointingException
 from keepstep.sharded.mapping import ShardedObject, ShardedTensor, is_main_replica
+from keepstep.state.values.leaves import TORCH_DTYPE_NAMES
 
 VERSION = 1
 Sizes: TypeAlias = tuple[int, ...]

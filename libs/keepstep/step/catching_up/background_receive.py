@@ -6,11 +6,11 @@ import threading
 from datetime import timedelta
 from typing import Any
 
-from keepstep.checkpointing.errors import TransferError
 from keepstep.checkpointing.transport import Progress
 from keepstep.group.group_peers import checkpoint_metadata
 from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS
+from keepstep.state.errors import TransferError
 from keepstep.step.context import StepContext
 from keepstep_mesh.threads.starting import Thread
 

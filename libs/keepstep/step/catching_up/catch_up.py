@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from keepstep.checkpointing.state.sharding import is_dtensor
-from keepstep.checkpointing.state.tensors_in_containers import tensors_in
 from keepstep.checkpointing.transport import Exchange
 from keepstep.group.quorum_plan import QuorumPlan
+from keepstep.state.values.sharding import is_dtensor
+from keepstep.state.values.tensors_in_containers import tensors_in
 from keepstep.step.agreeing import all_ready
 from keepstep.step.catching_up.background_receive import LIMIT, BackgroundReceive
 from keepstep.step.catching_up.gradient_log import FollowedStep, GradientLog, HeldState, Phase

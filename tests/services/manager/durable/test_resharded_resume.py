@@ -17,9 +17,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from keepstep.checkpoint import CheckpointDamaged
 from keepstep.checkpoint.places.location import AtRelay
-from keepstep.checkpointing.errors import StateMismatch
-from keepstep.checkpointing.state.state_bytes import save_state
 from keepstep.lifecycle.resharding import load_resharded
+from keepstep.state.errors import StateMismatch
+from keepstep.state.state_bytes import save_state
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES
 from tests.services.relay_transport.scene import switched_off
 from tests.support.services.relay_driver import JOB, Client, State, client, relay, relay_process

@@ -33,8 +33,8 @@ from keepstep.checkpointing.direct.peer_choice import PEERS_AT_ONCE
 from keepstep.checkpointing.direct.rate_limiter import RateLimiter
 from keepstep.checkpointing.direct.sending.leases import LEASE_ENDED, Lease, Leases
 from keepstep.checkpointing.direct.sending.response_writer import ResponseWriter, join_short
-from keepstep.checkpointing.errors import UnsupportedValue
-from keepstep.checkpointing.state.staging import Snapshot
+from keepstep.state.errors import UnsupportedValue
+from keepstep.state.staging import Snapshot
 from keepstep_mesh.config.log_limiter import LogLimiter
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.net.fork_safety import open_socket

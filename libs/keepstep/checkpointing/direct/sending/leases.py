@@ -11,7 +11,7 @@ from http import HTTPStatus
 
 from keepstep.checkpointing.direct.http_requests import RequestError
 from keepstep.checkpointing.direct.sending.admission import Admission
-from keepstep.checkpointing.state.staging import Snapshot
+from keepstep.state.staging import Snapshot
 from keepstep_mesh.config.logging import get_logger
 
 QUEUE_CHECK_SECONDS = 0.5

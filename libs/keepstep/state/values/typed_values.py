@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from keepstep.checkpointing.errors import StateMismatch, UnsupportedValue
-from keepstep.checkpointing.state.known_classes import class_name, find_class
+from keepstep.state.errors import StateMismatch, UnsupportedValue
+from keepstep.state.values.known_classes import class_name, find_class
 from keepstep_mesh.errors import ManifestError
 from keepstep_mesh.protocol.manifest import glimpse
 

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from keepstep.checkpointing.errors import StateMismatch
-from keepstep.checkpointing.state.known_classes import class_name, find_class
-from keepstep.checkpointing.state.leaves import TORCH_DTYPES, decode_leaf, numpy_dtype
-from keepstep.checkpointing.state.pack_layout import may_overlap_itself
-from keepstep.checkpointing.state.quantized_tensors import quantized_tensor
-from keepstep.checkpointing.state.sharding import MeshFinder, is_dtensor, sharding_of, to_dtensor
-from keepstep.checkpointing.state.tensor_subclasses import Wrapped, is_wrapper
-from keepstep.checkpointing.state.typed_values import TYPED, build_typed
 from keepstep.runtime.host_memory import available_bytes, ranks_of_host
+from keepstep.state.errors import StateMismatch
+from keepstep.state.pack_layout import may_overlap_itself
+from keepstep.state.values.known_classes import class_name, find_class
+from keepstep.state.values.leaves import TORCH_DTYPES, decode_leaf, numpy_dtype
+from keepstep.state.values.quantized_tensors import quantized_tensor
+from keepstep.state.values.sharding import MeshFinder, is_dtensor, sharding_of, to_dtensor
+from keepstep.state.values.tensor_subclasses import Wrapped, is_wrapper
+from keepstep.state.values.typed_values import TYPED, build_typed
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import ManifestError
 from keepstep_mesh.protocol.manifest import ALIGNMENT, CHUNK_BYTES, glimpse

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from keepstep.checkpointing.errors import UnsupportedValue
+from keepstep.state.errors import UnsupportedValue
 from keepstep_mesh.errors import ManifestError
 
 _INTEGERS = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}

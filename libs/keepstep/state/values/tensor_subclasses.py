@@ -11,9 +11,9 @@ from typing import Any, TypeGuard
 
 import torch
 
-from keepstep.checkpointing.errors import StateMismatch, UnsupportedValue
-from keepstep.checkpointing.state.known_classes import class_name
-from keepstep.checkpointing.state.sharding import is_dtensor
+from keepstep.state.errors import StateMismatch, UnsupportedValue
+from keepstep.state.values.known_classes import class_name
+from keepstep.state.values.sharding import is_dtensor
 
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 """Classes whose tensors have memory of their own, and nothing else."""

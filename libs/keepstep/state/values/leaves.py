@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from keepstep.checkpointing.errors import UnsupportedValue
+from keepstep.state.errors import UnsupportedValue
 from keepstep_mesh.errors import ManifestError
 from keepstep_mesh.protocol.manifest import glimpse
 from keepstep_mesh.protocol.state_content import NUMPY_DTYPE

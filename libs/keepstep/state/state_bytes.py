@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from keepstep.checkpointing.errors import TransferError
-from keepstep.checkpointing.state.pack_layout import Layout, describe
-from keepstep.checkpointing.state.restoring import Destination
-from keepstep.checkpointing.state.state_manifest import build_manifest, read_manifest
+from keepstep.state.errors import TransferError
+from keepstep.state.pack_layout import Layout, describe
+from keepstep.state.restoring import Destination
+from keepstep.state.state_manifest import build_manifest, read_manifest
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES, Origin, chunk_digest, chunk_digests, root_digest
 from keepstep_mesh.protocol.state_content import pack_content
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeGuard, cast
 
 import torch
 
-from keepstep.checkpointing.errors import StateMismatch
+from keepstep.state.errors import StateMismatch
 from keepstep_mesh.protocol.state_content import Sharding
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from keepstep.checkpointing.state.pack_layout import Array, Layout, describe
+from keepstep.state.pack_layout import Array, Layout, describe
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.threads.starting import Thread
 

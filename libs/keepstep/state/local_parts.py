@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
-from keepstep.checkpoint.checkpoint_errors import CheckpointError
-from keepstep.checkpoint.parts.flattening import Leaf, Path, key_of
-from keepstep.checkpointing import UnsupportedValue
-from keepstep.checkpointing.state.known_classes import class_name
-from keepstep.checkpointing.state.leaves import TORCH_DTYPE_NAMES
-from keepstep.checkpointing.state.sharding import is_dtensor, sharding_of
-from keepstep.checkpointing.state.tensor_subclasses import is_whole_value, plain
+from keepstep.state.checkpoint_errors import CheckpointError
+from keepstep.state.errors import UnsupportedValue
+from keepstep.state.flattening import Leaf, Path, key_of
+from keepstep.state.values.known_classes import class_name
+from keepstep.state.values.leaves import TORCH_DTYPE_NAMES
+from keepstep.state.values.sharding import is_dtensor, sharding_of
+from keepstep.state.values.tensor_subclasses import is_whole_value, plain
 from keepstep_mesh.protocol.boxes import Box, Sizes, whole
 
 if TYPE_CHECKING:

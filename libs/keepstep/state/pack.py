@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from keepstep.checkpoint.checkpoint_errors import CheckpointError
-from keepstep.checkpointing.state.pack_layout import Layout
+from keepstep.state.checkpoint_errors import CheckpointError
+from keepstep.state.pack_layout import Layout
 from keepstep_mesh.protocol.manifest import (
     ALIGNMENT,
     CHUNK_BYTES,

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from keepstep.checkpointing.errors import UnsupportedValue
-from keepstep.checkpointing.state.leaves import TORCH_DTYPES, numpy_dtype
+from keepstep.state.errors import UnsupportedValue
+from keepstep.state.values.leaves import TORCH_DTYPES, numpy_dtype
 from keepstep_mesh.errors import ManifestError
 from keepstep_mesh.protocol.manifest import (
     CHUNK_BYTES,

@@ -12,7 +12,7 @@ from collections import Counter
 import torch
 from torch.torch_version import TorchVersion
 
-from keepstep.checkpointing.errors import StateMismatch
+from keepstep.state.errors import StateMismatch
 from keepstep_mesh.errors import ManifestError
 from keepstep_mesh.protocol.manifest import glimpse
 

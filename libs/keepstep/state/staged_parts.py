@@ -15,10 +15,10 @@ from typing import Any, TypeAlias
 
 import torch
 
-from keepstep.checkpoint.parts.local_parts import ObjectPart, Part, TensorPart
-from keepstep.checkpointing.state.device_copies import device_copies
-from keepstep.checkpointing.state.tensor_subclasses import Wrapped, is_wrapper, plain
-from keepstep.checkpointing.state.tensors_in_containers import outer_tensors_in
+from keepstep.state.device_copies import device_copies
+from keepstep.state.local_parts import ObjectPart, Part, TensorPart
+from keepstep.state.values.tensor_subclasses import Wrapped, is_wrapper, plain
+from keepstep.state.values.tensors_in_containers import outer_tensors_in
 
 ALIGNMENT = 64
 LARGEST_EXCESS = 2

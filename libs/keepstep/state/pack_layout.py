@@ -10,13 +10,13 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from keepstep.checkpointing.errors import UnsupportedValue
-from keepstep.checkpointing.state.device_copies import device_copies
-from keepstep.checkpointing.state.leaves import TORCH_DTYPE_NAMES, encode_leaf, numpy_dtype_name
-from keepstep.checkpointing.state.quantized_tensors import quantized_parts
-from keepstep.checkpointing.state.sharding import LocalShard, is_dtensor, sharding_of
-from keepstep.checkpointing.state.tensor_subclasses import PLAIN_TENSORS, Wrapped, is_wrapper, plain
-from keepstep.checkpointing.state.typed_values import typed_parts
+from keepstep.state.device_copies import device_copies
+from keepstep.state.errors import UnsupportedValue
+from keepstep.state.values.leaves import TORCH_DTYPE_NAMES, encode_leaf, numpy_dtype_name
+from keepstep.state.values.quantized_tensors import quantized_parts
+from keepstep.state.values.sharding import LocalShard, is_dtensor, sharding_of
+from keepstep.state.values.tensor_subclasses import PLAIN_TENSORS, Wrapped, is_wrapper, plain
+from keepstep.state.values.typed_values import typed_parts
 from keepstep_mesh.protocol.state_content import BYTES, MAX_DEPTH, NUMPY, Content, Sharding, TensorEntry
 
 INLINE_BYTES = 4096

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from keepstep.checkpointing.state.sharding import is_dtensor
-from keepstep.checkpointing.state.tensor_subclasses import Wrapped, is_wrapper
+from keepstep.state.values.sharding import is_dtensor
+from keepstep.state.values.tensor_subclasses import Wrapped, is_wrapper
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

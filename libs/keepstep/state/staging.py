@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from keepstep.checkpointing.state.early_copy import EarlyCopy
-from keepstep.checkpointing.state.pack_layout import Layout, describe
+from keepstep.state.early_copy import EarlyCopy
+from keepstep.state.pack_layout import Layout, describe
 from keepstep_mesh.protocol.state_content import pack_content
 
 MAX_BUFFERS = 2

@@ -21,9 +21,9 @@ from typing import Any, TypeAlias
 import msgpack
 import numpy as np
 
-from keepstep.checkpoint.checkpoint_errors import CheckpointError
-from keepstep.checkpoint.parts.local_parts import Mesh, Part, TensorPart
-from keepstep.checkpointing.state.leaves import TORCH_DTYPE_NAMES
+from keepstep.state.checkpoint_errors import CheckpointError
+from keepstep.state.local_parts import Mesh, Part, TensorPart
+from keepstep.state.values.leaves import TORCH_DTYPE_NAMES
 from keepstep_mesh.protocol.boxes import Box, Sizes, uncovered
 from keepstep_mesh.text import listed
 

@@ -1,1 +1,0 @@
-"""Conversion of a state dict into bytes and back: description, staging, restoring."""
