@@ -403,6 +403,9 @@ def _differences(before: JobRecord, after: JobRecord) -> list[str]:
         said.append(f"that the job is closed at step {after.closed.step}" if after.closed else "that the job is open")
     if before.replacing != after.replacing:
         said.append(f"to replace: {', '.join(one.replica_id for one in after.replacing) or 'none'}")
+    if before.diverged != after.diverged:
+        ids = ", ".join(f"{one.replica_id} ({one.what})" for one in after.diverged)
+        said.append(f"groups that had to heal: {ids or 'none'}")
     if before.policy != after.policy:
         said.append("policy")
     return said

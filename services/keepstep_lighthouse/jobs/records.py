@@ -6,7 +6,7 @@ import json
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from keepstep_lighthouse.quorum.job_record import Ban, JobEnd, JobRecord, Policy, Replacement
+from keepstep_lighthouse.quorum.job_record import Ban, Divergence, JobEnd, JobRecord, Policy, Replacement
 from keepstep_lighthouse.store.contract import StoreError
 from keepstep_mesh.protocol.membership import FinalState
 
@@ -36,6 +36,7 @@ def decode(key: str, value: bytes) -> JobRecord:
         plain["evicted"] = tuple(plain["evicted"])
         plain["durable_relays"] = tuple(plain.get("durable_relays", ()))
         plain["replacing"] = tuple(_known(Replacement, one) for one in plain.get("replacing", ()))
+        plain["diverged"] = tuple(_known(Divergence, one) for one in plain.get("diverged", ()))
         if plain.get("ended") is not None:
             plain["ended"] = _known(JobEnd, plain["ended"])
         if plain.get("closed") is not None:

@@ -157,8 +157,6 @@ class Group:
     """Sender of that order."""
     diverged: bool = False
     """Its weights differ from those of the other groups, and it still stands at that state."""
-    diverged_at: int | None = None
-    """Step at which they first differed, so that it had to heal; None: they never did."""
 
     host: str = ""
     """Address from which it connected; empty: unknown."""
@@ -192,8 +190,6 @@ class Group:
     """When it asked after the last of these steps; None: no step yet."""
     last_step: StepReport | None = None
     """Its last report of a step."""
-    stepped_apart: tuple[int, int] | None = None
-    """First step (quorum_id, step) in which its optimizers had other values than those of other groups; None: none."""
 
     def apply(self, action: Action) -> None:
         """Move to the next state. Data of the state is the caller's task."""

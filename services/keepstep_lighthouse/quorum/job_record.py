@@ -58,6 +58,22 @@ class Replacement:
     by: str
 
 
+WEIGHTS, VALUES = "weights", "values"
+"""Values of ``Divergence.what``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """A group had to heal because it differed from the others: the first time, while it is connected."""
+
+    replica_id: str
+    what: str
+    """``weights``, or the ``values`` with which its optimizers stepped."""
+    quorum_id: int
+    step: int
+    """Step after which the weights differed, or before which the optimizers stepped."""
+
+
 @dataclass(frozen=True, slots=True)
 class JobEnd:
     """How the last group of a job went."""
@@ -97,3 +113,5 @@ class JobRecord:
     """Names of the relays that committed the newest durable checkpoint, as a group last reported; empty: none did."""
     replacing: tuple[Replacement, ...] = ()
     """Groups that a spare replaces, in the order of the orders."""
+    diverged: tuple[Divergence, ...] = ()
+    """Groups that had to heal because they differed; they are refused if they differ again."""

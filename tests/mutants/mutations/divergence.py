@@ -42,9 +42,30 @@ MUTATIONS = (
     Mutation(
         "a group is refused the first time that it differs",
         f"{LIGHTHOUSE}/quorum/changes/divergence.py",
-        "if group.diverged_at is not None and not group.diverged]",
-        "if not group.diverged]",
+        "        if first is None or same or group.diverged:\n            continue\n",
+        "        if group.diverged:\n            continue\n        first = first or Divergence('', '', 0, 0)\n",
         Test(AFTER_CHANGES),
+    ),
+    Mutation(
+        "a lighthouse that takes over does not know which groups had to heal",
+        f"{LIGHTHOUSE}/quorum/changes/divergence.py",
+        "        state.persist(replace(state.record, diverged=diverged))\n",
+        "        state.record = replace(state.record, diverged=diverged)\n",
+        Test(AFTER_CHANGES),
+    ),
+    Mutation(
+        "a group is refused for the difference that it could not heal before the lighthouse changed",
+        f"{LIGHTHOUSE}/quorum/changes/divergence.py",
+        "if first is None or same or group.diverged:\n",
+        "if first is None or group.diverged:\n",
+        Test(f"{SCENARIO}[53_differences_over_lighthouses]"),
+    ),
+    Mutation(
+        "a lighthouse that takes over does not know whose optimizers stepped with other values",
+        f"{LIGHTHOUSE}/quorum/changes/reports.py",
+        "            divergence.note(state, group, VALUES, *key)\n",
+        "            divergence.first_difference(state, group, VALUES)\n",
+        Test(f"{SCENARIO}[53_differences_over_lighthouses]"),
     ),
     Mutation(
         "a job is closed with different weights",

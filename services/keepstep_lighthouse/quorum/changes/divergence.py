@@ -3,8 +3,8 @@
 * **While the groups train**, the policy decides: a group that differs from the majority heals, is drained, or goes on.
   Without a majority the right weights are unknown, and nothing follows. All members learn what was found.
 * **Again.** A group that differs again after it had to heal is refused: its script changes the weights in another way
-  than those of the others, or loads less than the whole state, or its memory fails. Else it would heal for ever. A
-  lighthouse that takes over does not know that it had to heal, and lets it heal once more.
+  than those of the others, or loads less than the whole state, or its memory fails. Else it would heal for ever. The
+  record of the job says which groups had to heal, so that a lighthouse that takes over knows it.
 * **Where groups finish**, no group ends with other weights than the majority and without an error: it heals if the
   policy says so, once, else it is refused. Without a majority all groups are refused, and the job is not closed.
 """
@@ -12,10 +12,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from keepstep_lighthouse.quorum.changes import orders
 from keepstep_lighthouse.quorum.events import DrainOrdered
 from keepstep_lighthouse.quorum.group import Excluded, Exclusion, Group
+from keepstep_lighthouse.quorum.job_record import WEIGHTS, Divergence
 from keepstep_lighthouse.quorum.job_state import JobState
 from keepstep_lighthouse.quorum.rules.reasons import named
 from keepstep_lighthouse.quorum.rules.verification import Comparison
@@ -28,20 +30,38 @@ ACTIONS = {"heal": "heal", "drain": "drain", "report": "none, because on_diverge
 """Action for a group that differs, by ``Policy.on_divergence``."""
 
 
+def note(state: JobState, group: Group, what: str, quorum_id: int, step: int) -> None:
+    """Persist that the group has to heal, unless it had to before. Parameters are those of ``Divergence``."""
+    if first_difference(state, group, what) is None:
+        diverged = *state.record.diverged, Divergence(group.replica_id, what, quorum_id, step)
+        state.persist(replace(state.record, diverged=diverged))
+
+
+def first_difference(state: JobState, group: Group, what: str) -> Divergence | None:
+    """Return why the group had to heal first; None: it never had to."""
+    of_group = (one for one in state.record.diverged if (one.replica_id, one.what) == (group.replica_id, what))
+    return next(of_group, None)
+
+
 def refuse_repeated(state: JobState, comparison: Comparison) -> bool:
     """Refuse the groups that differ again. Return whether any was refused."""
     if state.record.policy.on_divergence != "heal":
         return False
-    again = [group for group in _diverged(state, comparison) if group.diverged_at is not None and not group.diverged]
-    for group in again:
+    refused = False
+    for group in _diverged(state, comparison):
+        first = first_difference(state, group, WEIGHTS)
+        # the lighthouse before this one may have found this very difference, and died before it answered
+        same = first is not None and first.step == comparison.step and group.answer is None
+        if first is None or same or group.diverged:
+            continue
         why = (
             f"{_differs(comparison, [group.name])} again: it had to heal because they differed at step "
-            f"{group.diverged_at}, so its script changes them in another way than the script of the others, or does "
+            f"{first.step}, so its script changes them in another way than the script of the others, or does "
             f"not register or load all of the state, or its memory fails; make script and settings equal in all "
             f"groups, then start it again"
         )
-        _refuse(state, comparison, [group], why)
-    return bool(again)
+        refused = _refuse(state, comparison, [group], why) or refused
+    return refused
 
 
 def refuse_at_end(state: JobState, comparison: Comparison, chosen: Sequence[Group]) -> bool:
@@ -91,8 +111,8 @@ def mark(state: JobState, comparison: Comparison) -> None:
         return
     for group in _diverged(state, comparison):
         group.diverged = not is_torn(group.lineage)
-        if group.diverged and action == "heal" and group.diverged_at is None:
-            group.diverged_at = comparison.step
+        if group.diverged and action == "heal":
+            note(state, group, WEIGHTS, state.record.quorum_id, comparison.step)
 
 
 def sentence(state: JobState, comparison: Comparison, *, refused: bool = False) -> str:

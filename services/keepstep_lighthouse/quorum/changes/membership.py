@@ -50,7 +50,8 @@ def change(state: JobState, chosen: list[Group], now_unix: float) -> tuple[int, 
     step = max(request.step for request in requests)
     finished_step = record.finished_step if record.ended is None else 0
     state.last_gone = None
-    begun = replace(record, step=step, finished_step=finished_step, ended=None)
+    diverged = tuple(one for one in record.diverged if one.replica_id in state.groups.by_id)
+    begun = replace(record, step=step, finished_step=finished_step, ended=None, diverged=diverged)
     state.persist(replace(begun, quorum_id=quorum_id, members=members, created_ms=created_ms))
     return left_behind
 

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from keepstep_lighthouse.quorum.changes import agreements, orders
+from keepstep_lighthouse.quorum.changes import agreements, divergence, orders
 from keepstep_lighthouse.quorum.events import DrainOrdered
 from keepstep_lighthouse.quorum.group import Group
+from keepstep_lighthouse.quorum.job_record import VALUES
 from keepstep_lighthouse.quorum.job_state import JobState
 from keepstep_lighthouse.quorum.rules.reasons import named
 from keepstep_lighthouse.quorum.rules.step_reports import Mismatch, Mixture
@@ -79,19 +80,25 @@ def _settle_side(state: JobState, key: tuple[int, int], wrong: list[Group], othe
         f"the optimizers of {named(one.name for one in wrong)} stepped with other values than those of "
         f"{named(one.name for one in others)} in the step after step {step}"
     )
-    again = [group for group in wrong if action == "heal" and group.stepped_apart not in (None, key)]
+    again = [group for group in wrong if action == "heal" and _stepped_apart(state, group, key)]
     facts: dict[str, Data] = {"step": step, "groups": sorted(group.replica_id for group in wrong)}
     facts["refused"] = sorted(group.replica_id for group in again)
     state.log("values_differ", "", **facts, action=action, reason=what)
     for group in wrong:
-        group.stepped_apart = group.stepped_apart or key
         if group in again and group.request is not None:
             agreements.deny(state, group, group.request, f"{what}, again after a heal", others[0].info.address)
         elif action == "heal":
             group.diverged = not is_torn(group.lineage)
+            divergence.note(state, group, VALUES, *key)
         elif action == "drain":
             orders.drain(state, DrainOrdered(group.replica_id, what, by="on_divergence"))
     return bool(again)
+
+
+def _stepped_apart(state: JobState, group: Group, key: tuple[int, int]) -> bool:
+    """Return whether the optimizers of the group stepped with other values in an earlier step than this one."""
+    first = divergence.first_difference(state, group, VALUES)
+    return first is not None and (first.quorum_id, first.step) != key
 
 
 def _end_by_number(state: JobState, mismatch: Mismatch) -> bool:

@@ -18,7 +18,7 @@ from keepstep_lighthouse.jobs import lighthouse_node, records
 from keepstep_lighthouse.jobs.job import Job
 from keepstep_lighthouse.leadership import campaign, term
 from keepstep_lighthouse.quorum.events import Asked, Closed, Decision, Event, EvictOrdered, Opened, Tick
-from keepstep_lighthouse.quorum.job_record import Ban, JobRecord, Policy
+from keepstep_lighthouse.quorum.job_record import WEIGHTS, Ban, Divergence, JobRecord, Policy
 from keepstep_lighthouse.quorum.machine import JobCore
 from keepstep_lighthouse.store.contract import (
     Compare,
@@ -267,7 +267,7 @@ async def test_a_fault_behind_a_write_ends_the_term_too(monkeypatch: pytest.Monk
 def test_a_record_comes_back_as_it_was_stored() -> None:
     record = JobRecord(
         7, ("r0:a", "r1:b"), 5, Policy(2, takeover_grace=1.5), (Ban("r9", 12.5, "bad host"),), ("r8:x",),
-        durable_relays=("relay-1",),
+        durable_relays=("relay-1",), diverged=(Divergence("r1:b", WEIGHTS, 6, 40),),
     )  # fmt: skip
     assert records.decode("jobs/x", records.encode(record)) == record
 
