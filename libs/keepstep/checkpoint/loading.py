@@ -16,8 +16,8 @@ from keepstep.checkpoint.places.directory import DirectorySource
 from keepstep.checkpoint.places.location import AtRelay, parse
 from keepstep.checkpoint.reading import VerifiedReader, Wanted
 from keepstep.checkpoint.stored import CheckpointReader, Piece, StoredCheckpoint, StoredTensor, pieces_of
-from keepstep.checkpointing.direct.http_connection import Deadline
 from keepstep.checkpointing.exact_load import put_back
+from keepstep.connection.deadline import Deadline
 from keepstep.state.checkpoint_errors import (
     MAX_NAMED,
     CheckpointDamaged,

@@ -16,7 +16,7 @@ from keepstep.checkpoint.places.directory import DirectoryTarget
 from keepstep.checkpoint.places.location import AtRelay, parse
 from keepstep.checkpoint.places.target import CheckpointTarget, SaveFacts
 from keepstep.checkpoint.stored import stored_state
-from keepstep.checkpointing.direct.http_connection import Deadline
+from keepstep.connection.deadline import Deadline
 from keepstep.state.checkpoint_errors import CheckpointError
 from keepstep.state.errors import UnsupportedValue
 from keepstep.state.flattening import expand, flatten

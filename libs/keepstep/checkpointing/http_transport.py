@@ -10,10 +10,10 @@ from functools import partial
 from typing import TypeVar
 
 from keepstep.checkpointing.direct.direct_fetch import DirectChunks
-from keepstep.checkpointing.direct.rate_limiter import RateLimiter
 from keepstep.checkpointing.direct.sending.http_server import CheckpointServer
 from keepstep.checkpointing.direct.transfer import ChunkSource, Transfer
 from keepstep.checkpointing.transport import CheckpointTransport, Progress
+from keepstep.connection.rate_limiter import RateLimiter
 from keepstep.state.restoring import Spare
 from keepstep.state.staging import Snapshot, StagingArea
 from keepstep.state.state_manifest import build_manifest

@@ -20,8 +20,6 @@ from torch.distributed import DistStoreError, Store
 
 from keepstep.checkpoint import CheckpointDamaged
 from keepstep.checkpoint.places.location import AtRelay
-from keepstep.checkpointing.direct.http_connection import Endpoint
-from keepstep.checkpointing.direct.rate_limiter import RateLimiter
 from keepstep.checkpointing.durable.due_checkpoints import (
     MAX_UPLOADERS,
     Commit,
@@ -36,6 +34,8 @@ from keepstep.checkpointing.durable.durable_writer import DurableWriter, LastChe
 from keepstep.checkpointing.durable.newest_checkpoint import LIST_SECONDS, find_final, find_newest
 from keepstep.checkpointing.durable.rank_loading import load_rank
 from keepstep.checkpointing.relayed.relay_client import Credentials, RelayCheckpoint
+from keepstep.connection.http_connection import Endpoint
+from keepstep.connection.rate_limiter import RateLimiter
 from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.lifecycle.manager_settings import ManagerSettings
 from keepstep.lifecycle.resharding import load_resharded

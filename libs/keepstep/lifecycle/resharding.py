@@ -11,7 +11,7 @@ import torch
 from keepstep.checkpoint import CheckpointDamaged, StoredCheckpoint
 from keepstep.checkpoint.loading import load_leaves, reader_at_relay
 from keepstep.checkpoint.places.location import AtRelay
-from keepstep.checkpointing.direct.http_connection import Deadline
+from keepstep.connection.deadline import Deadline
 from keepstep.state.errors import StateMismatch
 from keepstep.state.flattening import Leaf, build, flatten
 from keepstep.state.values.sharding import is_dtensor

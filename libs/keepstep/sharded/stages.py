@@ -12,7 +12,7 @@ import msgpack
 import torch
 import torch.distributed as dist
 
-from keepstep.checkpointing.direct.http_connection import Deadline
+from keepstep.connection.deadline import Deadline
 from keepstep.sharded.core import CheckpointingException
 
 TIMEOUT = timedelta(minutes=10)

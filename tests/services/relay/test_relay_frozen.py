@@ -16,7 +16,7 @@ from keepstep import checkpoint
 from keepstep.checkpoint import CheckpointError, CheckpointNotFound
 from keepstep.checkpoint.places import at_relay
 from keepstep.checkpoint.places.at_relay import RelayTarget
-from keepstep.checkpointing.direct.http_connection import Deadline
+from keepstep.connection.deadline import Deadline
 from keepstep.state.errors import TransferTimeout
 from tests.support.services.relay_driver import relay_process
 

@@ -18,7 +18,7 @@ from keepstep.checkpoint.places.directory import DirectoryTarget
 from keepstep.checkpoint.places.durable_files import create_whole
 from keepstep.checkpoint.saving import open_target, pack_of, save_facts
 from keepstep.checkpointing import UnsupportedValue
-from keepstep.checkpointing.direct.http_connection import Deadline
+from keepstep.connection.deadline import Deadline
 from keepstep.state.errors import TransferTimeout
 from keepstep.state.flattening import flatten
 from keepstep.state.local_parts import local_parts

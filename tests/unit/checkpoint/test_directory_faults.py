@@ -20,7 +20,7 @@ from keepstep.checkpoint.places import rank_files
 from keepstep.checkpoint.places.directory import DirectoryTarget
 from keepstep.checkpoint.places.rank_files import RankFiles
 from keepstep.checkpoint.saving import save_facts
-from keepstep.checkpointing.direct.http_connection import Deadline
+from keepstep.connection.deadline import Deadline
 
 TIMEOUT = timedelta(seconds=30)
 STATE = {"w": torch.arange(3000.0), "v": torch.ones(5)}

@@ -14,7 +14,7 @@ from keepstep import checkpoint
 from keepstep.checkpoint import CheckpointAborted, CheckpointError
 from keepstep.checkpoint.places.at_relay import RelayTarget
 from keepstep.checkpoint.saving import open_target, save_facts
-from keepstep.checkpointing.direct.http_connection import BrokenConnection, Connection
+from keepstep.connection.http_connection import BrokenConnection, Connection
 from keepstep.state.errors import TransferTimeout
 from keepstep_relay.core.events import ChunkLost, Limits, State, Tier
 from tests.support.services.relay_driver import client, relay, state

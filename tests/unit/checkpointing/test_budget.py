@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep.checkpointing.direct.rate_limiter import BURST_SECONDS, RateLimiter
+from keepstep.connection.rate_limiter import BURST_SECONDS, RateLimiter
 
 
 def test_without_a_limit_nothing_waits():

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 from torch.distributed import HashStore
 
-from keepstep.checkpointing.direct.http_connection import BrokenConnection, Endpoint
 from keepstep.checkpointing.durable import newest_checkpoint
 from keepstep.checkpointing.durable.due_checkpoints import Stored
 from keepstep.checkpointing.durable.newest_checkpoint import find_newest
+from keepstep.connection.http_connection import BrokenConnection, Endpoint
 from keepstep.lifecycle.durability import RANK_ROUNDS, value_of_rank
 from keepstep_mesh.errors import KeepstepError
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep.checkpointing.direct import http_connection
-from keepstep.checkpointing.direct.http_connection import Deadline
+from keepstep.connection import deadline
+from keepstep.connection.deadline import Deadline
 from keepstep.state.errors import TransferTimeout
 
 
@@ -20,7 +20,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     one = Clock()
-    monkeypatch.setattr(http_connection, "time", one)
+    monkeypatch.setattr(deadline, "time", one)
     return one
 
 

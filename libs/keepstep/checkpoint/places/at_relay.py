@@ -11,8 +11,9 @@ from keepstep.checkpoint.places.location import AtRelay
 from keepstep.checkpoint.places.relay_link import RelayLink
 from keepstep.checkpoint.places.target import Exchanged, SaveFacts
 from keepstep.checkpoint.reading import Fill, StoredManifest
-from keepstep.checkpointing.direct.http_connection import BrokenConnection, Connection, Deadline, Refusal
 from keepstep.checkpointing.relayed.relay_client import RelayCheckpoint, put_chunk
+from keepstep.connection.deadline import Deadline
+from keepstep.connection.http_connection import BrokenConnection, Connection, Refusal
 from keepstep.state.checkpoint_errors import (
     AFTER_GOING_BACK,
     CheckpointAborted,

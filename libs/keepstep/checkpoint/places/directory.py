@@ -24,7 +24,7 @@ from keepstep.checkpoint.places.pack_file import write_pack
 from keepstep.checkpoint.places.rank_files import RankFiles, read_json
 from keepstep.checkpoint.places.target import Exchanged, SaveFacts
 from keepstep.checkpoint.reading import Fill, StoredManifest
-from keepstep.checkpointing.direct.http_connection import Deadline
+from keepstep.connection.deadline import Deadline
 from keepstep.state.checkpoint_errors import (
     AFTER_GOING_BACK,
     CheckpointDamaged,

@@ -23,7 +23,8 @@ from keepstep.checkpoint.places.at_relay import RelayTarget
 from keepstep.checkpoint.places.location import AtRelay
 from keepstep.checkpoint.places.relay_link import RelayLink
 from keepstep.checkpoint.places.target import SaveFacts
-from keepstep.checkpointing.direct.http_connection import BrokenConnection, Connection, Deadline, Refusal
+from keepstep.connection.deadline import Deadline
+from keepstep.connection.http_connection import BrokenConnection, Connection, Refusal
 from keepstep.state.checkpoint_errors import CheckpointDamaged, CheckpointError
 from keepstep.state.errors import TransferError
 from keepstep.state.pack import Pack

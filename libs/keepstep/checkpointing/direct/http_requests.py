@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 
-from keepstep.checkpointing.direct.http_connection import QUEUE_FIELD
+from keepstep.connection.http_connection import QUEUE_FIELD
 from keepstep_mesh.protocol.manifest import DIGEST_BYTES
 from keepstep_mesh.security.tokens import ClientToken
 from keepstep_mesh.security.web_pages import HOST_ADVICE, host_problem, origin_problem

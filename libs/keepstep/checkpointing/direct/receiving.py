@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import xxhash
 
-from keepstep.checkpointing.direct.http_connection import Connection
+from keepstep.connection.http_connection import Connection
 from keepstep.state.restoring import Destination
 
 PIECE_BYTES = 1 << 20

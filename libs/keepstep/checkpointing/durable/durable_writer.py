@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import Any
 
-from keepstep.checkpointing.direct.http_connection import Endpoint, Refusal
-from keepstep.checkpointing.direct.rate_limiter import RateLimiter
 from keepstep.checkpointing.durable.due_checkpoints import RelayHealth
 from keepstep.checkpointing.durable.durable_upload import DurableUpload, StagedState, Ticket, run_all, tell_failures
+from keepstep.connection.http_connection import Endpoint, Refusal
+from keepstep.connection.rate_limiter import RateLimiter
 from keepstep.state.staging import Snapshot, StagingArea
 from keepstep.state.state_manifest import build_manifest
 from keepstep_mesh.config.logging import get_logger

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Any, TypeVar
 
-from keepstep.checkpointing.direct.http_connection import BrokenConnection, Connection, Deadline, Endpoint, Refusal
 from keepstep.checkpointing.direct.receiving import ChunkReceiver
 from keepstep.checkpointing.relayed.relay_client import checkpoints_path
+from keepstep.connection.deadline import Deadline
+from keepstep.connection.http_connection import BrokenConnection, Connection, Endpoint, Refusal
 from keepstep.state.errors import StateDamaged, TransferError, TransferTimeout
 from keepstep.state.restoring import Destination
 from keepstep.state.state_manifest import read_manifest

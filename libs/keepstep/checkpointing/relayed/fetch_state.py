@@ -6,7 +6,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterable
 
-from keepstep.checkpointing.direct.http_connection import Endpoint
+from keepstep.connection.http_connection import Endpoint
 
 MAX_FAILURES = 3
 """Failures in a row, after which a peer or the source is not asked again, and a relay only if no other works."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from keepstep.checkpointing.direct import holders
-from keepstep.checkpointing.direct.http_connection import BrokenConnection, Connection, Endpoint, Refusal
 from keepstep.checkpointing.direct.peer_choice import Swarm
 from keepstep.checkpointing.direct.transfer import Transfer
 from keepstep.checkpointing.relayed.fetch_state import FetchState
 from keepstep.checkpointing.relayed.relay_client import LiveCheckpoint, holder_name
 from keepstep.checkpointing.transport import Exchange
+from keepstep.connection.http_connection import BrokenConnection, Connection, Endpoint, Refusal
 from keepstep.state.errors import TransferError
 from keepstep_mesh.config.logging import get_logger
 

@@ -16,7 +16,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
 
-from keepstep.checkpointing.direct.http_connection import BrokenConnection, Endpoint
 from keepstep.checkpointing.direct.peer_choice import RELAY, SOURCE, Swarm
 from keepstep.checkpointing.direct.sending.http_server import CheckpointServer
 from keepstep.checkpointing.direct.transfer import Transfer
@@ -25,6 +24,7 @@ from keepstep.checkpointing.relayed.holder_exchange import HOLDER_REPORT_SECONDS
 from keepstep.checkpointing.relayed.lanes import ChunkRequest, ElsewhereError, Lane, Lanes
 from keepstep.checkpointing.relayed.relay_client import home
 from keepstep.checkpointing.transport import Exchange
+from keepstep.connection.http_connection import BrokenConnection, Endpoint
 from keepstep.state.errors import TransferError
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES, chunk_length

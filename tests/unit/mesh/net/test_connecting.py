@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from keepstep.checkpointing.direct import http_connection
-from keepstep.checkpointing.direct.http_connection import BrokenConnection, Connection, Deadline, Endpoint
+from keepstep.connection import http_connection
+from keepstep.connection.deadline import Deadline
+from keepstep.connection.http_connection import BrokenConnection, Connection, Endpoint
 from keepstep.rendezvous import store_client
 from keepstep.rendezvous.key_value_server import Table
 from keepstep_mesh.net.connecting import connect

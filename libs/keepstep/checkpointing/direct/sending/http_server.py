@@ -30,9 +30,9 @@ from keepstep.checkpointing.direct.http_requests import (
     read_head,
 )
 from keepstep.checkpointing.direct.peer_choice import PEERS_AT_ONCE
-from keepstep.checkpointing.direct.rate_limiter import RateLimiter
 from keepstep.checkpointing.direct.sending.leases import LEASE_ENDED, Lease, Leases
 from keepstep.checkpointing.direct.sending.response_writer import ResponseWriter, join_short
+from keepstep.connection.rate_limiter import RateLimiter
 from keepstep.state.errors import UnsupportedValue
 from keepstep.state.staging import Snapshot
 from keepstep_mesh.config.log_limiter import LogLimiter

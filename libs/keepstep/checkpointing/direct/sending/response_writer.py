@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
 
-from keepstep.checkpointing.direct.http_connection import QUEUE_FIELD
-from keepstep.checkpointing.direct.rate_limiter import RateLimiter
+from keepstep.connection.http_connection import QUEUE_FIELD
+from keepstep.connection.rate_limiter import RateLimiter
 
 SHORT_BYTES = 64 << 10
 """Shorter parts of a chunk are sent together."""

@@ -1,0 +1,1 @@
+"""A connection to another process over a blocking socket, the deadline of a transfer, and its limit of bandwidth."""
