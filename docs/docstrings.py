@@ -57,7 +57,7 @@ SECTIONS = (
     ),
     section(
         "Quantized collectives",
-        "[Quantized collectives](quantized.md) describes them.",
+        "[Quantized collectives](little-communication.md#quantized-collectives) describes them.",
         "keepstep.collectives",
         "allreduce_quantized reduce_scatter_quantized get_padded_sizes allocate_reduce_scatter_output "
         "keepstep.collectives.codecs:Codec keepstep.collectives.codecs:Quantized keepstep.collectives.codecs:TopK "
@@ -77,7 +77,7 @@ SECTIONS = (
     ),
     section(
         "Sharded models",
-        "[Groups of several ranks](training.md#groups-of-several-ranks) has an example.",
+        "[Groups of several ranks](hsdp.md#groups-of-several-ranks) has an example.",
         "keepstep.device_mesh",
         "average_over_groups all_reduce_hook ft_init_device_mesh ManagedDeviceMesh",
     ),

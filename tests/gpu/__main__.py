@@ -1,4 +1,4 @@
-"""Run the checks for GPUs, print a table, and write gpu-report.json and docs/gpu.md.
+"""Run the checks for GPUs, print a table, and write gpu-report.json and docs/gpus.md.
 
 make gpu                                    all checks, in at most 8 minutes
 make gpu GPU="--seconds 1800"               the same with more time, for a slow machine
@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--list", action="store_true", help="print the checks")
     parser.add_argument("--seconds", type=float, default=TOTAL_SECONDS, help="for all checks (default: %(default)g)")
     parser.add_argument("--report", type=Path, default=ROOT / "gpu-report.json", help="file for every figure")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "gpu.md", help="page to write after a whole run")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "gpus.md", help="page to write after a whole run")
     return parser
 
 

@@ -59,7 +59,7 @@ def main() -> int:
     shutil.copytree(ROOT / "tests" / "gpu", checks / "tests" / "gpu", ignore=shutil.ignore_patterns("__pycache__"))
     (checks / "tests" / "__init__.py").touch()
     (checks / "docs").mkdir()
-    shutil.copy(ROOT / "docs" / "gpu.md", checks / "docs")
+    shutil.copy(ROOT / "docs" / "gpus.md", checks / "docs")
     (folder / "run.sh").write_text(RUN)
     size = sum(one.stat().st_size for one in folder.rglob("*") if one.is_file())
     print(f"{folder}: {len(list(wheels.iterdir()))} wheels, {size / 2**20:.1f} MiB; copy it and run: bash run.sh")

@@ -1,4 +1,4 @@
-"""The report of a run: a table for the terminal, gpu-report.json, and docs/gpu.md."""
+"""The report of a run: a table for the terminal, gpu-report.json, and docs/gpus.md."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.gpu.check import Outcome
 from tests.gpu.machine import Machine
 
 FIGURES = "## Figures"
-"""Heading in docs/gpu.md; a run replaces everything below it."""
+"""Heading in docs/gpus.md; a run replaces everything below it."""
 
 
 def lines_of(outcomes: Sequence[Outcome]) -> Iterable[str]:
@@ -44,7 +44,7 @@ def write_json(path: Path, machine: Machine, device: str, outcomes: Sequence[Out
 
 
 def write_page(path: Path, machine: Machine, outcomes: Sequence[Outcome]) -> None:
-    """Write the figures of docs/gpu.md, with the machine on which they were measured. Keep the text before them."""
+    """Write the figures of docs/gpus.md, with the machine on which they were measured. Keep the text before them."""
     before, _, _ = path.read_text(encoding="utf-8").partition(FIGURES) if path.exists() else ("", "", "")
     rows = [f"| {name} | {value} |" for name, value in machine.rows()]
     checks = [f"| `{one.name}` | {one.what} | {one.state} | {_figures(one.figures)} |" for one in outcomes]

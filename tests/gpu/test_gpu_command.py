@@ -43,7 +43,7 @@ def test_each_rank_has_a_gpu_of_its_own_where_enough_exist() -> None:
 
 def test_without_a_gpu_every_check_is_skipped_by_name(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(command, "why_no_gpu", lambda: "torch finds no CUDA device")
-    report, page = tmp_path / "report.json", tmp_path / "gpu.md"
+    report, page = tmp_path / "report.json", tmp_path / "gpus.md"
     monkeypatch.setattr(sys, "argv", ["gpu", "--report", str(report), "--page", str(page)])
     assert command.main() == 0
     said = capsys.readouterr().out
@@ -110,9 +110,9 @@ def test_a_page_names_the_machine_each_check_and_the_reasons_of_failures(tmp_pat
         Outcome("a", "It works.", "passed", "", 1.5, {"freed, s": 0.2}),
         Outcome("b", "It fails.", "failed", "rank 0 ended with SIGKILL:\nno output", 2.0),
     ]
-    (tmp_path / "gpu.md").write_text("# Checks\nText.\n\n## Figures\nOf an older run.\n")
-    write_page(tmp_path / "gpu.md", MACHINE, outcomes)
-    page = (tmp_path / "gpu.md").read_text()
+    (tmp_path / "gpus.md").write_text("# Checks\nText.\n\n## Figures\nOf an older run.\n")
+    write_page(tmp_path / "gpus.md", MACHINE, outcomes)
+    page = (tmp_path / "gpus.md").read_text()
     assert page.startswith("# Checks\nText.\n\n## Figures\n`make gpu` wrote this part on")
     assert "older run" not in page
     assert "| GPUs | 2 x H200 |" in page

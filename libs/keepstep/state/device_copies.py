@@ -23,7 +23,7 @@ BUFFERS = 16
 BUFFER_BYTES = 16 << 20
 """Size of each pinned buffer: a power of two, to which torch rounds pinned memory up."""
 THREADS = min(12, os.cpu_count() or 1)
-"""Threads from the buffers to main memory. One is slower than the bus of a GPU: docs/gpu.md has rates."""
+"""Threads from the buffers to main memory. One is slower than the bus of a GPU: docs/gpus.md has rates."""
 
 Part = tuple[torch.Tensor, torch.Tensor]
 """Bytes in main memory, and the bytes of a buffer that belong there."""

@@ -1,6 +1,6 @@
 """One backend of torch for several memberships: with a double of torch's backend, and with Gloo where torch has it.
 
-torch's NCCL needs a GPU. Streams and events are replaced; docs/gpu.md has what a GPU shows.
+torch's NCCL needs a GPU. Streams and events are replaced; docs/gpus.md has what a GPU shows.
 """
 
 from __future__ import annotations

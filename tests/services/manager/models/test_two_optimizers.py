@@ -1,4 +1,4 @@
-"""Two optimizers on one Manager (a GAN), as docs/two-optimizers.md says it."""
+"""Two optimizers on one Manager (a GAN), as docs/recipes.md says it."""
 
 from __future__ import annotations
 
