@@ -102,9 +102,9 @@ def spare_due(options: argparse.Namespace, step: int) -> int | None:
 
 async def run_sessions(options: argparse.Namespace, clock: Clock) -> None:
     """keepstep's sessions, as its ``Manager`` uses them, on one asyncio loop."""
+    from keepstep.session.lighthouse_session import LighthouseSession, SessionSettings
     from keepstep_mesh.protocol.membership import MemberInfo
     from keepstep_mesh.protocol.messages import QuorumRequest
-    from keepstep_mesh.session.lighthouse_session import LighthouseSession, SessionSettings
 
     sessions, infos = [], []
     for client in range(options.count + options.spares):

@@ -22,11 +22,11 @@ from keepstep.group.quorum_plan import QuorumPlan, make_plan
 from keepstep.group.ranks.rank_client import RankClient
 from keepstep.group.ranks.rank_link import GroupSettings
 from keepstep.group.ranks.rank_lists import ListKeeper
+from keepstep.session.session_settings import SessionSettings
 from keepstep_mesh.protocol import codec
 from keepstep_mesh.protocol.group_messages import RankAsk, RankQuorum
 from keepstep_mesh.protocol.membership import Member, MemberInfo
 from keepstep_mesh.protocol.messages import QuorumAnswer, QuorumRequest
-from keepstep_mesh.session.session_settings import SessionSettings
 from keepstep_mesh.testing import ScriptedSession, scripted_lighthouse
 
 SIZES = (1, 1000, 3000)

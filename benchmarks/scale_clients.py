@@ -23,6 +23,8 @@ from pathlib import Path
 
 from quorum_clients import name
 
+from keepstep.session.lighthouse_session import LighthouseSession, SessionSettings
+from keepstep.session.session_events import Push
 from keepstep_mesh.net.event_loop import new_event_loop
 from keepstep_mesh.net.http import Identity
 from keepstep_mesh.protocol import codec
@@ -30,8 +32,6 @@ from keepstep_mesh.protocol.job_settings import settings_text
 from keepstep_mesh.protocol.membership import UNKNOWN, MemberInfo, StepFailure, StepReport
 from keepstep_mesh.protocol.messages import MemberLost, QuorumRequest, RoundBroken
 from keepstep_mesh.protocol.telemetry_records import StepRecord
-from keepstep_mesh.session.lighthouse_session import LighthouseSession, SessionSettings
-from keepstep_mesh.session.session_events import Push
 from keepstep_mesh.telemetry.record_sender import Sender
 
 JOB = "bench"

@@ -20,9 +20,9 @@ from urllib.parse import urlsplit
 import msgpack
 
 from keepstep.connection.deadline import Deadline
+from keepstep.runtime.connecting import connect
 from keepstep.state.errors import TransferError, TransferTimeout
 from keepstep_mesh.net.addresses import Lookup, in_url
-from keepstep_mesh.net.connecting import connect
 from keepstep_mesh.net.fork_safety import open_socket
 
 MAX_REASON_BYTES = 8192

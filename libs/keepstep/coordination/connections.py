@@ -10,9 +10,9 @@ from typing import Any, Generic, TypeVar
 from keepstep.group.group_server import GroupServer
 from keepstep.group.ranks.rank_client import RankClient
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS, LoopThread
+from keepstep.session.lighthouse_session import LighthouseSession
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError
-from keepstep_mesh.session.lighthouse_session import LighthouseSession
 
 log = get_logger("keepstep.coordination")
 

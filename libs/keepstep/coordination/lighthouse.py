@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 from keepstep.coordination.connections import Connections
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS, LoopThread
+from keepstep.session.lighthouse_session import LighthouseSession
+from keepstep.session.session_settings import SessionSettings
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.config.settings import Settings, bind_address, split_addresses
 from keepstep_mesh.protocol import codec
@@ -18,8 +20,6 @@ from keepstep_mesh.protocol.membership import Quorum as MeshQuorum
 from keepstep_mesh.protocol.messages import QuorumRequest
 from keepstep_mesh.security.reloaded_files import ReloadedFiles
 from keepstep_mesh.serving.listen_settings import ListenSettings, read_listen_settings
-from keepstep_mesh.session.lighthouse_session import LighthouseSession
-from keepstep_mesh.session.session_settings import SessionSettings
 
 if TYPE_CHECKING:
     from keepstep_lighthouse.app import Lighthouse

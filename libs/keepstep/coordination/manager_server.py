@@ -13,12 +13,12 @@ from keepstep.group.ranks.rank_client import RankClient
 from keepstep.group.ranks.rank_link import GroupSettings
 from keepstep.runtime.environment import restart_count
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS, LoopThread
+from keepstep.session.session_settings import SessionSettings
 from keepstep_mesh.config.settings import bind_address, split_addresses
 from keepstep_mesh.net.addresses import address_towards_any
 from keepstep_mesh.protocol.group_messages import RankAsk, RankVote
 from keepstep_mesh.protocol.lineage import NEW
 from keepstep_mesh.security.tokens import ClientToken
-from keepstep_mesh.session.session_settings import SessionSettings
 
 
 @dataclass(frozen=True, slots=True)

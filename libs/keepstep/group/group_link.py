@@ -23,14 +23,14 @@ from keepstep.rendezvous.launcher_store import LauncherStore
 from keepstep.runtime import environment
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS, LoopThread
 from keepstep.runtime.processor import processor
+from keepstep.session.session_events import Push
+from keepstep.session.session_settings import SessionSettings
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.config.settings import split_addresses
 from keepstep_mesh.errors import Banned
 from keepstep_mesh.net.addresses import address_towards_any
 from keepstep_mesh.protocol.names import group_name_problem
 from keepstep_mesh.security.tokens import ClientToken
-from keepstep_mesh.session.session_events import Push
-from keepstep_mesh.session.session_settings import SessionSettings
 
 log = get_logger("keepstep.group")
 

@@ -26,6 +26,9 @@ from keepstep.rendezvous.key_value_server import VERSION as RENDEZVOUS_VERSION
 from keepstep.rendezvous.key_value_server import KeyValueServer
 from keepstep.runtime.exits import leave_cause
 from keepstep.runtime.owned_tasks import OwnedTasks
+from keepstep.session.lighthouse_session import LighthouseSession
+from keepstep.session.session_events import Connected, Disconnected, Push
+from keepstep.session.session_settings import SessionSettings
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import (
     Banned,
@@ -47,9 +50,6 @@ from keepstep_mesh.protocol.messages import (
     ServiceAddress,
 )
 from keepstep_mesh.security.tokens import ClientToken
-from keepstep_mesh.session.lighthouse_session import LighthouseSession
-from keepstep_mesh.session.session_events import Connected, Disconnected, Push
-from keepstep_mesh.session.session_settings import SessionSettings
 
 log = get_logger("keepstep.group")
 

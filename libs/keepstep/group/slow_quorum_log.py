@@ -9,11 +9,11 @@ from urllib.parse import quote
 
 import aiohttp
 
+from keepstep.session.lighthouse_session import LighthouseSession
 from keepstep_mesh.config.log_limiter import LogLimiter
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.net.http import raise_for_problem, read_json_answer
-from keepstep_mesh.session.lighthouse_session import LighthouseSession
 
 log = get_logger("keepstep.group")
 

@@ -14,11 +14,11 @@ from keepstep.runtime.exits import (
     end_process,
     leave_cause,
 )
+from keepstep.session.session_events import Push
 from keepstep.step.context import StepContext
 from keepstep_mesh.errors import Drained, KeepstepError
 from keepstep_mesh.exit_codes import EXIT_GROUP_FAILED
 from keepstep_mesh.protocol.messages import Drain, Evicted, MemberLost, RoundBroken
-from keepstep_mesh.session.session_events import Push
 
 LEAVE_SECONDS = 5.0
 """Limit for the lighthouse to confirm that the group leaves."""

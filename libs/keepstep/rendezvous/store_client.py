@@ -23,9 +23,9 @@ from torch.distributed.distributed_c10d import Store
 
 from keepstep.rendezvous.interruptible_store import InterruptibleStore
 from keepstep.rendezvous.key_value_server import PATH, VERSION, KeyValueServer, RendezvousError, Table
+from keepstep.runtime.connecting import connect
 from keepstep_mesh.errors import AuthError
 from keepstep_mesh.net.addresses import Lookup
-from keepstep_mesh.net.connecting import connect
 from keepstep_mesh.net.fork_safety import open_socket
 from keepstep_mesh.security.tokens import ClientToken
 from keepstep_mesh.text import listed

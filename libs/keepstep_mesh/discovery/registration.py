@@ -21,10 +21,10 @@ from keepstep_mesh.config.log_limiter import LogLimiter
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.net.http import Identity, answer_of_leader, leader_of, raise_for_problem, read_json_answer
+from keepstep_mesh.net.lighthouse_addresses import Addresses
 from keepstep_mesh.net.tasks import cancelled
 from keepstep_mesh.security.tls import TlsFiles, as_safe, explained
 from keepstep_mesh.security.tokens import ClientToken
-from keepstep_mesh.session.session_machine import Addresses
 
 REGISTRATION_SECONDS = 5.0
 """Limit of one request, but at most a third of the time to live."""

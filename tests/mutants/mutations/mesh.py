@@ -47,28 +47,28 @@ MUTATIONS = (
     ),
     Mutation(
         "a group accepts a lower epoch than it has seen",
-        f"{MESH}/session/session_machine.py",
+        "libs/keepstep/session/session_machine.py",
         "        if epoch < self.epoch:\n",
         "        if epoch < 0:\n",
         Trace("a_group_that_met_the_next_leader_comes_back_to_the_one_before"),
     ),
     Mutation(
         "a group that reconnects does not report the answer it holds",
-        f"{MESH}/session/session_machine.py",
+        "libs/keepstep/session/session_machine.py",
         "            held=self.held,\n",
         "            held=None,\n",
         Trace("a_round_that_only_some_members_heard_of"),
     ),
     Mutation(
         "a process that was paused takes its peer for silent",
-        f"{MESH}/session/liveness.py",
+        "libs/keepstep/session/liveness.py",
         "        if self._asked is None or stalled:\n",
         "        if self._asked is None:\n",
         Test("tests/unit/mesh/session/test_liveness.py::test_a_worker_that_slept_asks_again_instead"),
     ),
     Mutation(
         "a request is not sent again on a new connection",
-        f"{MESH}/session/session_machine.py",
+        "libs/keepstep/session/session_machine.py",
         "        request = self.open\n        if request is None:\n            return None\n        known",
         "        request = self.open\n        if request is None or self._known_info is None and self.number > 9:\n"
         "            return None\n        known",

@@ -13,7 +13,7 @@ SCENARIOS = "tests/scenarios/test_scenarios.py::test_the_lighthouse_decides_as_t
 MUTATIONS = (
     Mutation(
         "the evidence about a failed step is not sent",
-        "libs/keepstep_mesh/session/session_machine.py",
+        "libs/keepstep/session/session_machine.py",
         "            failure=request.failure,\n",
         "",
         Test(f"{OTHERS_GO_ON}[fails]"),

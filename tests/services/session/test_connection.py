@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from keepstep.session.session_events import Connected, Disconnected
 from keepstep_mesh.protocol.messages import Leave, Moved, NotLeader, QuorumRequest, Timing
-from keepstep_mesh.session.session_events import Connected, Disconnected
 from keepstep_mesh.testing import ChaosProxy, scripted_lighthouse
 from tests.services.session.worker import beats, in_session
 

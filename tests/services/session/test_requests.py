@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
+from keepstep.session.session_events import Connected, Disconnected
 from keepstep_mesh.errors import KeepstepError, LayoutMismatch
 from keepstep_mesh.protocol.membership import HeldAnswer, MemberInfo
 from keepstep_mesh.protocol.messages import CancelRequest, Denied, MemberLost, Moved, QuorumAnswer, QuorumRequest
-from keepstep_mesh.session.session_events import Connected, Disconnected
 from keepstep_mesh.testing import scripted_lighthouse
 from tests.services.session.worker import INFO, cut_off, in_session
 from tests.support.services.asking_group import quorum_request

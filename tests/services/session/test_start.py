@@ -6,10 +6,11 @@ import asyncio
 
 import pytest
 
+from keepstep.session import connector
 from keepstep_mesh.errors import AuthError, SessionClosed, VersionError
+from keepstep_mesh.net import lighthouse_addresses
 from keepstep_mesh.protocol.messages import OLDEST_PROTOCOL_VERSION, NotLeader, QuorumRequest, Refused, Welcome
 from keepstep_mesh.security.tokens import Tokens
-from keepstep_mesh.session import connector, session_machine
 from keepstep_mesh.testing import ChaosProxy, scripted_lighthouse
 from tests.services.session.worker import INFO, NOWHERE, Worker, in_session
 
@@ -38,7 +39,7 @@ async def test_a_server_of_another_kind_is_passed_over_whatever_it_says() -> Non
 
 
 async def test_a_host_that_does_not_answer_is_passed_over(monkeypatch) -> None:
-    monkeypatch.setattr(session_machine, "SESSION_CONNECT_SECONDS", 0.5)
+    monkeypatch.setattr(lighthouse_addresses, "SESSION_CONNECT_SECONDS", 0.5)
     async with scripted_lighthouse() as lighthouse, ChaosProxy.before(lighthouse.url) as proxy:
         proxy.freeze()
         async with in_session(lighthouse, proxy.url, lighthouse.url) as (worker, _):

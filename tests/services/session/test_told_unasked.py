@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from keepstep.session.session_events import Connected, Disconnected
 from keepstep_mesh.protocol.messages import (
     PROTOCOL_VERSION,
     Drain,
@@ -12,7 +13,6 @@ from keepstep_mesh.protocol.messages import (
     Services,
     Welcome,
 )
-from keepstep_mesh.session.session_events import Connected, Disconnected
 from keepstep_mesh.testing import scripted_lighthouse
 from tests.services.session.worker import in_session
 

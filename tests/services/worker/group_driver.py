@@ -8,12 +8,12 @@ from typing import Any
 from keepstep.group.group_server import GroupServer
 from keepstep.group.ranks.rank_client import RankClient
 from keepstep.group.ranks.rank_link import GroupSettings
+from keepstep.session.session_events import Push
+from keepstep.session.session_settings import SessionSettings
 from keepstep_lighthouse.app import Lighthouse
 from keepstep_mesh.protocol.group_messages import RankAsk
 from keepstep_mesh.protocol.messages import MemberLost
 from keepstep_mesh.security.tokens import ClientToken
-from keepstep_mesh.session.session_events import Push
-from keepstep_mesh.session.session_settings import SessionSettings
 
 DEADLINE = 20.0
 

@@ -15,6 +15,7 @@ from keepstep.group import slow_quorum_log
 from keepstep.group.group_peers import checkpoint_metadata, first_layout_difference
 from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.group.ranks.rank_link import Leaving
+from keepstep.session.session_events import Push
 from keepstep_lighthouse.app import Lighthouse
 from keepstep_lighthouse.quorum.events import EvictOrdered
 from keepstep_lighthouse.quorum.job_record import Policy
@@ -23,7 +24,6 @@ from keepstep_lighthouse.registry.service_registry import new_record
 from keepstep_mesh.errors import JobClosed, KeepstepError, LayoutMismatch, SessionClosed, StartRefused
 from keepstep_mesh.protocol.group_messages import RankAsk, RankVote
 from keepstep_mesh.protocol.messages import Evicted, Healing, QuorumAnswer, RoundBroken, ServiceAddress
-from keepstep_mesh.session.session_events import Push
 from tests.services.worker.group_driver import DEADLINE, Group, ask
 from tests.support.services.lighthouse_driver import eventually
 from tests.support.services.lighthouse_driver import lighthouse as in_loop

@@ -20,12 +20,12 @@ from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.group.ranks.rank_client import RankClient
 from keepstep.group.ranks.rank_link import GroupSettings
 from keepstep.rendezvous.key_value_server import VERSION, RendezvousError, Table
+from keepstep.session.session_events import Push
+from keepstep.session.session_settings import SessionSettings
 from keepstep_mesh.protocol import codec
 from keepstep_mesh.protocol.group_messages import RankAsk, RankHello, RankQuorum, RankReady
 from keepstep_mesh.protocol.membership import Member, MemberInfo
 from keepstep_mesh.protocol.messages import PROTOCOL_VERSION, Denied, Leave, QuorumAnswer, QuorumRequest, RoundBroken
-from keepstep_mesh.session.session_events import Push
-from keepstep_mesh.session.session_settings import SessionSettings
 from keepstep_mesh.testing import ScriptedLighthouse, ScriptedSession, scripted_lighthouse
 
 DEADLINE = 30.0

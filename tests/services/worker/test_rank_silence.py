@@ -14,11 +14,11 @@ from keepstep.group.group_server import GroupServer
 from keepstep.group.ranks.rank_client import RankClient
 from keepstep.group.ranks.rank_link import GroupSettings
 from keepstep.runtime.loop_thread import LoopThread
+from keepstep.session.session_settings import SessionSettings
 from keepstep_lighthouse.app import Lighthouse
 from keepstep_lighthouse.quorum.events import PolicyOrdered
 from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_mesh.protocol.group_messages import RankAsk
-from keepstep_mesh.session.session_settings import SessionSettings
 from tests.support.services.lighthouse_driver import eventually
 from tests.support.services.lighthouse_driver import lighthouse as in_loop
 

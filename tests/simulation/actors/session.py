@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from keepstep.session.liveness import Liveness
+from keepstep.session.session_machine import SessionCore, StaleLighthouseError
 from keepstep_mesh.errors import ProtocolError
+from keepstep_mesh.net.lighthouse_addresses import Addresses
 from keepstep_mesh.protocol import codec
 from keepstep_mesh.protocol.messages import Heartbeat, Moved, NotLeader, QuorumAnswer, Refused, Welcome
-from keepstep_mesh.session.liveness import Liveness
-from keepstep_mesh.session.session_machine import Addresses, SessionCore, StaleLighthouseError
 from tests.simulation.virtual.network import FIN, Connection
 from tests.simulation.virtual.wires import PING, PONG, CloseFrame
 

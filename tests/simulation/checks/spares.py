@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from keepstep.session.session_machine import About
 from keepstep_lighthouse.jobs.job import Job
 from keepstep_lighthouse.quorum.events import Announce, LogEntry, Persist
 from keepstep_mesh.protocol.lineage import Soundness, soundness
-from keepstep_mesh.session.session_machine import About
 
 if TYPE_CHECKING:
     from tests.simulation.actors.worker import Worker

@@ -6,14 +6,14 @@ import asyncio
 from dataclasses import replace
 from typing import Any, Self
 
+from keepstep.session.lighthouse_session import LighthouseSession
+from keepstep.session.session_events import Push
+from keepstep.session.session_machine import About
+from keepstep.session.session_settings import SessionSettings
 from keepstep_mesh.protocol.membership import MemberInfo, Quorum
 from keepstep_mesh.protocol.messages import QuorumRequest
 from keepstep_mesh.security.tls import TlsFiles
 from keepstep_mesh.security.tokens import ClientToken
-from keepstep_mesh.session.lighthouse_session import LighthouseSession
-from keepstep_mesh.session.session_events import Push
-from keepstep_mesh.session.session_machine import About
-from keepstep_mesh.session.session_settings import SessionSettings
 from keepstep_mesh.testing import DEADLINE
 
 

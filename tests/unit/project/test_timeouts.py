@@ -23,6 +23,8 @@ from keepstep.group.ranks import rank_link
 from keepstep.lifecycle import membership
 from keepstep.manager import SHUTDOWN_SECONDS, Manager
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS
+from keepstep.session import connector, lighthouse_session
+from keepstep.session.session_settings import SessionSettings
 from keepstep.step import agreeing, healing
 from keepstep.step.catching_up import catch_up
 from keepstep.step.evidence import failure_evidence
@@ -37,9 +39,8 @@ from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_lighthouse.settings import MIN_LEASE, LighthouseSettings
 from keepstep_lighthouse.store import etcd_store, sqlite_store
 from keepstep_mesh.discovery import registration
+from keepstep_mesh.net import lighthouse_addresses
 from keepstep_mesh.serving import open_port, service
-from keepstep_mesh.session import connector, lighthouse_session, session_machine
-from keepstep_mesh.session.session_settings import SessionSettings
 from keepstep_mesh.threads import ending, starting, watchdog
 from keepstep_relay import checkpoint_store
 from keepstep_relay.api import exchange
@@ -80,7 +81,7 @@ RULES = {
     ),
     "a broken connection is judged before a silent one": POLICY.reconnect_grace < POLICY.heartbeat_timeout,
     "a broken connection is retried twice within the grace": (
-        2 * session_machine.PASS_BACKOFF.first < POLICY.reconnect_grace
+        2 * lighthouse_addresses.PASS_BACKOFF.first < POLICY.reconnect_grace
     ),
     "a lost group is known before a collective times out": (
         POLICY.heartbeat_timeout + POLICY.reconnect_grace < of_manager("timeout")
@@ -110,22 +111,22 @@ RULES = {
     "the lighthouse sees a late heal, not a broken one": (0 < healing.GIVE_UP_SECONDS < POLICY.heal_timeout),
     # the session
     "a session outlives the search for a lighthouse": (
-        session_machine.SESSION_CONNECT_SECONDS + connector.WELCOME_SECONDS < of_manager("connect_timeout")
+        lighthouse_addresses.SESSION_CONNECT_SECONDS + connector.WELCOME_SECONDS < of_manager("connect_timeout")
     ),
     "the lighthouse waits for a hello longer than a worker for its welcome": (
         connector.WELCOME_SECONDS < sessions.HELLO_SECONDS
     ),
     "a slow connection is not closed while it connects": (
-        session_machine.SESSION_CONNECT_SECONDS < open_port.FIRST_REQUEST_SECONDS
+        lighthouse_addresses.SESSION_CONNECT_SECONDS < open_port.FIRST_REQUEST_SECONDS
     ),
     "a call from another thread outlives what it calls": (
-        session_machine.SESSION_CONNECT_SECONDS + connector.WELCOME_SECONDS + lighthouse_session.ANSWER_MARGIN
+        lighthouse_addresses.SESSION_CONNECT_SECONDS + connector.WELCOME_SECONDS + lighthouse_session.ANSWER_MARGIN
         < CALL_MARGIN_SECONDS
         and rank_link.RANK_CLOSE_SECONDS < CALL_MARGIN_SECONDS
     ),
     # a lighthouse that dies
     "groups are back before a new leader judges them": (
-        session_machine.PASS_BACKOFF.most < (POLICY.takeover_grace or POLICY.heartbeat_timeout)
+        lighthouse_addresses.PASS_BACKOFF.most < (POLICY.takeover_grace or POLICY.heartbeat_timeout)
     ),
     "the link of a standby notices a frozen leader before the lease ends": (
         3 * leader_link.BEAT_SECONDS < leader_link.SILENCE < LEASE

@@ -17,6 +17,7 @@ from keepstep.group.ranks.rank_lists import ListKeeper
 from keepstep.group.step_values import StepValues
 from keepstep.rendezvous.key_value_server import KeyValueServer
 from keepstep.runtime.owned_tasks import OwnedTasks
+from keepstep.session.session_events import Push
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError, ProtocolError, SessionClosed
 from keepstep_mesh.net.backoff import Backoff
@@ -45,7 +46,6 @@ from keepstep_mesh.protocol.messages import (
     Timing,
 )
 from keepstep_mesh.security.tokens import ClientToken
-from keepstep_mesh.session.session_events import Push
 
 log = get_logger("keepstep.group")
 

@@ -19,6 +19,7 @@ from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.group.ranks.rank_link import RankLink
 from keepstep.runtime.loop_thread import LoopThread
 from keepstep.step.reporting.scalars import scalars_of
+from keepstep.step.reporting.step_trace import StepTrace, TracedRank
 from keepstep_mesh.config.log_limiter import LogLimiter
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError
@@ -28,7 +29,6 @@ from keepstep_mesh.protocol.telemetry_records import DurableRecord, StateRecord,
 from keepstep_mesh.security.tls import as_safe
 from keepstep_mesh.telemetry.record_sender import Sender
 from keepstep_mesh.telemetry.tracing import exporting
-from keepstep_mesh.telemetry.tracing.step_trace import StepTrace, TracedRank
 
 log = get_logger("keepstep.telemetry")
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from keepstep.session.lighthouse_session import LighthouseSession
+from keepstep.session.session_settings import SessionSettings
 from keepstep_lighthouse.settings import LighthouseSettings, read_settings
 from keepstep_mesh.net.http import client_session, leader_of
 from keepstep_mesh.security.tls import TlsFiles
 from keepstep_mesh.security.tokens import Tokens, watched_tokens
-from keepstep_mesh.session.lighthouse_session import LighthouseSession
-from keepstep_mesh.session.session_settings import SessionSettings
 from tests.support.network.certificates import Authority
 from tests.support.services.asking_group import quorum_request
 from tests.support.services.etcd_server import EtcdCluster

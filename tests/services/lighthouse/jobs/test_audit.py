@@ -10,11 +10,11 @@ from typing import Any
 import aiohttp
 import pytest
 
+from keepstep.session.lighthouse_session import LighthouseSession
+from keepstep.session.session_settings import SessionSettings
 from keepstep_mesh.net.http import client_session
 from keepstep_mesh.protocol.messages import Welcome
 from keepstep_mesh.security.tokens import Role, Token, Tokens
-from keepstep_mesh.session.lighthouse_session import LighthouseSession
-from keepstep_mesh.session.session_settings import SessionSettings
 from tests.support.network.certificates import Authority
 from tests.support.services.lighthouse_driver import connection, lighthouse, worker
 

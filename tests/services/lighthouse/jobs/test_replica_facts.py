@@ -6,8 +6,8 @@ import asyncio
 
 import aiohttp
 
+from keepstep.session.session_machine import About
 from keepstep_lighthouse.quorum.job_record import Policy
-from keepstep_mesh.session.session_machine import About
 from tests.support.services.asking_group import Group
 from tests.support.services.lighthouse_driver import eventually, lighthouse
 

@@ -7,8 +7,8 @@ import sys
 
 from keepstep.group.group_server import GroupServer
 from keepstep.group.ranks.rank_link import GroupSettings
+from keepstep.session.session_settings import SessionSettings
 from keepstep_mesh.protocol.group_messages import RankAsk
-from keepstep_mesh.session.session_settings import SessionSettings
 from keepstep_mesh.testing import DEADLINE
 
 

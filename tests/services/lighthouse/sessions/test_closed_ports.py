@@ -16,6 +16,7 @@ from aiohttp import web
 
 from keepstep.group.group_server import GroupServer
 from keepstep.group.ranks.rank_link import GroupSettings
+from keepstep.session.session_settings import SessionSettings
 from keepstep_lighthouse.app import Lighthouse
 from keepstep_lighthouse.jobs import port_probes
 from keepstep_lighthouse.jobs.port_probes import PortProbes, refuses, serves
@@ -23,7 +24,6 @@ from keepstep_lighthouse.quorum.events import FindPort, PortRefused, ProbePort
 from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_mesh.protocol.group_messages import RankAsk
 from keepstep_mesh.protocol.messages import MemberLost
-from keepstep_mesh.session.session_settings import SessionSettings
 from keepstep_mesh.testing import DEADLINE
 from tests.support.network.namespaces import Namespaces, why_not
 from tests.support.services.asking_group import Group

@@ -13,11 +13,11 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from keepstep.session.lighthouse_session import LighthouseSession
+from keepstep.session.session_settings import SessionSettings
 from keepstep_history.reading import check_files
 from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_mesh.protocol.messages import MemberLost, QuorumAnswer, Welcome
-from keepstep_mesh.session.lighthouse_session import LighthouseSession
-from keepstep_mesh.session.session_settings import SessionSettings
 from tests.support.services.asking_group import quorum_request
 from tests.support.services.lighthouse_driver import (
     DEADLINE,

@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
+from keepstep.session.lighthouse_session import LighthouseSession
+from keepstep.session.session_events import Connected, Disconnected
+from keepstep.session.session_settings import SessionSettings
 from keepstep_mesh.discovery.registration import Registration, registered
 from keepstep_mesh.errors import AuthError
 from keepstep_mesh.net.http import client_session
@@ -17,9 +20,6 @@ from keepstep_mesh.security.tls import TlsFiles
 from keepstep_mesh.security.tokens import Access, ClientToken, watched_tokens
 from keepstep_mesh.serving.application import Route
 from keepstep_mesh.serving.service import Service, serving
-from keepstep_mesh.session.lighthouse_session import LighthouseSession
-from keepstep_mesh.session.session_events import Connected, Disconnected
-from keepstep_mesh.session.session_settings import SessionSettings
 from keepstep_mesh.testing import ChaosProxy, scripted_lighthouse
 from tests.support.network.certificates import Authority
 from tests.support.services.asking_group import Group

@@ -16,10 +16,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from keepstep.session.lighthouse_session import LighthouseSession
+from keepstep.session.session_settings import SessionSettings
 from keepstep_mesh.net.http import client_session
 from keepstep_mesh.security.tls import TlsFiles
-from keepstep_mesh.session.lighthouse_session import LighthouseSession
-from keepstep_mesh.session.session_settings import SessionSettings
 from tests.support.services.asking_group import quorum_request
 from tests.support.services.command import environment
 
@@ -30,8 +30,8 @@ RANK = """
 import asyncio, os, signal
 from keepstep_mesh.config import logging
 from keepstep_mesh.security.tokens import ClientToken
-from keepstep_mesh.session.lighthouse_session import LighthouseSession
-from keepstep_mesh.session.session_settings import SessionSettings
+from keepstep.session.lighthouse_session import LighthouseSession
+from keepstep.session.session_settings import SessionSettings
 from keepstep_mesh.config.settings import split_addresses
 from keepstep_mesh.security.tls import tls_of_client
 

@@ -15,10 +15,10 @@ import pytest
 from keepstep.checkpointing.direct.sending.http_server import CheckpointServer
 from keepstep.group.group_server import GroupServer
 from keepstep.group.ranks.rank_link import GroupSettings
+from keepstep.session.session_settings import SessionSettings
 from keepstep_mesh.errors import ProtocolError
 from keepstep_mesh.net.http import client_session
 from keepstep_mesh.security.tokens import ClientToken, Tokens
-from keepstep_mesh.session.session_settings import SessionSettings
 from keepstep_mesh.testing import ChaosProxy
 from tests.support.services.asking_group import Group
 from tests.support.services.lighthouse_driver import lighthouse

@@ -14,7 +14,7 @@ from keepstep.connection.deadline import Deadline
 from keepstep.connection.http_connection import BrokenConnection, Connection, Endpoint
 from keepstep.rendezvous import store_client
 from keepstep.rendezvous.key_value_server import Table
-from keepstep_mesh.net.connecting import connect
+from keepstep.runtime.connecting import connect
 from keepstep_mesh.net.fork_safety import open_socket
 from tests.services.relay_transport.scene import switched_off
 

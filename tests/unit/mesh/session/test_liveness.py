@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from keepstep_mesh.session.liveness import Liveness
+from keepstep.session.liveness import Liveness
 
 
 def liveness() -> Liveness:

@@ -6,8 +6,8 @@ import importlib.metadata
 
 import pytest
 
-from keepstep_mesh.session import session_settings
-from keepstep_mesh.session.session_settings import SessionSettings
+from keepstep.session import session_settings
+from keepstep.session.session_settings import SessionSettings
 
 
 def settings() -> SessionSettings:

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
+from keepstep.step.reporting.step_trace import StepTrace, TracedRank
 from keepstep_mesh.protocol.telemetry_records import StepRecord, UploadRecord
 from keepstep_mesh.telemetry.tracing.log_entry import entry_of
 from keepstep_mesh.telemetry.tracing.spans import ALL_REDUCE, COMMIT, HEAL, LOGS, QUORUM, STEP, Span, chosen, of_record
-from keepstep_mesh.telemetry.tracing.step_trace import StepTrace, TracedRank
 
 UNIX = 1_000_000.0
 ALL = chosen("all")

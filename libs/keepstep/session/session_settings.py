@@ -7,10 +7,10 @@ import socket
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 
+from keepstep.session.session_machine import About
 from keepstep_mesh.config.settings import from_environment
 from keepstep_mesh.security.tls import TlsFiles, tls_of_client
 from keepstep_mesh.security.tokens import ClientToken
-from keepstep_mesh.session.session_machine import About
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from keepstep.session import session_events
+from keepstep.session.session_machine import SessionCore
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.protocol.membership import Quorum
 from keepstep_mesh.protocol.messages import CancelRequest, Closed, Denied, QuorumAnswer, QuorumRequest, ToLighthouse
-from keepstep_mesh.session import session_events
-from keepstep_mesh.session.session_machine import SessionCore
 
 
 class OpenRequest:

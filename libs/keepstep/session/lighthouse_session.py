@@ -12,6 +12,14 @@ import asyncio
 from collections.abc import Callable
 from urllib.parse import quote
 
+from keepstep.session import session_events
+from keepstep.session.alarm import Alarm
+from keepstep.session.connector import Connector
+from keepstep.session.liveness import Liveness
+from keepstep.session.open_request import OpenRequest
+from keepstep.session.session_events import Connected, Disconnected, Push
+from keepstep.session.session_machine import SessionCore, StaleLighthouseError
+from keepstep.session.session_settings import SessionSettings
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.config.settings import base_url
 from keepstep_mesh.errors import KeepstepError, ProtocolError, SessionClosed, VersionError
@@ -44,14 +52,6 @@ from keepstep_mesh.protocol.messages import (
     ToLighthouse,
     Welcome,
 )
-from keepstep_mesh.session import session_events
-from keepstep_mesh.session.alarm import Alarm
-from keepstep_mesh.session.connector import Connector
-from keepstep_mesh.session.liveness import Liveness
-from keepstep_mesh.session.open_request import OpenRequest
-from keepstep_mesh.session.session_events import Connected, Disconnected, Push
-from keepstep_mesh.session.session_machine import SessionCore, StaleLighthouseError
-from keepstep_mesh.session.session_settings import SessionSettings
 
 log = get_logger("keepstep.session")
 

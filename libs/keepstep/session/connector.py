@@ -9,16 +9,16 @@ from typing import Protocol
 
 import aiohttp
 
+from keepstep.session.liveness import Liveness
 from keepstep_mesh.config.log_limiter import LogLimiter
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.config.settings import base_url
 from keepstep_mesh.errors import ProtocolError
 from keepstep_mesh.net.http import Identity
+from keepstep_mesh.net.lighthouse_addresses import Addresses
 from keepstep_mesh.net.websocket import Link
 from keepstep_mesh.protocol import codec
 from keepstep_mesh.security.tls import as_safe, explained
-from keepstep_mesh.session.liveness import Liveness
-from keepstep_mesh.session.session_machine import Addresses
 
 log = get_logger("keepstep.session")
 
