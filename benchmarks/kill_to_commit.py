@@ -22,8 +22,8 @@ from pathlib import Path
 from figures import Figure, Limit, p50, p95
 from sides import HEARTBEAT_TIMEOUT_S, HERE, Lighthouse, Side, lighthouse
 
-from keepstep_history.reading import check_files
-from keepstep_history.report import summary_lines, violation_lines
+from keepstep_chaos.histories.reading import check_files
+from keepstep_chaos.histories.report import summary_lines, violation_lines
 
 GROUPS = 3
 KILLS = 40

@@ -7,15 +7,15 @@ from typing import Any
 
 import click
 
+from keepstep_chaos.commands.chaos_command import chaos
+from keepstep_chaos.commands.check_history import check_history
+from keepstep_chaos.commands.inject_command import inject
 from keepstep_cli.asking.sections import SectionedGroup
 from keepstep_cli.commands import admin
-from keepstep_cli.commands.chaos_command import chaos
-from keepstep_cli.commands.check_history import check_history
 from keepstep_cli.commands.checkpoint import checkpoint
 from keepstep_cli.commands.completion import completion
 from keepstep_cli.commands.demo import demo
 from keepstep_cli.commands.doctor_command import doctor
-from keepstep_cli.commands.inject_command import inject
 from keepstep_cli.commands.metrics_command import metrics
 from keepstep_cli.commands.relay_command import relay
 from keepstep_cli.commands.restart import restart

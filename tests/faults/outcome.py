@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from keepstep_history.history import Report
+from keepstep_chaos.histories.history import Report
 
 COLUMNS = (
     "what is done",

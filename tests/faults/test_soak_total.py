@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from keepstep_cli.chaos.observing.resources import Growth
-from keepstep_cli.chaos.recovery import Cost
-from keepstep_cli.chaos.verdict import Outcome
-from keepstep_cli.chaos.vocabulary import KINDS, Fault, Role, Target
+from keepstep_chaos.observing.resources import Growth
+from keepstep_chaos.recovery import Cost
+from keepstep_chaos.verdict import Outcome
+from keepstep_chaos.vocabulary import KINDS, Fault, Role, Target
 from tests.faults.soak import total
 
 GROUP, RELAY = Target(Role.GROUP, "r0"), Target(Role.RELAY, "10.0.0.1:29520")

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from keepstep.group.quorum_plan import QuorumPlan, make_plan
-from keepstep_history.rules import RULES
+from keepstep_chaos.histories.rules import RULES
 from keepstep_lighthouse.jobs.job import Job
 from keepstep_lighthouse.leadership.term import Term
 from keepstep_lighthouse.quorum.job_record import JobRecord

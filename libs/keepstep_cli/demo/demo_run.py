@@ -20,14 +20,14 @@ from pathlib import Path
 
 from rich.console import Console
 
+from keepstep_chaos.histories.reading import check_files
+from keepstep_chaos.histories.report import summary_lines, verdict, violation_lines
 from keepstep_cli.demo.demo_story import LIGHTHOUSE, Story
 from keepstep_cli.demo.demo_view import View, final_table, make_view
 from keepstep_cli.running.embedded import lighthouse_program, relay_program
 from keepstep_cli.running.launcher import Launcher, replica_programs, stop_on_signals
 from keepstep_cli.running.ranks import JobSpec, command_line, free_port
 from keepstep_cli.running.supervisor_events import Restarts
-from keepstep_history.reading import check_files
-from keepstep_history.report import summary_lines, verdict, violation_lines
 from keepstep_mesh.net.tasks import cancelled
 from keepstep_mesh.protocol.names import name_of
 

@@ -15,14 +15,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from keepstep_chaos.histories.reading import check_files
+from keepstep_chaos.histories.report import summary_lines, verdict, violation_lines
 from keepstep_cli.demo.demo_run import KEPT_LINES, example
 from keepstep_cli.demo.resume_story import Run, summary
 from keepstep_cli.running.embedded import lighthouse_program, relay_program
 from keepstep_cli.running.launcher import Launcher, replica_programs, stop_on_signals
 from keepstep_cli.running.ranks import JobSpec, command_line, free_port
 from keepstep_cli.running.supervisor_events import Restarts
-from keepstep_history.reading import check_files
-from keepstep_history.report import summary_lines, verdict, violation_lines
 
 STEPS, CHECKPOINT_EVERY, KILL_AT = 60, 5, 33
 

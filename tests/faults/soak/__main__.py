@@ -31,8 +31,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from keepstep_history.reading import check_files
-from keepstep_history.report import summary_lines, verdict, violation_lines
+from keepstep_chaos.histories.reading import check_files
+from keepstep_chaos.histories.report import summary_lines, verdict, violation_lines
 from keepstep_mesh.faults.fault_orders import CHAOS_ENV
 from tests.faults.soak import accounting, total
 from tests.faults.soak.accounting import problems

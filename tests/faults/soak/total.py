@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keepstep_cli.chaos.observing.resources import Growth, joint
-from keepstep_cli.chaos.vocabulary import KINDS, Role
+from keepstep_chaos.observing.resources import Growth, joint
+from keepstep_chaos.vocabulary import KINDS, Role
 
 FLAT_BYTES_PER_MINUTE = 256 * 1024
 FLAT_DESCRIPTORS_PER_MINUTE = 0.5

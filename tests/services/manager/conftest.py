@@ -10,8 +10,8 @@ import pytest
 
 from keepstep.coordination import LighthouseServer
 from keepstep.process_group.torch_backends import disposal
-from keepstep_history.reading import check_files
-from keepstep_history.report import violation_lines
+from keepstep_chaos.histories.reading import check_files
+from keepstep_chaos.histories.report import violation_lines
 
 
 @pytest.fixture

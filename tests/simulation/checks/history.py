@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from keepstep_history.history import History, Report
-from keepstep_history.records import Place, Record, parse, record_of
+from keepstep_chaos.histories.history import History, Report
+from keepstep_chaos.histories.records import Place, Record, parse, record_of
 from keepstep_lighthouse.jobs.event_log import Happened
 
 if TYPE_CHECKING:

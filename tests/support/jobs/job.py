@@ -20,9 +20,9 @@ from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any, Self
 
-from keepstep_history.history import Report
-from keepstep_history.reading import check_files
-from keepstep_history.report import summary_lines, violation_lines
+from keepstep_chaos.histories.history import Report
+from keepstep_chaos.histories.reading import check_files
+from keepstep_chaos.histories.report import summary_lines, violation_lines
 from keepstep_mesh.net.http import client_session, raise_for_problem
 from tests.support.network.namespaces import LOOPBACK, Host
 from tests.support.network.ports import free_port

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from keepstep_history.reading import check_files
-from keepstep_history.report import violation_lines
+from keepstep_chaos.histories.reading import check_files
+from keepstep_chaos.histories.report import violation_lines
 from tests.support.jobs.job import Group, Job, discarded
 
 pytestmark = [pytest.mark.training, pytest.mark.timeout(300)]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from keepstep_chaos.histories.reading import check_files
 from keepstep_cli.asking.rest import Lighthouse
-from keepstep_history.reading import check_files
 from tests.support.jobs.job import Job
 
 pytestmark = [pytest.mark.training, pytest.mark.timeout(300)]

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from keepstep_history.reading import check_files
-from keepstep_history.report import summary_lines, violation_lines
+from keepstep_chaos.histories.reading import check_files
+from keepstep_chaos.histories.report import summary_lines, violation_lines
 from tests.support.processes.forked import FORKS
 from tests.support.services.command import Command, environment
 

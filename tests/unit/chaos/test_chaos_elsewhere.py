@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from keepstep_cli.chaos.injecting.elsewhere import command, parse
-from keepstep_cli.chaos.injecting.injection import InjectionError, Permissions, inject_at
-from keepstep_cli.chaos.injecting.remote_command import CommandError, run_command
-from keepstep_cli.chaos.observing.process_table import Program
-from keepstep_cli.chaos.vocabulary import KINDS, Fault, Role, Target
+from keepstep_chaos.injecting.elsewhere import command, parse
+from keepstep_chaos.injecting.injection import InjectionError, Permissions, inject_at
+from keepstep_chaos.injecting.remote_command import CommandError, run_command
+from keepstep_chaos.observing.process_table import Program
+from keepstep_chaos.vocabulary import KINDS, Fault, Role, Target
 from tests.support.services.command import process as started
 
 ROOT = Path(__file__).parents[3]

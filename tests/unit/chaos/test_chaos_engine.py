@@ -5,13 +5,13 @@ from __future__ import annotations
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from keepstep_chaos.engine import Duration, Engine
+from keepstep_chaos.injecting.elsewhere import parse
+from keepstep_chaos.observing.targets import Place, Places
+from keepstep_chaos.recovery import Recovery
+from keepstep_chaos.schedule import Limits, Schedule
+from keepstep_chaos.vocabulary import KINDS, Fault, Role, Target
 from keepstep_cli.asking.rest import Lighthouse
-from keepstep_cli.chaos.engine import Duration, Engine
-from keepstep_cli.chaos.injecting.elsewhere import parse
-from keepstep_cli.chaos.observing.targets import Place, Places
-from keepstep_cli.chaos.recovery import Recovery
-from keepstep_cli.chaos.schedule import Limits, Schedule
-from keepstep_cli.chaos.vocabulary import KINDS, Fault, Role, Target
 
 GROUP = Target(Role.GROUP, "r0")
 

@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
+from keepstep_chaos.engine import Duration, Engine
+from keepstep_chaos.injecting import full_disk, inside, network
+from keepstep_chaos.injecting.injection import InjectionError, Injector, Permissions, available, unavailable
+from keepstep_chaos.observing import process_table
+from keepstep_chaos.observing.targets import Place, Places
+from keepstep_chaos.recovery import Recovery
+from keepstep_chaos.schedule import Limits, Schedule
+from keepstep_chaos.vocabulary import KINDS, Fault, Role, Target
 from keepstep_cli.asking.rest import Lighthouse
-from keepstep_cli.chaos.engine import Duration, Engine
-from keepstep_cli.chaos.injecting import full_disk, inside, network
-from keepstep_cli.chaos.injecting.injection import InjectionError, Injector, Permissions, available, unavailable
-from keepstep_cli.chaos.observing import process_table
-from keepstep_cli.chaos.observing.targets import Place, Places
-from keepstep_cli.chaos.recovery import Recovery
-from keepstep_cli.chaos.schedule import Limits, Schedule
-from keepstep_cli.chaos.vocabulary import KINDS, Fault, Role, Target
 
 SERVICE = Target(Role.RELAY, "127.0.0.1:1")
 

@@ -6,13 +6,13 @@ import json
 
 import pytest
 
-from keepstep_cli.chaos.observing.observation import differing_weights
-from keepstep_cli.chaos.observing.resources import Sample, growth, joint
-from keepstep_cli.chaos.pace import Pace
-from keepstep_cli.chaos.recovery import Cost
-from keepstep_cli.chaos.report import markdown
-from keepstep_cli.chaos.verdict import COLUMNS, Outcome, fault_rows, summary
-from keepstep_cli.chaos.vocabulary import KINDS, Fault, Role, Target
+from keepstep_chaos.observing.observation import differing_weights
+from keepstep_chaos.observing.resources import Sample, growth, joint
+from keepstep_chaos.pace import Pace
+from keepstep_chaos.recovery import Cost
+from keepstep_chaos.result_pages import markdown
+from keepstep_chaos.verdict import COLUMNS, Outcome, fault_rows, summary
+from keepstep_chaos.vocabulary import KINDS, Fault, Role, Target
 
 R0 = Target(Role.GROUP, "r0")
 

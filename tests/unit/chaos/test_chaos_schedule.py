@@ -8,9 +8,9 @@ from random import Random
 
 import pytest
 
-from keepstep_cli.chaos.recovery import Recovery
-from keepstep_cli.chaos.schedule import LOOKAHEAD, Limits, Schedule
-from keepstep_cli.chaos.vocabulary import KINDS, Fault, Role, Target
+from keepstep_chaos.recovery import Recovery
+from keepstep_chaos.schedule import LOOKAHEAD, Limits, Schedule
+from keepstep_chaos.vocabulary import KINDS, Fault, Role, Target
 
 GROUPS = [Target(Role.GROUP, f"r{number}") for number in range(4)]
 LIGHTHOUSES = [Target(Role.LIGHTHOUSE, f"l{number}") for number in range(2)]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from keepstep_cli.chaos.observing.process_table import listener
+from keepstep_chaos.observing.process_table import listener
 from keepstep_mesh.net.addresses import outward_address
 
 LISTEN = """

@@ -1,1 +1,1 @@
-"""keepstep_history."""
+"""keepstep_chaos.histories."""

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from keepstep_chaos.histories.rules import RULES
 from keepstep_cli.main import main
-from keepstep_history.rules import RULES
 from tests.simulation.checks.history import EVENTS, report_on
 from tests.simulation.simulation import Simulation
 

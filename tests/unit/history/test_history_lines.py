@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from keepstep_history.history import History, Report
-from keepstep_history.jobs import JobHistory
-from keepstep_history.records import Place, StepRecord, parse
-from keepstep_history.rules import KEPT_PER_RULE, Violations
+from keepstep_chaos.histories.history import History, Report
+from keepstep_chaos.histories.jobs import JobHistory
+from keepstep_chaos.histories.records import Place, StepRecord, parse
+from keepstep_chaos.histories.rules import KEPT_PER_RULE, Violations
 from tests.simulation.checks.history import EVENTS
 from tests.unit.history.history_story import Line
 

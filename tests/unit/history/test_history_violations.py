@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from keepstep_history.rules import RULES
+from keepstep_chaos.histories.rules import RULES
 from tests.simulation.checks.history import report_on
 from tests.unit.history.history_story import Line, Story, valid
 

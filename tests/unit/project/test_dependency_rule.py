@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = {
     "keepstep_mesh",
     "keepstep",
-    "keepstep_history",
+    "keepstep_chaos",
     "keepstep_cli",
     "keepstep_lighthouse",
     "keepstep_relay",
@@ -72,7 +72,7 @@ for name in sys.argv[1:]:
         pytest.param(modules_of("keepstep_lighthouse"), id="keepstep_lighthouse"),
         pytest.param(modules_of("keepstep_relay"), id="keepstep_relay"),
         pytest.param(modules_of("keepstep_metrics"), id="keepstep_metrics"),
-        pytest.param(modules_of("keepstep_history"), id="keepstep_history"),
+        pytest.param(modules_of("keepstep_chaos"), id="keepstep_chaos"),
         pytest.param(modules_of("keepstep_cli"), id="keepstep_cli"),
         pytest.param(["keepstep", "keepstep.coordination"], id="keepstep.coordination"),
     ],

@@ -13,7 +13,7 @@ import pytest
 
 from keepstep.group.quorum_plan import QuorumPlan, make_plan
 from keepstep.step.reporting.step_log import STEP_LOG_ENV, StepLog
-from keepstep_history.records import StepRecord, parse
+from keepstep_chaos.histories.records import StepRecord, parse
 from keepstep_mesh.protocol.membership import Member, MemberInfo, Quorum
 
 INFO = MemberInfo("http://a", "http://a")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from keepstep_history.reading import check_files
+from keepstep_chaos.histories.reading import check_files
 from keepstep_lighthouse.jobs import event_log
 from keepstep_lighthouse.jobs.event_log import EventLog, FiledEventLog
 from keepstep_lighthouse.store.contract import StoreError

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep.group.group_link import LinkSettings
-from keepstep_history.jobs import _names as ordered_for
+from keepstep_chaos.histories.jobs import _names as ordered_for
 from keepstep_mesh.protocol.names import MAX_GROUP_NAME, MAX_REPLICA_ID, group_name_problem, name_of
 from keepstep_mesh.protocol.telemetry_records import read_batch
 from keepstep_metrics.history.events import Event

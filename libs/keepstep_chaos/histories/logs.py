@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from keepstep_history.quorums import Quorums, named
-from keepstep_history.records import ANSWERED, FOLLOWING, EventRecord, Place, StepRecord
-from keepstep_history.rules import Violations
+from keepstep_chaos.histories.quorums import Quorums, named
+from keepstep_chaos.histories.records import ANSWERED, FOLLOWING, EventRecord, Place, StepRecord
+from keepstep_chaos.histories.rules import Violations
 from keepstep_mesh.protocol.lineage import BEHIND
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from keepstep_history.records import EventRecord, Place
-from keepstep_history.rules import Violations
+from keepstep_chaos.histories.records import EventRecord, Place
+from keepstep_chaos.histories.rules import Violations
 from keepstep_mesh.text import listed
 
 MAX_NAMED = 8

@@ -15,8 +15,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from keepstep_cli.chaos.pace import Pace
-from keepstep_cli.chaos.vocabulary import Fault, Role, Target
+from keepstep_chaos.pace import Pace
+from keepstep_chaos.vocabulary import Fault, Role, Target
 
 
 @dataclass(slots=True)

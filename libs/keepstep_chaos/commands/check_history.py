@@ -23,8 +23,8 @@ def check_history(paths: tuple[Path, ...], *, as_json: bool) -> None:
 
     Exit code: 0 no violation, 1 violations (each with the lines that prove it), 2 no log to read.
     """
-    from keepstep_history.reading import NoLogsError, check_files
-    from keepstep_history.report import report_lines
+    from keepstep_chaos.histories.reading import NoLogsError, check_files
+    from keepstep_chaos.histories.report import report_lines
 
     try:
         report = check_files(paths)

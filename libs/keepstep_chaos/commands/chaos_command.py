@@ -7,9 +7,9 @@ from pathlib import Path
 
 import click
 
+from keepstep_chaos.vocabulary import KINDS
 from keepstep_cli.asking.job_link import JobLink, with_lighthouse
 from keepstep_cli.asking.options import Seconds
-from keepstep_cli.chaos.vocabulary import KINDS
 
 PREVIEWED = 20
 
@@ -92,11 +92,11 @@ def chaos(
     Exit code: 0 no promise was broken, 1 one was (a violation in the history, different weights, a target that did not
     recover), 7 the job is wedged.
     """
-    from keepstep_cli.chaos.chaos_run import Request, prepare, run_chaos, show_plan
-    from keepstep_cli.chaos.engine import Duration
-    from keepstep_cli.chaos.injecting.elsewhere import parse
-    from keepstep_cli.chaos.injecting.injection import Permissions
-    from keepstep_cli.chaos.schedule import Limits
+    from keepstep_chaos.chaos_run import Request, prepare, run_chaos, show_plan
+    from keepstep_chaos.engine import Duration
+    from keepstep_chaos.injecting.elsewhere import parse
+    from keepstep_chaos.injecting.injection import Permissions
+    from keepstep_chaos.schedule import Limits
     from keepstep_cli.errors import Wedged
 
     if not seconds and not faults:

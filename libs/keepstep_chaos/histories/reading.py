@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
-from keepstep_history.history import History, Report
-from keepstep_history.records import files_of, lines_of, parse
+from keepstep_chaos.histories.history import History, Report
+from keepstep_chaos.histories.records import files_of, lines_of, parse
 
 LOOKED_AT = 20
 """Number of lines that decide whether a file is a log."""

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from keepstep_cli.chaos.observing import process_table
-from keepstep_cli.chaos.observing.targets import Places, group_of
-from keepstep_cli.chaos.recovery import Recovery
-from keepstep_cli.chaos.vocabulary import Role
-from keepstep_history.records import files_of
+from keepstep_chaos.histories.records import files_of
+from keepstep_chaos.observing import process_table
+from keepstep_chaos.observing.targets import Places, group_of
+from keepstep_chaos.recovery import Recovery
+from keepstep_chaos.vocabulary import Role
 
 STEP_LOG = "KEEPSTEP_STEP_LOG"
 LOST = ("lost", "evicted")

@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 
-from keepstep_cli.chaos.vocabulary import Fault
+from keepstep_chaos.vocabulary import Fault
 
 REMOTE_COMMAND_SECONDS = 60.0
 """Longest time of a command, beside that of its fault."""

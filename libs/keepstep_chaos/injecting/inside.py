@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from keepstep_cli.chaos.observing.process_table import GONE, PROC
+from keepstep_chaos.observing.process_table import GONE, PROC
 from keepstep_mesh.faults.fault_orders import CHAOS_ENV, LONGEST_FAULT_SECONDS, SOCKET_NAME
 
 CONNECT_SECONDS = 5.0

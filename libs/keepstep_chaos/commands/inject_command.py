@@ -7,8 +7,8 @@ import sys
 
 import click
 
+from keepstep_chaos.injecting.elsewhere import INJECTABLE
 from keepstep_cli.asking.options import Seconds
-from keepstep_cli.chaos.injecting.elsewhere import INJECTABLE
 
 
 @click.command("inject", short_help="Inject one fault into a process of this machine.")
@@ -25,8 +25,8 @@ def inject(kind: str, *, address: str, seconds: float, fill_shared_disks: bool) 
     """
     import asyncio
 
-    from keepstep_cli.chaos.injecting.injection import InjectionError, Permissions, inject_at
-    from keepstep_cli.chaos.injecting.interruption import cancel_at_signals
+    from keepstep_chaos.injecting.injection import InjectionError, Permissions, inject_at
+    from keepstep_chaos.injecting.interruption import cancel_at_signals
 
     async def run() -> None:
         task = asyncio.current_task()

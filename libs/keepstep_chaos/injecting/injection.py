@@ -16,14 +16,14 @@ from typing import Any
 
 from click import ClickException
 
+from keepstep_chaos.injecting import full_disk, inside, network
+from keepstep_chaos.injecting.elsewhere import Templates, command
+from keepstep_chaos.injecting.memory_limit import memory_limited
+from keepstep_chaos.injecting.remote_command import CommandError, run_command
+from keepstep_chaos.observing import process_table
+from keepstep_chaos.observing.targets import Place, Places, process_at
+from keepstep_chaos.vocabulary import KINDS, Fault, Role, Target
 from keepstep_cli.asking.rest import Lighthouse
-from keepstep_cli.chaos.injecting import full_disk, inside, network
-from keepstep_cli.chaos.injecting.elsewhere import Templates, command
-from keepstep_cli.chaos.injecting.memory_limit import memory_limited
-from keepstep_cli.chaos.injecting.remote_command import CommandError, run_command
-from keepstep_cli.chaos.observing import process_table
-from keepstep_cli.chaos.observing.targets import Place, Places, process_at
-from keepstep_cli.chaos.vocabulary import KINDS, Fault, Role, Target
 from keepstep_cli.running.run_control import order_restart
 
 SLOW_STOPPED_SECONDS, SLOW_RUNNING_SECONDS = 0.08, 0.02

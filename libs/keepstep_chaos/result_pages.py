@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from keepstep_cli.chaos.verdict import COLUMNS, GROWTH_COLUMNS, Outcome, fault_rows, growth_rows, summary
+from keepstep_chaos.verdict import COLUMNS, GROWTH_COLUMNS, Outcome, fault_rows, growth_rows, summary
 
 
 def markdown(outcome: Outcome, job: str) -> str:

@@ -6,10 +6,10 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from keepstep_history.logs import ProcessCheck, Run
-from keepstep_history.quorums import Quorums, named
-from keepstep_history.records import EventRecord, Place, StepRecord
-from keepstep_history.rules import Violations
+from keepstep_chaos.histories.logs import ProcessCheck, Run
+from keepstep_chaos.histories.quorums import Quorums, named
+from keepstep_chaos.histories.records import EventRecord, Place, StepRecord
+from keepstep_chaos.histories.rules import Violations
 from keepstep_mesh.protocol.lineage import origin, same_weights
 from keepstep_mesh.protocol.names import name_of
 

@@ -13,15 +13,15 @@ from typing import Any
 import aiohttp
 from click import ClickException
 
+from keepstep_chaos.injecting.elsewhere import Templates
+from keepstep_chaos.injecting.injection import InjectionError, Injector
+from keepstep_chaos.observing.observation import Observer
+from keepstep_chaos.observing.resources import Resources
+from keepstep_chaos.observing.targets import Places, addresses_of, group_of
+from keepstep_chaos.recovery import Recovery
+from keepstep_chaos.schedule import Schedule
+from keepstep_chaos.vocabulary import Fault, Role, Target
 from keepstep_cli.asking.rest import Lighthouse
-from keepstep_cli.chaos.injecting.elsewhere import Templates
-from keepstep_cli.chaos.injecting.injection import InjectionError, Injector
-from keepstep_cli.chaos.observing.observation import Observer
-from keepstep_cli.chaos.observing.resources import Resources
-from keepstep_cli.chaos.observing.targets import Places, addresses_of, group_of
-from keepstep_cli.chaos.recovery import Recovery
-from keepstep_cli.chaos.schedule import Schedule
-from keepstep_cli.chaos.vocabulary import Fault, Role, Target
 
 CHAOS_LOOK_SECONDS = 0.1
 SLOW_LOOK_SECONDS = 1.0

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from keepstep_chaos.observing import process_table
+from keepstep_chaos.observing.process_table import Program
+from keepstep_chaos.vocabulary import Role, Target
 from keepstep_cli.asking.rest import Lighthouse
-from keepstep_cli.chaos.observing import process_table
-from keepstep_cli.chaos.observing.process_table import Program
-from keepstep_cli.chaos.vocabulary import Role, Target
 from keepstep_cli.errors import Unreachable
 from keepstep_cli.running.run_control import order_restart, running_here
 

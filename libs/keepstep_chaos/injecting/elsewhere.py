@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from keepstep_cli.chaos.vocabulary import KINDS, Fault, Role, Target
+from keepstep_chaos.vocabulary import KINDS, Fault, Role, Target
 
 ORDERS = ("evict", "policy", "verify")
 """Kinds that the lighthouse carries out, wherever a group runs."""

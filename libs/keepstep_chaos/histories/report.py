@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from keepstep_history.history import Report
-from keepstep_history.rules import RULES
+from keepstep_chaos.histories.history import Report
+from keepstep_chaos.histories.rules import RULES
 
 
 def summary_lines(report: Report) -> list[str]:

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from keepstep_history.records import Place
+from keepstep_chaos.histories.records import Place
 
 KEPT_PER_RULE = 20
 """Maximum number of stored violations per rule: one fault can violate a rule in every later step."""

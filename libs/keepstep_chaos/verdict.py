@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from keepstep_cli.chaos.observing.resources import Growth
-from keepstep_cli.chaos.recovery import Cost
-from keepstep_cli.chaos.vocabulary import KINDS, Target
+from keepstep_chaos.observing.resources import Growth
+from keepstep_chaos.recovery import Cost
+from keepstep_chaos.vocabulary import KINDS, Target
 
 COLUMNS = (
     *("fault", "number", "detected p50", "next commit p50", "max", "commit gap p50", "max", "recovered p50", "max"),

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import islice
 from random import Random
 
-from keepstep_cli.chaos.vocabulary import KINDS, Fault, Role, Target
+from keepstep_chaos.vocabulary import KINDS, Fault, Role, Target
 
 LOOKAHEAD = 64
 """Many: groups recover slowly, and the faults that wait for them must not hold up those of other targets."""

@@ -6,7 +6,7 @@ import contextlib
 import resource
 from collections.abc import Iterator, Sequence
 
-from keepstep_cli.chaos.observing.process_table import GONE, PAGE_BYTES, PROC
+from keepstep_chaos.observing.process_table import GONE, PAGE_BYTES, PROC
 
 
 @contextlib.contextmanager

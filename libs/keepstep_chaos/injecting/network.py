@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from functools import cache
 
-from keepstep_cli.chaos.observing import process_table
+from keepstep_chaos.observing import process_table
 
 NEEDED = ("nsenter", "unshare", "ip", "tc")
 COMMAND_SECONDS = 10.0

@@ -16,20 +16,20 @@ import click
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from keepstep_chaos.engine import Duration, Engine
+from keepstep_chaos.injecting.elsewhere import Templates, command, reaches
+from keepstep_chaos.injecting.injection import Permissions, available, unavailable
+from keepstep_chaos.injecting.interruption import cancel_at_signals
+from keepstep_chaos.observing import observation
+from keepstep_chaos.observing.targets import Places, find, find_elsewhere
+from keepstep_chaos.recovery import Recovery
+from keepstep_chaos.result_pages import markdown
+from keepstep_chaos.schedule import Limits, Schedule, choices
+from keepstep_chaos.verdict import COLUMNS, GROWTH_COLUMNS, Outcome, fault_rows, growth_rows, summary
+from keepstep_chaos.vocabulary import KINDS, Role, Target
 from keepstep_cli.asking import tables
 from keepstep_cli.asking.rest import Lighthouse
 from keepstep_cli.asking.rest import run as run_async
-from keepstep_cli.chaos.engine import Duration, Engine
-from keepstep_cli.chaos.injecting.elsewhere import Templates, command, reaches
-from keepstep_cli.chaos.injecting.injection import Permissions, available, unavailable
-from keepstep_cli.chaos.injecting.interruption import cancel_at_signals
-from keepstep_cli.chaos.observing import observation
-from keepstep_cli.chaos.observing.targets import Places, find, find_elsewhere
-from keepstep_cli.chaos.recovery import Recovery
-from keepstep_cli.chaos.report import markdown
-from keepstep_cli.chaos.schedule import Limits, Schedule, choices
-from keepstep_cli.chaos.verdict import COLUMNS, GROWTH_COLUMNS, Outcome, fault_rows, growth_rows, summary
-from keepstep_cli.chaos.vocabulary import KINDS, Role, Target
 
 LIST_SECONDS = 10.0
 UNDONE = "every fault was undone"
@@ -208,7 +208,7 @@ def _to_standard_error(sentence: str) -> None:
 
 
 def _outcome(plan: Plan, engine: Engine, recovery: Recovery, seconds: float) -> Outcome:
-    from keepstep_history.reading import NoLogsError, check_files
+    from keepstep_chaos.histories.reading import NoLogsError, check_files
 
     outcome = Outcome(plan.request.seed, seconds, recovery.costs, recovery.commits, engine.resources.growth())
     outcome.wedged, outcome.unrecovered = engine.wedged, sorted(recovery.down)

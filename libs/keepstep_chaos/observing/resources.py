@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from keepstep_cli.chaos.observing import process_table
-from keepstep_cli.chaos.observing.targets import Places
-from keepstep_cli.chaos.vocabulary import Target
+from keepstep_chaos.observing import process_table
+from keepstep_chaos.observing.targets import Places
+from keepstep_chaos.vocabulary import Target
 
 SETTLING_SECONDS = 30.0
 """From the first sample of a process: these are left out, because its caches still fill."""

@@ -19,10 +19,10 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from keepstep_history.jobs import Facts, JobHistory
-from keepstep_history.logs import EventLogCheck
-from keepstep_history.records import EventRecord, Place, Record, StepRecord
-from keepstep_history.rules import RULES, Rule, Violation, Violations
+from keepstep_chaos.histories.jobs import Facts, JobHistory
+from keepstep_chaos.histories.logs import EventLogCheck
+from keepstep_chaos.histories.records import EventRecord, Place, Record, StepRecord
+from keepstep_chaos.histories.rules import RULES, Rule, Violation, Violations
 
 
 @dataclass(slots=True)

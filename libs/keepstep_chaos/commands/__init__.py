@@ -1,0 +1,1 @@
+"""The commands of this package. ``keepstep`` loads each when it is used."""
