@@ -148,7 +148,7 @@ def value_of(option: click.Option) -> str:
 
 def parts_of(name: str) -> dict[str, click.Command]:
     """Return a command, or the commands of a group, by the words to type."""
-    found = main.commands[name]
+    found = main.all_commands()[name]
     if isinstance(found, click.Group):
         return {f"{name} {part}": command for part, command in found.commands.items()}
     return {name: found}
@@ -168,7 +168,7 @@ def flags_of(name: str) -> list[Flag]:
 
 def commands() -> Iterator[str]:
     shared = [flag_of(one) for one in own_options(click.command()(options.client_options(lambda **_: None)))]
-    for name in main.commands:
+    for name in main.all_commands():
         yield f"### keepstep {name}"
         for typed, command in parts_of(name).items():
             usage = " ".join(command.collect_usage_pieces(click.Context(command)))
@@ -212,7 +212,7 @@ def all_variables() -> Iterator[str]:
     yield meanings(variables.OF_SERVICES)
     yield "### Variables of flags"
     rows = {}
-    for name in main.commands:
+    for name in main.all_commands():
         for flag in flags_of(name):
             for variable in flag.variables:
                 rows.setdefault(variable, {}).setdefault(flag.names[0], []).append(f"`{name}`")

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from typing import Any
 
 import click
 
-from keepstep_chaos.commands.chaos_command import chaos
-from keepstep_chaos.commands.check_history import check_history
-from keepstep_chaos.commands.inject_command import inject
 from keepstep_cli.asking.sections import SectionedGroup
 from keepstep_cli.commands import admin
 from keepstep_cli.commands.checkpoint import checkpoint
@@ -33,8 +31,26 @@ SECTIONS = {
 }
 
 
+LATE_COMMANDS = {
+    "chaos": ("keepstep_chaos.commands.chaos_command", "chaos"),
+    "inject": ("keepstep_chaos.commands.inject_command", "inject"),
+    "check-history": ("keepstep_chaos.commands.check_history", "check_history"),
+}
+"""Module and name of the commands of other packages, which are loaded when they are used."""
+
+
 class Keepstep(SectionedGroup):
-    """Raise ``Unwritable`` if the output cannot be written."""
+    """The commands of this package and ``LATE_COMMANDS``. Raises ``Unwritable`` if the output cannot be written."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted((*super().list_commands(ctx), *LATE_COMMANDS))
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in LATE_COMMANDS:
+            return super().get_command(ctx, cmd_name)
+        module, name = LATE_COMMANDS[cmd_name]
+        command: click.Command = getattr(import_module(module), name)
+        return command
 
     def main(self, *arguments: Any, **how: Any) -> Any:
         check_standard_output()
@@ -61,12 +77,9 @@ for command in (
     run,
     restart,
     demo,
-    chaos,
-    inject,
     *admin.COMMANDS,
     doctor,
     checkpoint,
-    check_history,
     completion,
 ):
     main.add_command(command)

@@ -39,7 +39,14 @@ class SectionedGroup(click.Group):
         super().__init__(*arguments, **how)
         self.sections = sections
 
+    def all_commands(self) -> dict[str, click.Command]:
+        """Return every command by its name, also those that are loaded when they are used."""
+        ctx = click.Context(self)
+        found = {name: self.get_command(ctx, name) for name in (*self.commands, *self.list_commands(ctx))}
+        return {name: one for name, one in found.items() if one is not None}
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
-        width = formatter.width - 6 - max(map(len, self.commands))
-        rows = {name: (name, one.get_short_help_str(width)) for name, one in self.commands.items()}
+        commands = self.all_commands()
+        width = formatter.width - 6 - max(map(len, commands))
+        rows = {name: (name, one.get_short_help_str(width)) for name, one in commands.items()}
         _write(formatter, self.sections, rows, "Other commands")

@@ -16,7 +16,7 @@ LONG = ("run", "up", "lighthouse")
 
 @pytest.mark.parametrize("name", LONG)
 def test_every_option_of_a_long_command_is_in_a_section_once(name: str) -> None:
-    command = main.commands[name]
+    command = main.all_commands()[name]
     assert isinstance(command, SectionedCommand)
     listed = [flag for flags in command.sections.values() for flag in flags]
     assert len(listed) == len(set(listed))
@@ -30,7 +30,7 @@ def test_every_option_of_a_long_command_is_in_a_section_once(name: str) -> None:
 
 def test_every_command_is_in_a_section_once_and_every_name_is_a_command() -> None:
     listed = [name for names in main.sections.values() for name in names]
-    assert sorted(listed) == sorted(main.commands)
+    assert sorted(listed) == sorted(main.all_commands())
     shown = CliRunner().invoke(main, ["--help"]).output
     assert all(shown.count(f"\n  {name} ") == 1 for name in listed)
     assert shown.index("Try and train") < shown.index("\n  run ") < shown.index("Services") < shown.index("\n  relay ")

@@ -89,7 +89,7 @@ def test_every_flag_and_value_is_one_that_the_command_takes(name: str) -> None:
     _, command, *given = words(FROM_FILES[name])
     given = [word for word in given if not word.startswith("--token-file")]  # the file is not there
     flags = given[: given.index("--")] if "--" in given else given
-    with main.commands[command].make_context(command, list(given)) as context:
+    with main.all_commands()[command].make_context(command, list(given)) as context:
         assert len([value for value in context.params.values() if value is not None]) >= len(flags)
 
 
@@ -104,7 +104,7 @@ def test_every_variable_is_one_that_the_code_reads_or_the_command_line_names(nam
 def test_the_variables_of_the_tls_component_are_flags_of_the_services() -> None:
     text = (KUBERNETES / "components" / "tls" / "kustomization.yaml").read_text()
     found = set(re.findall(r"KEEPSTEP_\w+", text)) - set(variables.OF_CLIENTS)
-    known = {f"KEEPSTEP_{name}_{flag.name}".upper() for name in SERVICES for flag in main.commands[name].params}
+    known = {f"KEEPSTEP_{name}_{flag.name}".upper() for name in SERVICES for flag in main.all_commands()[name].params}
     assert len(found) == 2 * len(SERVICES)
     assert found <= known
 
@@ -142,7 +142,7 @@ def test_clients_know_every_lighthouse() -> None:
 def test_a_pod_may_take_longer_to_stop_than_its_process(name: str) -> None:
     limit = STOP_SECONDS
     if name in TRAINERS:
-        command = main.commands["run"]
+        command = main.all_commands()["run"]
         with command.make_context("run", words(FROM_FILES[name])[2:]) as context:
             limit = context.params["grace"] + context.params["notice"]
         assert limit >= Restarts().grace

@@ -108,7 +108,7 @@ def test_without_a_lighthouse_it_says_what_to_set(tmp_path: Path) -> None:
 
 def test_slurm_warns_long_enough_before_the_time_limit_for_the_grace_of_the_groups() -> None:
     words = ["2" if '"' in word else word for word in words_of_run()[1:]]
-    with main.commands["run"].make_context("run", words) as context:
+    with main.all_commands()["run"].make_context("run", words) as context:
         grace = context.params["grace"]
     where, seconds = directives()["signal"].split("@")
     assert where == "B:USR1"

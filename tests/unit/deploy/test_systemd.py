@@ -71,7 +71,7 @@ def test_a_service_reads_every_variable_of_its_unit(name: str, tmp_path: Path) -
     assert settings.bind == f"0.0.0.0:{type(settings)().bind.rpartition(':')[2]}"
     assert "/var/lib/keepstep-" in str(settings)
     assert {one.removeprefix(f"KEEPSTEP_{name.upper()}_").lower() for one in given} <= {
-        str(one.name) for one in main.commands[name].params
+        str(one.name) for one in main.all_commands()[name].params
     }
     assert values(unit, "StateDirectory") == [f"keepstep-{name}"]
     assert values(unit, "ExecStart") == [f"{KEEPSTEP} {name}"]
@@ -83,7 +83,7 @@ def test_the_trainer_runs_one_group_with_flags_of_the_command() -> None:
         line.replace("%i", "3").replace("${GROUPS_IN_JOB}", "4").replace("${RANKS}", "8").replace("$SCRIPT", "train.py")
     )
     program, command, *words = shlex.split(line)
-    with main.commands[command].make_context(command, words) as context:
+    with main.all_commands()[command].make_context(command, words) as context:
         given = {name: context.params[name] for name in ("replicas", "first_replica", "replicas_in_job", "program")}
     assert (program, command) == (KEEPSTEP, "run")
     assert given == {"replicas": 1, "first_replica": 3, "replicas_in_job": 4, "program": "train.py"}

@@ -19,7 +19,7 @@ FLAG = r"(?<![\w-])--?[a-z][\w-]*"
 
 
 def flags_of(command: str, *, hidden: bool) -> set[str]:
-    found = main.commands[command]
+    found = main.all_commands()[command]
     parts = found.commands.values() if isinstance(found, click.Group) else [found]
     options = [one for part in parts for one in part.params if isinstance(one, click.Option)]
     return {flag for one in options if hidden or not one.hidden for flag in one.opts}
@@ -27,11 +27,11 @@ def flags_of(command: str, *, hidden: bool) -> set[str]:
 
 def test_every_command_has_its_section_and_the_other_way_round() -> None:
     sections = dict(re.findall(SECTION.format("#"), TEXT, re.MULTILINE | re.DOTALL))
-    assert set(sections) == set(FLAGS) == set(main.commands)
+    assert set(sections) == set(FLAGS) == set(main.all_commands())
     assert not [name for name, text in sections.items() if not text.strip()]
 
 
-@pytest.mark.parametrize("command", sorted(main.commands))
+@pytest.mark.parametrize("command", sorted(main.all_commands()))
 def test_every_flag_is_in_the_reference_and_the_other_way_round(command: str) -> None:
     torchft = {flag for flag in flags_of(command, hidden=False) if "_" in flag}
     rows = re.findall(r"^\| (.*?) \||^\[Common flags\](.*)$", FLAGS[command], re.MULTILINE)
@@ -49,7 +49,7 @@ def test_every_command_that_is_shown_is_one_that_there_is_with_flags_that_it_has
         in_fences = re.findall(r"^(?:eval \"\$\(|[A-Z_]+=\S+ )*keepstep ([a-z-]+)(.*)$", fences, re.MULTILINE)
         for command, rest in [*in_fences, *re.findall(r"`keepstep ([a-z-]+)([^`]*)`", text)]:
             shown += 1
-            assert command in main.commands, f"{page.name}: keepstep {command}"
+            assert command in main.all_commands(), f"{page.name}: keepstep {command}"
             own = re.sub("'[^']*'", "", rest)  # without the commands that it is given
             flags = set(re.findall(FLAG, re.split(r" -- | #|\)\"", own)[0]))
             assert flags <= flags_of(command, hidden=True) | {"--help"}, f"{page.name}: keepstep {command}{rest}"
@@ -67,9 +67,9 @@ def test_no_summary_of_a_command_is_cut() -> None:
     assert "..." not in shown.partition("Commands:")[2]
 
 
-@pytest.mark.parametrize("command", sorted(main.commands))
+@pytest.mark.parametrize("command", sorted(main.all_commands()))
 def test_every_flag_of_a_command_is_in_its_help(command: str) -> None:
-    found = main.commands[command]
+    found = main.all_commands()[command]
     parts = [[name] for name in found.commands] if isinstance(found, click.Group) else [[]]
     shown = "".join(CliRunner().invoke(main, [command, *part, "--help"]).output for part in parts)
     assert not [flag for flag in flags_of(command, hidden=False) if flag not in shown]

@@ -22,7 +22,9 @@ LOCAL = yaml.safe_load((DEPLOY / "docker-compose.local.yml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 LASTING = sorted(set(SERVICES) - {"setup"})
 """``setup`` ends when its work is done."""
-COMMANDS = {name: one["command"] for name, one in SERVICES.items() if one.get("command", [""])[0] in main.commands}
+COMMANDS = {
+    name: one["command"] for name, one in SERVICES.items() if one.get("command", [""])[0] in main.all_commands()
+}
 """Those that run `keepstep`."""
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
 
@@ -56,7 +58,7 @@ def test_every_service_is_checked_and_started_again_when_it_dies(name: str) -> N
 
 
 def test_a_stop_leaves_everybody_more_time_than_they_give_themselves() -> None:
-    to_groups = next(one.default for one in main.commands["run"].params if one.name == "grace")
+    to_groups = next(one.default for one in main.all_commands()["run"].params if one.name == "grace")
     for service in SERVICES.values():
         assert float(service["stop_grace_period"].removesuffix("s")) > max(STOP_SECONDS, to_groups)
 
@@ -81,7 +83,7 @@ def test_an_image_that_is_pulled_is_named_by_an_exact_tag(name: str) -> None:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_flag_of_a_command_is_one_that_it_has(name: str) -> None:
     command, *flags = COMMANDS[name]
-    parser = main.commands[command]
+    parser = main.all_commands()[command]
     known = {option for one in parser.params if isinstance(one, click.Option) for option in one.opts}
     assert flags
     assert not [flag for flag in flags if flag.split("=")[0] not in known]
@@ -90,7 +92,7 @@ def test_every_flag_of_a_command_is_one_that_it_has(name: str) -> None:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_value_of_a_flag_is_one_that_the_command_takes(name: str) -> None:
     command, *flags = [filled_in(word) for word in COMMANDS[name] if "token-file" not in word]  # it is not there now
-    with main.commands[command].make_context(command, flags) as context:
+    with main.all_commands()[command].make_context(command, flags) as context:
         assert len([value for value in context.params.values() if value is not None]) >= len(flags)
 
 
@@ -106,7 +108,7 @@ def test_every_variable_of_keepstep_is_one_that_it_reads() -> None:
     for name, service in SERVICES.items():
         for variable in service.get("environment", {}):
             if of_service := re.fullmatch(r"KEEPSTEP_(LIGHTHOUSE|RELAY|METRICS)_(\w+)", variable):
-                parser = main.commands[of_service[1].lower()]
+                parser = main.all_commands()[of_service[1].lower()]
                 assert of_service[2].lower() in {one.name for one in parser.params}, f"{name}: {variable}"
             elif variable.startswith("KEEPSTEP_"):
                 assert f'"{variable}"' in text, f"{name}: {variable}"
