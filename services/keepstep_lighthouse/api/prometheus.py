@@ -18,7 +18,6 @@ from keepstep_mesh.serving.process_metrics import registry_of
 FROM_ZERO = (
     "went_back",
     "job_failed",
-    "lost",
     "heal_failed",
     "heal_given_up",
     "replicas_differ",
@@ -112,6 +111,11 @@ def _of_jobs(jobs: Iterable[Job], now: float) -> Iterator[Metric]:
     retried = CounterMetricFamily(
         "keepstep_retried_steps", "steps that groups took again after the loss of a member", labels=["job"]
     )
+    failures = CounterMetricFamily(
+        "keepstep_group_failures",
+        "groups that were lost, or whose scripts ended with an error, after they had trained and without an order",
+        labels=["job"],
+    )
     healed = CounterMetricFamily("keepstep_healed_bytes", "bytes received by groups that healed", labels=["job"])
     heal_seconds = HistogramMetricFamily("keepstep_heal_seconds", "duration of a heal that succeeded", labels=["job"])
     gaps = HistogramMetricFamily(
@@ -132,6 +136,7 @@ def _of_jobs(jobs: Iterable[Job], now: float) -> Iterator[Metric]:
         of_groups.add_metric([name, "discarded"], tally.discarded)
         nonfinite.add_metric([name], tally.nonfinite)
         retried.add_metric([name], tally.retried)
+        failures.add_metric([name], tally.failures)
         healed.add_metric([name], job.healed_bytes)
         heal_seconds.add_metric([name], job.heals.buckets, job.heals.seconds)
         gaps.add_metric([name], job.commit_gaps.buckets, job.commit_gaps.seconds)
@@ -141,7 +146,7 @@ def _of_jobs(jobs: Iterable[Job], now: float) -> Iterator[Metric]:
         for replica in {one.name: one for one in replicas if one.state not in UNCOUNTED}.values():  # a name once
             group_step.add_metric([name, replica.name], replica.step)
     yield from (quorum_id, members, step, rounds, waits, steps, step_seconds, of_groups, nonfinite, healed)
-    yield from (retried, heal_seconds, gaps, groups, group_step)
+    yield from (failures, retried, heal_seconds, gaps, groups, group_step)
 
 
 def registry(lighthouse: LighthouseNode) -> CollectorRegistry:

@@ -21,6 +21,10 @@ from keepstep_lighthouse.quorum.views import Gone
 from keepstep_mesh.protocol.lineage import is_torn
 from keepstep_mesh.protocol.membership import Data
 from keepstep_mesh.protocol.messages import ToWorker
+from keepstep_mesh.protocol.names import name_of
+
+MAX_FORMER_MEMBERS = 4000
+"""Number of names of former members that are kept."""
 
 
 class JobState:
@@ -50,6 +54,8 @@ class JobState:
         """The group that went last: what follows for the job (``JobEnd.code``), and why it went."""
         self.dismissed: frozenset[str] | None = None
         """Spares that were there when the last group that had trained left on purpose; None: it did not."""
+        self.were_members = dict.fromkeys(map(name_of, record.members))
+        """Names of the groups that were in a quorum, as far as this lighthouse knows, in this order."""
         self.lost_at: dict[str, float] = {}
         """When groups were lost, by name; see ``changes.presence.losses``."""
         self.lost_by_port: dict[str, None] = {}
@@ -94,6 +100,8 @@ class JobState:
     def set_members(self, members: list[Group]) -> None:
         self.groups.set_members(self.record.members, members)
         self.members = frozenset(group.replica_id for group in members)
+        names = [*self.were_members, *(group.name for group in members)]
+        self.were_members = dict.fromkeys(names[-MAX_FORMER_MEMBERS:])
 
     def member_sessions(self, which: Callable[[Group], bool]) -> tuple[int, ...]:
         known = (self.groups.by_id.get(replica_id) for replica_id in self.record.members)

@@ -48,5 +48,7 @@ class Tally:
     """Retries of steps by groups; the same step may be retried more than once."""
     steps: DurationCounts = field(default_factory=DurationCounts)
     """These steps."""
+    failures: int = 0
+    """Losses that ``changes.presence.losses`` counts, and scripts that ended with an error."""
     nonfinite: int = 0
     """Steps of groups that contributed a NaN or an infinity."""

@@ -16,7 +16,23 @@ GOING_BACK = f"{SCENARIO}[33_going_back]"
 
 VALUES = f"{SCENARIO}[52_values_of_optimizers]"
 
+LOSSES = "tests/unit/quorum/changes/test_core_losses.py"
+
 MUTATIONS = (
+    Mutation(
+        "a loss that an operator ordered counts as a failure",
+        f"{LIGHTHOUSE}/quorum/changes/presence/losses.py",
+        "in state.were_members and not ordered and not over:\n",
+        "in state.were_members and not over:\n",
+        Test(LOSSES),
+    ),
+    Mutation(
+        "the loss of a group that never trained counts as a failure",
+        f"{LIGHTHOUSE}/quorum/changes/presence/losses.py",
+        "    if name_of(replica_id) in state.were_members and not ordered",
+        "    if not ordered",
+        Test(LOSSES),
+    ),
     Mutation(
         "a group whose optimizers step with other values again is not refused",
         f"{LIGHTHOUSE}/quorum/changes/reports.py",

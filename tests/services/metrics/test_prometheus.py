@@ -199,7 +199,7 @@ def test_the_page_and_its_document_have_the_alerts_of_the_rules_for_training() -
 
 FIRING = {
     "TrainingStands": ['keepstep_steps_total{job="j"} 7x60', 'keepstep_groups{job="j",state="asking"} 2x60'],
-    "GroupsAreLostOften": ['keepstep_events_total{job="j",kind="lost"} 0+1x60'],
+    "GroupsAreLostOften": ['keepstep_group_failures_total{job="j"} 0+1x60'],
     "StepsAreDiscarded": [
         'keepstep_group_steps_total{job="j",outcome="committed"} 0+9x60',
         'keepstep_group_steps_total{job="j",outcome="discarded"} 0+1x60',

@@ -26,6 +26,7 @@ def leave(state: JobState, group: Group, event: LeftOnPurpose, now: float) -> No
     state.tell(event.session, Goodbye())
     if said.cause == job_end.FAILED:
         losses.note(state, group.name, now)
+        losses.count(state, group.replica_id, draining=group.draining is not None)
         probation.lost_while_healing(state, group, said.sentence, now)
     _part(state, group, said.sentence, said.job_code, now)
     state.log("left", group.replica_id, reason=event.reason, cause=said.cause, step=said.step)
@@ -52,6 +53,7 @@ def lose(state: JobState, group: Group, reason: str, now: float) -> None:
     """The group is lost. The caller ends its session, if it has one."""
     if group.excluded is None:
         losses.note(state, group.name, now)
+    losses.count(state, group.replica_id, draining=group.draining is not None)
     probation.lost_while_healing(state, group, reason, now)
     _forget(state, group, reason, now)
     _went(state, job_end.FAILED, f"{group.replica_id} was lost: {reason}", member=group.member)
@@ -76,6 +78,7 @@ def lose_reported(state: JobState, now: float) -> None:
 def give_up_absent(state: JobState, replica_id: str, reason: str, now: float) -> None:
     """A member of the quorum that was found in the store is lost without having reconnected."""
     losses.note(state, name_of(replica_id), now)
+    losses.count(state, replica_id)
     state.round.reports.add(replica_id)
     _went(state, job_end.FAILED, f"{replica_id} was lost: {reason}", member=True)
     state.log("lost", replica_id, reason=reason, member=True)
