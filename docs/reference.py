@@ -211,19 +211,9 @@ def all_variables() -> Iterator[str]:
     yield "### Services, without a flag"
     yield meanings(variables.OF_SERVICES)
     yield "### Variables of flags"
-    rows = {}
-    for name in main.all_commands():
-        for flag in flags_of(name):
-            for variable in flag.variables:
-                rows.setdefault(variable, {}).setdefault(flag.names[0], []).append(f"`{name}`")
-    known = {**variables.OF_CLIENTS, **variables.OF_TRAINERS}
-    yield table(
-        "variable | flag",
-        (
-            [f"`{one}`", "; ".join(f"`{flag}` of {', '.join(names)}" for flag, names in rows[one].items())]
-            for one in sorted(rows)
-            if one not in known and one.startswith("KEEPSTEP_")
-        ),
+    yield (
+        "Nearly every flag of a service is a variable too: `--join-timeout` of `keepstep lighthouse` is "
+        "`KEEPSTEP_LIGHTHOUSE_JOIN_TIMEOUT`. The tables of [commands](#commands) name each.\n"
     )
 
 

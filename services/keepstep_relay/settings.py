@@ -44,16 +44,14 @@ class RelaySettings(RegisteredSettings):
 LIMITS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "keep_live": ("keep_live", whole),
     "keep_durable": ("keep_durable", whole),
-    "live_age": ("live_seconds", duration),
     "durable_age": ("durable_seconds", duration),
-    "live_ttl": ("live_ttl_seconds", duration),
     "durable_ttl": ("durable_ttl_seconds", duration),
     "upload_timeout": ("upload_seconds", duration),
     "max_checkpoints": ("checkpoints", whole),
     "max_chunks": ("chunks", whole),
 }
 """Flag -> field of ``Limits``, parser of its text."""
-NOT_ZERO = ("upload_timeout", "body_timeout", "max_checkpoints", "max_chunks")
+NOT_ZERO = ("upload_timeout", "max_checkpoints", "max_chunks")
 MIN_MEMORY = 64 << 20
 MAX_PROCESSES = 64
 
@@ -76,8 +74,7 @@ def read_settings(flags: Mapping[str, Any], environ: Mapping[str, str] = os.envi
         name: settings.get(f"relay_{name}", read, getattr(default.limits, into))
         for name, (into, read) in LIMITS.items()
     }
-    body_timeout = settings.get("relay_body_timeout", duration, default.body_timeout)
-    for name, value in (*given.items(), ("body_timeout", body_timeout)):
+    for name, value in given.items():
         if value < 0:
             raise ValueError(f"invalid {name} {value:g}: expected 0 or more")
         if value == 0 and name in NOT_ZERO:
@@ -106,7 +103,5 @@ def read_settings(flags: Mapping[str, Any], environ: Mapping[str, str] = os.envi
         durable=durable,
         memory_checkpoints=memory_checkpoints,
         limits=limits,
-        max_wait=settings.get("relay_max_wait", duration, default.max_wait),
-        body_timeout=body_timeout,
         processes=processes,
     )

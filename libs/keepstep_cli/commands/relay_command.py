@@ -33,14 +33,6 @@ _tier_options = all_of(
         "--keep-durable", type=click.IntRange(0), help="Durable checkpoints to keep per job; 0: all.  [default: 0]"
     ),
     click.option(
-        "--live-age", type=Seconds(), help="Drop live checkpoints older than this, except the newest.  [default: never]"
-    ),
-    click.option(
-        "--live-ttl",
-        type=Seconds(),
-        help="Drop the newest live checkpoint after this time without use; 0: never.  [default: 1d]",
-    ),
-    click.option(
         "--durable-ttl",
         type=Seconds(),
         help="Drop the durable checkpoints of a job that no process used for this time.  [default: never]",
@@ -57,8 +49,6 @@ _limit_options = all_of(
         type=Seconds(),
         help="Abort an upload with a rank that is silent for this time.  [default: 60]",
     ),
-    click.option("--max-wait", type=Seconds(), help="Maximum wait for data that has not arrived.  [default: 60]"),
-    click.option("--body-timeout", type=Seconds(), help="Maximum time for one chunk, in or out.  [default: 60]"),
     click.option(
         "--processes",
         type=click.IntRange(1, 64),

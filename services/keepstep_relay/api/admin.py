@@ -76,7 +76,7 @@ class HolderBody:
     rank: int = 0
 
 
-WAIT = {"wait": "seconds to wait for a missing chunk or manifest, up to --max-wait"}
+WAIT = {"wait": "seconds to wait for a missing chunk or manifest, at most 60"}
 RANK = {"rank": "default: 0"}
 BEGINNING = {
     "rank": "rank that begins",

@@ -24,7 +24,7 @@ SIGN_OF_LIFE_SECONDS = 10.0
 ONE = "/v1/jobs/{job}/checkpoints/{id}"
 WAITING = {
     "rank": "rank that waits; the request is its heartbeat; default: 0",
-    "wait": "seconds to wait, up to --max-wait",
+    "wait": "seconds to wait, at most 60",
 }
 
 

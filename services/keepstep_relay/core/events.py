@@ -127,9 +127,8 @@ class Limits:
     keep_live: int = 2
     """Committed live checkpoints to keep per job."""
     keep_durable: int = 0
-    live_seconds: float = 0.0
-    """Drop a committed live checkpoint at this age, unless it is the newest of its job."""
     durable_seconds: float = 0.0
+    """Drop a committed durable checkpoint at this age, unless it is the newest of its job."""
     live_ttl_seconds: float = 86400.0
     """Drop the newest live checkpoint of a job too, if it was unused for this time: the job is over."""
     durable_ttl_seconds: float = 0.0

@@ -181,8 +181,7 @@ class RelayCore(RelayState):
             raise RefusedError(
                 Cause.FULL,
                 f"this relay is full: {self.limits.checkpoints} checkpoints (--max-checkpoints); remove some (keepstep "
-                f"checkpoint rm) or keep fewer (--keep-live, --keep-durable, --live-ttl, "
-                f"--durable-ttl)",
+                f"checkpoint rm) or keep fewer (--keep-live, --keep-durable, --durable-ttl)",
             )
         self.ended.pop(key, None)
         self.checkpoints[key] = one

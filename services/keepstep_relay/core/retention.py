@@ -69,11 +69,11 @@ def retirements(checkpoints: Iterable[Checkpoint], limits: Limits) -> Iterator[D
     for (job, kind, of_manager), group in groups.items():
         live = kind is Kind.LIVE
         count = limits.keep_live if live else limits.keep_durable
-        age = limits.live_seconds if live else limits.durable_seconds
+        age = 0.0 if live else limits.durable_seconds
         group.sort(key=lambda one: one[:2])
         if live and (ttl := limits.live_ttl_seconds):
             _, committed_at, newest = group[-1]
-            reason = f"last live state of job {job}, unused for {ttl:g} s (--live-ttl)"
+            reason = f"last live state of job {job}, unused for {ttl:g} s"
             yield Due(max(committed_at, newest.read_until) + ttl, newest, reason, spare=False)
         if not live and of_manager and job in ends:
             days = limits.durable_ttl_seconds / DAY_SECONDS

@@ -176,11 +176,10 @@ def test_settings_come_from_flags_and_environment(tmp_path: Path) -> None:
         "KEEPSTEP_RELAY_DATA_DIR": str(tmp_path),
         "KEEPSTEP_RELAY_UPLOAD_TIMEOUT": "2m",
         "KEEPSTEP_RELAY_KEEP_LIVE": "9",
-        "KEEPSTEP_RELAY_MAX_WAIT": "5s",
         "KEEPSTEP_LIGHTHOUSE": "a:1,b:2",
     }
     read = read_settings({"memory": None, "keep_live": 7}, environ)
-    assert (read.memory, read.data_dir, read.max_wait) == (2 << 30, tmp_path, 5.0)
+    assert (read.memory, read.data_dir) == (2 << 30, tmp_path)
     assert (read.limits.keep_live, read.limits.upload_seconds) == (7, 120.0)
     assert read.lighthouses == ("http://a:1", "http://b:2")
     wrong = (

@@ -20,7 +20,15 @@ from keepstep_mesh.security.tokens import Tokens
 from keepstep_relay.core.events import Key, Limits
 from keepstep_relay.tiers import chunks, durable_copies
 from keepstep_relay.tiers.durable_tier import DurableError, DurableTier
-from tests.support.services.relay_driver import DEADLINE, Client, State, client, flip, metric, relay, state
+from tests.support.services.relay_driver import (
+    DEADLINE,
+    client,
+    flip,
+    metric,
+    relay,
+    state,
+    store_durable,
+)
 
 ONE, TWO = state(1), state(2)
 SMALL = 64 << 20
@@ -35,14 +43,6 @@ async def until(true: Callable[[], bool]) -> None:
 def files_below(folder: Path) -> list[Path]:
     """Return the files below a folder, also while others delete folders there."""
     return [Path(place, name) for place, _, names in os.walk(folder) for name in names]
-
-
-async def store_durable(worker: Client, one: State, name: str, step: int, quorum_id: int = 1) -> None:
-    await worker.begin(name, step, kind="durable", quorum_id=quorum_id)
-    await worker.manifest(one, name)
-    for chunk in one.chunks:
-        await worker.put(chunk)
-    await worker.commit(name)
 
 
 @pytest.mark.parametrize("size", [1000, 2 * CHUNK_BYTES])

@@ -16,7 +16,17 @@ from keepstep_mesh.protocol.manifest import CHUNK_BYTES
 from keepstep_relay.core.events import Limits, Tier
 from keepstep_relay.core.invariants import check_invariants
 from keepstep_relay.tiers.disk_tier import DiskTier
-from tests.support.services.relay_driver import DEADLINE, Client, client, flip, raw, relay, relay_process, state
+from tests.support.services.relay_driver import (
+    DEADLINE,
+    Client,
+    client,
+    flip,
+    raw,
+    relay,
+    relay_process,
+    state,
+    store_durable,
+)
 
 ONE, TWO = state(1), state(2)
 SMALL = 64 << 20
@@ -134,9 +144,9 @@ async def test_a_reader_goes_on_over_a_restart_with_its_missing_range(tmp_path: 
 
 async def test_an_age_goes_on_over_a_restart(tmp_path: Path) -> None:
     async with relay(data_dir=tmp_path) as one, client(one.address) as worker:
-        await worker.store(ONE, "c1", 1)
-        await worker.store(TWO, "c2", 2)
-    limits = Limits(keep_live=0, live_seconds=0.01)
+        await store_durable(worker, ONE, "c1", 1)
+        await store_durable(worker, TWO, "c2", 2)
+    limits = Limits(durable_seconds=0.01)
     async with relay(data_dir=tmp_path, limits=limits) as one, client(one.address) as worker:
         async with asyncio.timeout(DEADLINE):
             while await worker.list() != ["c2"]:  # noqa: ASYNC110 - nothing tells it

@@ -158,6 +158,14 @@ class Client:
         await self.commit(name)
 
 
+async def store_durable(worker: Client, one: State, name: str, step: int, quorum_id: int = 1) -> None:
+    await worker.begin(name, step, kind="durable", quorum_id=quorum_id)
+    await worker.manifest(one, name)
+    for chunk in one.chunks:
+        await worker.put(chunk)
+    await worker.commit(name)
+
+
 @asynccontextmanager
 async def client(address: str, token: str | None = None, job: str = JOB) -> AsyncIterator[Client]:
     headers = {"Authorization": f"Bearer {token}"} if token else {}

@@ -9,7 +9,7 @@ from keepstep_relay.core.events import Begun, Facts, Forget, HolderReported, Kin
 from tests.unit.relay.core_driver import C1, C2, C3, DISK, ONE, A, B, C, Driver, table
 
 YEARS = 10 * 365 * 86400.0
-LIMITS = {"keep_live": 2, "live_seconds": 60.0, "durable_seconds": 60.0, "upload_seconds": 5.0}
+LIMITS = {"keep_live": 2, "durable_seconds": 60.0, "upload_seconds": 5.0}
 
 
 def forgotten(decisions):
@@ -36,7 +36,8 @@ def test_a_jump_back_drops_nothing_and_every_deadline_still_comes():
     assert relay(Tick(), at=0.0) == []
     relay.stored(C3, B, step=3)
     assert relay(Tick(), at=1.0) == []
-    assert forgotten(relay(Tick(), at=YEARS + 200.0)) == {C1, C2, C3}
+    assert forgotten(relay(Tick(), at=YEARS + 200.0)) == {C2, C3}
+    assert forgotten(relay(Tick(), at=YEARS + 400.0)) == {C1}, "it is the newest now"
 
 
 @pytest.mark.parametrize(("committed", "left"), [(-YEARS, {C2}), (YEARS, {C1, C2})])

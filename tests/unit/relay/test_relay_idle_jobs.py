@@ -15,7 +15,7 @@ def test_the_last_live_state_of_a_job_goes_when_nobody_used_it_for_its_ttl() -> 
     assert relay(Tick(), at=1900) == []
     assert relay.core.deadline() == 1960
     (forget, *_) = relay(Tick(), at=1960)
-    assert forget == Forget(C1, "last live state of job job, unused for 1000 s (--live-ttl)")
+    assert forget == Forget(C1, "last live state of job job, unused for 1000 s")
     assert not relay.core.checkpoints
     assert not relay.core.inventory.chunks
     assert relay.core.deadline() == NEVER

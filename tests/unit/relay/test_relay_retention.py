@@ -104,9 +104,9 @@ def test_a_new_checkpoint_beyond_the_limit_takes_the_place_of_an_unused_live_sta
 
 
 def test_age_drops_all_but_the_newest():
-    relay = Driver(keep_live=0, live_seconds=100, live_ttl_seconds=0)
-    relay.stored(C1, A, step=1)
-    relay.stored(C2, B, step=2)
+    relay = Driver(durable_seconds=100)
+    relay.stored(C1, A, step=1, kind=Kind.DURABLE)
+    relay.stored(C2, B, step=2, kind=Kind.DURABLE)
     assert relay.core.deadline() == 100
     assert [one.key for one in relay(Tick(), at=500) if isinstance(one, Forget)] == [C1]
     assert relay.core.deadline() == NEVER

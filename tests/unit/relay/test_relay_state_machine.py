@@ -59,9 +59,16 @@ class Onlooker(RuleBasedStateMachine):
 
     @initialize(keep=st.integers(0, 2), age=st.sampled_from([0.0, 50.0]))
     def begin(self, keep: int, age: float) -> None:
-        self.core = RelayCore(
-            Limits(checkpoints=4, chunks=8, holders=2, upload_seconds=20, keep_live=keep, live_seconds=age)
+        limits = Limits(
+            checkpoints=4,
+            chunks=8,
+            holders=2,
+            upload_seconds=20,
+            keep_live=keep,
+            keep_durable=keep,
+            durable_seconds=age,
         )
+        self.core = RelayCore(limits)
         self.now = 0.0
         self.tiers: dict[Tier, set[bytes]] = {tier: set() for tier in Tier}
         self.copies: dict[Key, set[bytes]] = {}
