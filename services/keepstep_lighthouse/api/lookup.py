@@ -10,7 +10,7 @@ from aiohttp import web
 
 from keepstep_lighthouse.jobs.job import Job
 from keepstep_lighthouse.jobs.lighthouse_node import LighthouseNode
-from keepstep_lighthouse.quorum.views import ReplicaView
+from keepstep_lighthouse.quorum.views.replicas import ReplicaView
 from keepstep_mesh.net.http import Problem
 from keepstep_mesh.protocol.names import name_of
 from keepstep_mesh.serving.rest import MAX_NAMED, known_names

@@ -26,8 +26,6 @@ from keepstep_lighthouse.jobs.event_log import Happened
 from keepstep_lighthouse.jobs.job import Job
 from keepstep_lighthouse.jobs.lighthouse_node import LighthouseNode
 from keepstep_lighthouse.leadership.term import TermOverError
-from keepstep_lighthouse.quorum import bans
-from keepstep_lighthouse.quorum.changes.spares import NO_SPARE
 from keepstep_lighthouse.quorum.events import (
     DrainOrdered,
     Event,
@@ -41,7 +39,9 @@ from keepstep_lighthouse.quorum.events import (
 )
 from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_lighthouse.quorum.policies import MAX_STEPS, policy_problem
-from keepstep_lighthouse.quorum.views import ReplicaState
+from keepstep_lighthouse.quorum.presence import bans
+from keepstep_lighthouse.quorum.spares import NO_SPARE
+from keepstep_lighthouse.quorum.views.replicas import ReplicaState
 from keepstep_mesh.net.http import Problem
 from keepstep_mesh.protocol.names import name_of
 from keepstep_mesh.serving.application import CALLER, read_json

@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 
 from keepstep_lighthouse.jobs.job import Job
 from keepstep_lighthouse.jobs.lighthouse_node import LighthouseNode
-from keepstep_lighthouse.quorum.views import ReplicaState
+from keepstep_lighthouse.quorum.views.replicas import ReplicaState
 from keepstep_mesh.serving.process_metrics import registry_of
 
 FROM_ZERO = (

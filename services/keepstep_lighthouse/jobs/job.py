@@ -39,9 +39,9 @@ from keepstep_lighthouse.quorum.events import (
     Tell,
     Tick,
 )
+from keepstep_lighthouse.quorum.groups.tally import DurationCounts
 from keepstep_lighthouse.quorum.job_record import JobRecord
 from keepstep_lighthouse.quorum.machine import JobCore
-from keepstep_lighthouse.quorum.tally import DurationCounts
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.protocol import codec
 from keepstep_mesh.protocol.frozen_records import maker

@@ -22,7 +22,7 @@ from keepstep_lighthouse.jobs.event_log import EventLog, Happened
 from keepstep_lighthouse.jobs.expiry import JobUse, expired, next_due, replaceable
 from keepstep_lighthouse.jobs.job import Job
 from keepstep_lighthouse.leadership.term import Term, TermOverError
-from keepstep_lighthouse.quorum.views import ReplicaState
+from keepstep_lighthouse.quorum.views.replicas import ReplicaState
 from keepstep_lighthouse.store.contract import Compare, Write
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.protocol import codec

@@ -1,6 +1,6 @@
 """Look at the ports of groups: whether a group answers at its port, and whether the port refuses a connection.
 
-``quorum.changes.presence.ports`` decides what follows. A look goes only to the address from which the group itself
+``quorum.presence.ports`` decides what follows. A look goes only to the address from which the group itself
 connected, sends no token, and has a deadline. The number of looks is limited; one beyond the limit finds out nothing.
 """
 

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from keepstep_lighthouse.quorum.events import LogEntry
-from keepstep_lighthouse.quorum.views import ReplicaView
+from keepstep_lighthouse.quorum.views.replicas import ReplicaView
 from keepstep_mesh.protocol.names import name_of
 
 MAX_NAMES = 4000

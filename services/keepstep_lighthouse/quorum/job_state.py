@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from keepstep_lighthouse.quorum import bans
-from keepstep_lighthouse.quorum.announcing import Announcer
+from keepstep_lighthouse.quorum.agreement.step_reports import StepReports
 from keepstep_lighthouse.quorum.events import Decision, EndSession, LogEntry, Persist, Tell
-from keepstep_lighthouse.quorum.group import Exclusion, Group
-from keepstep_lighthouse.quorum.groups import Groups
+from keepstep_lighthouse.quorum.forming.announcing import Announcer
+from keepstep_lighthouse.quorum.forming.rounds import Round
+from keepstep_lighthouse.quorum.groups.all_groups import Groups
+from keepstep_lighthouse.quorum.groups.group import Exclusion, Group
 from keepstep_lighthouse.quorum.job_record import JobRecord
 from keepstep_lighthouse.quorum.policies import policy_problem
-from keepstep_lighthouse.quorum.rounds import Round
-from keepstep_lighthouse.quorum.rules.evidence import Evidence
-from keepstep_lighthouse.quorum.rules.parted import Probation
-from keepstep_lighthouse.quorum.rules.step_reports import StepReports
+from keepstep_lighthouse.quorum.presence import bans
+from keepstep_lighthouse.quorum.probation.evidence import Evidence
+from keepstep_lighthouse.quorum.probation.parted import Probation
 from keepstep_lighthouse.quorum.takeover import Takeover
-from keepstep_lighthouse.quorum.views import Gone
+from keepstep_lighthouse.quorum.views.replicas import Gone
 from keepstep_mesh.protocol.lineage import is_torn
 from keepstep_mesh.protocol.membership import Data
 from keepstep_mesh.protocol.messages import ToWorker
@@ -57,9 +57,9 @@ class JobState:
         self.were_members = dict.fromkeys(map(name_of, record.members))
         """Names of the groups that were in a quorum, as far as this lighthouse knows, in this order."""
         self.lost_at: dict[str, float] = {}
-        """When groups were lost, by name; see ``changes.presence.losses``."""
+        """When groups were lost, by name; see ``presence.losses``."""
         self.lost_by_port: dict[str, None] = {}
-        """Incarnations that were lost because their port was closed, in this order; ``changes.presence.ports``."""
+        """Incarnations that were lost because their port was closed, in this order; ``presence.ports``."""
         self.ports_mislead = False
         """One of them returned."""
         self.final_heals: Counter[str] = Counter()

@@ -1,8 +1,8 @@
 """The quorum state machine of one job. Pure: events in, decisions out, time is an argument.
 
-This file orders what ``rules`` and ``changes`` do: ``rules/quorum_rules`` decides whether a quorum forms,
-``changes/membership`` its id, ``group`` and ``groups`` which groups count, ``changes/presence`` which are lost.
-``changes/presence`` and ``changes/requests`` handle the messages of groups. Rules that all of them keep:
+This file orders what the features do: ``forming/quorum_rules`` decides whether a quorum forms, ``forming/membership``
+its id, ``groups`` which groups count, ``presence`` which are lost. ``presence`` and ``requests`` handle the messages of
+groups. Rules that all of them keep:
 
 * **Persistence.** ``Persist`` precedes everything that depends on it: a new quorum_id, an eviction, a ban, a policy,
   a higher quorum_id that a hello reports. A confirmed quorum is not written.
@@ -30,22 +30,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from keepstep_lighthouse.quorum.changes import (
-    agreements,
-    divergence,
-    finishing,
-    heals,
-    membership,
-    orders,
-    probation,
-    reports,
-    requests,
-    retries,
-    spares,
-    starts,
-    stragglers,
-)
-from keepstep_lighthouse.quorum.changes.presence import arrivals, departures, health, job_end, losses, ports
+from keepstep_lighthouse.quorum import heals, orders, requests, retries, spares, stragglers
+from keepstep_lighthouse.quorum.agreement import agreements, reports
 from keepstep_lighthouse.quorum.events import (
     Asked,
     Cancelled,
@@ -71,18 +57,24 @@ from keepstep_lighthouse.quorum.events import (
     Tick,
     VerifyOrdered,
 )
-from keepstep_lighthouse.quorum.group import Group
-from keepstep_lighthouse.quorum.groups import NEVER
+from keepstep_lighthouse.quorum.finishing import closing as finishing
+from keepstep_lighthouse.quorum.finishing import starts
+from keepstep_lighthouse.quorum.forming import membership
+from keepstep_lighthouse.quorum.forming.quorum_rules import ANNOUNCING, NOBODY, Code, Verdict, choose, judge
+from keepstep_lighthouse.quorum.forming.rounds import Round
+from keepstep_lighthouse.quorum.groups.all_groups import NEVER
+from keepstep_lighthouse.quorum.groups.group import Group
+from keepstep_lighthouse.quorum.groups.tally import Tally
 from keepstep_lighthouse.quorum.job_record import JobRecord
 from keepstep_lighthouse.quorum.job_state import JobState
-from keepstep_lighthouse.quorum.rounds import Round
-from keepstep_lighthouse.quorum.rules import job_status, reasons
-from keepstep_lighthouse.quorum.rules.job_status import JobStatus
-from keepstep_lighthouse.quorum.rules.quorum_rules import ANNOUNCING, NOBODY, Code, Verdict, choose, judge
-from keepstep_lighthouse.quorum.rules.reasons import Formed
-from keepstep_lighthouse.quorum.rules.verification import Comparison, Verification
-from keepstep_lighthouse.quorum.tally import Tally
-from keepstep_lighthouse.quorum.views import (
+from keepstep_lighthouse.quorum.presence import arrivals, departures, health, job_end, losses, ports
+from keepstep_lighthouse.quorum.probation import parting as probation
+from keepstep_lighthouse.quorum.verification import divergence
+from keepstep_lighthouse.quorum.verification.comparisons import Comparison, Verification
+from keepstep_lighthouse.quorum.views import job_status, reasons
+from keepstep_lighthouse.quorum.views.job_status import JobStatus
+from keepstep_lighthouse.quorum.views.reasons import Formed
+from keepstep_lighthouse.quorum.views.replicas import (
     HealView,
     QuorumView,
     ReplicaView,

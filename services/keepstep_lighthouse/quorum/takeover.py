@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from keepstep_lighthouse.quorum.group import Group
+from keepstep_lighthouse.quorum.groups.group import Group
 
 
 class Takeover:

@@ -1,4 +1,4 @@
-"""Bugs in how groups finish together: ``keepstep_lighthouse.quorum.changes.finishing`` and what it relies on."""
+"""Bugs in how groups finish together: ``keepstep_lighthouse.quorum.finishing.closing`` and what it relies on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ENDS_TOGETHER = "tests/simulation/test_simulation.py::test_groups_finish_togethe
 MUTATIONS = (
     Mutation(
         "the last step of the job is that of a group with weights which the job has left",
-        "services/keepstep_lighthouse/quorum/changes/finishing.py",
+        "services/keepstep_lighthouse/quorum/finishing/closing.py",
         "    sound = [group for group in sound if origin(group.lineage).resumed == resumed]",
         "    sound = [group for group in sound if resumed >= 0]",
         Test(
@@ -24,56 +24,56 @@ MUTATIONS = (
     ),
     Mutation(
         "a job is closed while its groups have different states of the last step",
-        f"{LIGHTHOUSE}/quorum/changes/finishing.py",
+        f"{LIGHTHOUSE}/quorum/finishing/closing.py",
         "_is_final(group) and (group.step, group.lineage) == (step, lineage) and",
         "_is_final(group) and group.step == step and",
         Test(WAITED_FOR),
     ),
     Mutation(
         "a group that asks for rounds without healing keeps the others from healing at the end",
-        f"{LIGHTHOUSE}/quorum/announcing.py",
+        f"{LIGHTHOUSE}/quorum/forming/announcing.py",
         "            allow_heal=allow_heal or finishing,\n",
         "            allow_heal=allow_heal,\n",
         Test(f"{SETTINGS}::test_groups_heal_where_groups_finish_even_if_one_asked_for_a_round_without_healing"),
     ),
     Mutation(
         "a job is closed before its groups have published the final state",
-        f"{LIGHTHOUSE}/quorum/changes/finishing.py",
+        f"{LIGHTHOUSE}/quorum/finishing/closing.py",
         "    if not at_end or any(_publish(group) == TO_PUBLISH for group in chosen):\n",
         "    if not at_end:\n",
         Test(OTHER_ENDS),
     ),
     Mutation(
         "the final state of a job is not written",
-        f"{LIGHTHOUSE}/quorum/changes/finishing.py",
+        f"{LIGHTHOUSE}/quorum/finishing/closing.py",
         "    if step:\n        state.persist(",
         "    if step < 0:\n        state.persist(",
         Test(ENDS_TOGETHER),
     ),
     Mutation(
         "groups that finish leave one behind that was killed in its heals",
-        f"{LIGHTHOUSE}/quorum/changes/finishing.py",
+        f"{LIGHTHOUSE}/quorum/finishing/closing.py",
         "    if probation.let_in_at_end(state):\n",
         "    if not state.groups:\n",
         Test(WAITED_FOR),
     ),
     Mutation(
         "groups that finish do not wait for a group that was lost lately",
-        f"{LIGHTHOUSE}/quorum/changes/finishing.py",
+        f"{LIGHTHOUSE}/quorum/finishing/closing.py",
         "    if now < until:\n",
         "    if now < until and step < 0:\n",
         Test(WAITED_FOR),
     ),
     Mutation(
         "groups that finish do not wait for a group that is connected and has not asked",
-        f"{LIGHTHOUSE}/quorum/rules/quorum_rules.py",
+        f"{LIGHTHOUSE}/quorum/forming/quorum_rules.py",
         " and groups.members_asking == quorum_size and not groups.final:\n",
         " and groups.members_asking == quorum_size:\n",
         Test(FINISHING),
     ),
     Mutation(
         "a group trains on although the job is closed",
-        f"{LIGHTHOUSE}/quorum/changes/finishing.py",
+        f"{LIGHTHOUSE}/quorum/finishing/closing.py",
         "    if final is None:\n        return False\n",
         "    if final is None or not request.final:\n        return False\n",
         Test(ENDS_TOGETHER),

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutation import Mutation, Test
 
-RULES = "services/keepstep_lighthouse/quorum/rules"
-CHANGES = "services/keepstep_lighthouse/quorum/changes"
+PROBATION = "services/keepstep_lighthouse/quorum/probation"
 EVIDENCE = "tests/unit/step/test_failure_evidence.py"
 OTHERS_GO_ON = "tests/simulation/test_simulation.py::test_the_others_go_on_without_an_operator_and_keep_their_pace"
 SCENARIOS = "tests/scenarios/test_scenarios.py::test_the_lighthouse_decides_as_the_scenario_says"
@@ -20,56 +19,56 @@ MUTATIONS = (
     ),
     Mutation(
         "two groups that cannot reach each other both stay",
-        f"{RULES}/evidence.py",
+        f"{PROBATION}/evidence.py",
         "        found |= {frozenset((name, peer)) for peer in pairs}\n",
         "",
         Test(f"{OTHERS_GO_ON}[cut off]"),
     ),
     Mutation(
         "heals that fail again and again have no consequence",
-        f"{CHANGES}/probation.py",
+        f"{PROBATION}/parting.py",
         "        if probation.heal_failed(name) or name in probation.groups:\n",
         "        if name in probation.groups:\n",
         Test(f"{SCENARIOS}[41_heals_that_always_fail]"),
     ),
     Mutation(
         "all groups that a liar names are accused",
-        f"{RULES}/evidence.py",
+        f"{PROBATION}/evidence.py",
         "        pairs = peers if len(peers) == 1 else mutual\n",
         "        pairs = peers\n",
         Test("tests/unit/quorum/rules/test_evidence.py::test_what_the_failures_of_a_round_accuse"),
     ),
     Mutation(
         "a first failure parts a group",
-        f"{RULES}/evidence.py",
+        f"{PROBATION}/evidence.py",
         "            strike.confirmed = strike.confirmed or strike.round < number\n",
         "            strike.confirmed = True\n",
         Test(f"{SCENARIOS}[38_group_that_fails_by_itself]"),
     ),
     Mutation(
         "groups are parted although a quorum needs them",
-        f"{CHANGES}/probation.py",
+        f"{PROBATION}/parting.py",
         "    if not causes or len(stay) >= least:\n",
         "    if not causes or len(stay) >= 1:\n",
         Test(f"{SCENARIOS}[42_liars_and_limits_of_probation]"),
     ),
     Mutation(
         "a round that lost a member is judged",
-        f"{CHANGES}/probation.py",
+        f"{PROBATION}/parting.py",
         "    if round_.lost or any(group.member for group in groups.suspects.values()):\n",
         "    if any(group.member for group in groups.suspects.values()):\n",
         Test(f"{SCENARIOS}[42_liars_and_limits_of_probation]"),
     ),
     Mutation(
         "a group that fails again and again is tried as often",
-        f"{RULES}/parted.py",
+        f"{PROBATION}/parted.py",
         "PARTED_ROUNDS * duration) * 2.0 ** min(times - 1, 20)\n",
         "PARTED_ROUNDS * duration)\n",
         Test(f"{SCENARIOS}[38_group_that_fails_by_itself]"),
     ),
     Mutation(
         "the retry of a parted group stays open",
-        f"{CHANGES}/probation.py",
+        f"{PROBATION}/parting.py",
         "        retries.deny_parted(state, group)\n",
         "",
         Test(f"{SCENARIOS}[48_retried_steps]"),

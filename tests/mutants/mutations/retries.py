@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutation import Mutation, Test
 
-LIGHTHOUSE = "services/keepstep_lighthouse/quorum/changes/retries.py"
+LIGHTHOUSE = "services/keepstep_lighthouse/quorum/retries.py"
 RETRYING = "libs/keepstep/step/retrying"
 STEPS = "tests/services/manager/steps/test_retried_steps.py"
 A_FEW_TIMES = f"{STEPS}::test_a_step_is_retried_a_few_times_and_then_discarded[3]"

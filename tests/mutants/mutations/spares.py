@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.mutants.mutation import Mutation, Test
 
-CHANGES = "services/keepstep_lighthouse/quorum/changes/spares.py"
-RULES = "services/keepstep_lighthouse/quorum/rules/spare_groups.py"
+CHANGES = "services/keepstep_lighthouse/quorum/spares.py"
+RULES = "services/keepstep_lighthouse/quorum/forming/spare_groups.py"
 SCENARIOS = "tests/scenarios/test_scenarios.py::test_the_lighthouse_decides_as_the_scenario_says"
 SIMULATION = "tests/simulation/test_simulation.py::test_spares_take_the_places_of_groups_that_are_lost_or_replaced[1]"
 CORE = "tests/unit/quorum/changes/test_core_spares.py"
@@ -29,7 +29,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a group that asks at its old state again has committed a step",
-        "services/keepstep_lighthouse/quorum/groups.py",
+        "services/keepstep_lighthouse/quorum/groups/all_groups.py",
         "committed = not (failed or same_step or same_state)\n",
         "committed = not (failed or same_step)\n",
         Test(f"{SCENARIOS}[46_replacement]"),
@@ -43,7 +43,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a group is drained for one that has weights of a history that the job has left",
-        "services/keepstep_lighthouse/quorum/rules/newest_state.py",
+        "services/keepstep_lighthouse/quorum/groups/newest_state.py",
         "    return took_step and origin(group.lineage).quorum_id == last.quorum_id\n",
         "    return is_committed(group.lineage)\n",
         Test(
@@ -60,7 +60,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the unused checkpoint of a spare takes the job back from groups that took part without healing",
-        "services/keepstep_lighthouse/quorum/announcing.py",
+        "services/keepstep_lighthouse/quorum/forming/announcing.py",
         "    if request.step <= behind and not group.trained and is_loaded(request.lineage):\n",
         "    if request.step < 0 and not group.trained and is_loaded(request.lineage):\n",
         Test(
@@ -105,14 +105,14 @@ MUTATIONS = (
     ),
     Mutation(
         "a spare counts from its arrival on",
-        "services/keepstep_lighthouse/quorum/changes/presence/arrivals.py",
+        "services/keepstep_lighthouse/quorum/presence/arrivals.py",
         "        if event.standby and not member:\n",
         "        if event.standby and member:\n",
         Test(f"{SCENARIOS}[45_spares]"),
     ),
     Mutation(
         "a process that was started again counts when the old one of its name is lost",
-        "services/keepstep_lighthouse/quorum/groups.py",
+        "services/keepstep_lighthouse/quorum/groups/all_groups.py",
         "        if group.stands_by:\n            self.exclude(group, Excluded(Exclusion.SPARE))\n        elif",
         "        if",
         Test(f"{CORE}::test_the_restarted_process_of_a_name_stands_by_also_when_it_came_before_the_old_one_was_lost"),

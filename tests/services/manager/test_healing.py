@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from keepstep import HTTPTransport
-from keepstep_lighthouse.quorum.rules import parted
+from keepstep_lighthouse.quorum.probation import parted
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.exit_codes import EXIT_STATE_MISMATCH
 from tests.services.manager.groups import SECOND, change_policy, manager, together

@@ -19,7 +19,7 @@ from keepstep.session.session_events import Push
 from keepstep_lighthouse.app import Lighthouse
 from keepstep_lighthouse.quorum.events import EvictOrdered
 from keepstep_lighthouse.quorum.job_record import Policy
-from keepstep_lighthouse.quorum.views import HealView
+from keepstep_lighthouse.quorum.views.replicas import HealView
 from keepstep_lighthouse.registry.service_registry import new_record
 from keepstep_mesh.errors import JobClosed, KeepstepError, LayoutMismatch, SessionClosed, StartRefused
 from keepstep_mesh.protocol.group_messages import RankAsk, RankVote

@@ -36,7 +36,7 @@ from keepstep_lighthouse.quorum.events import (
 )
 from keepstep_lighthouse.quorum.job_record import JobRecord, Policy
 from keepstep_lighthouse.quorum.machine import JobCore
-from keepstep_lighthouse.quorum.views import ReplicaState
+from keepstep_lighthouse.quorum.views.replicas import ReplicaState
 from keepstep_mesh.protocol.membership import HeldAnswer, Lineage, MemberInfo, StateRoot, StepFailure, StepReport
 from keepstep_mesh.protocol.messages import Healing, QuorumRequest, ToWorker
 

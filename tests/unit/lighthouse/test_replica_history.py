@@ -7,7 +7,7 @@ import pytest
 from keepstep_lighthouse.jobs import replica_history
 from keepstep_lighthouse.jobs.replica_history import ReplicaHistory, StepRate
 from keepstep_lighthouse.quorum.events import LogEntry
-from keepstep_lighthouse.quorum.views import ReplicaState, ReplicaView
+from keepstep_lighthouse.quorum.views.replicas import ReplicaState, ReplicaView
 
 PYTHON_11, PYTHON_12 = "python 3.11, torch 2.9", "python 3.12, torch 2.9"
 

@@ -34,8 +34,8 @@ from keepstep_lighthouse.api import event_stream
 from keepstep_lighthouse.jobs import job_endings, sessions
 from keepstep_lighthouse.leadership import leader_link, term
 from keepstep_lighthouse.quorum import policies
-from keepstep_lighthouse.quorum.changes.presence import health
 from keepstep_lighthouse.quorum.job_record import Policy
+from keepstep_lighthouse.quorum.presence import health
 from keepstep_lighthouse.settings import MIN_LEASE, LighthouseSettings
 from keepstep_lighthouse.store import etcd_store, sqlite_store
 from keepstep_mesh.discovery import registration

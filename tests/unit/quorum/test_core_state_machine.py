@@ -8,11 +8,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from keepstep_lighthouse.quorum.changes.presence.health import LATE_TICK_SECONDS
 from keepstep_lighthouse.quorum.events import Announce, Decision, EndSession, Tell
 from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_lighthouse.quorum.policies import ON_DIVERGENCE
-from keepstep_lighthouse.quorum.views import ReplicaState
+from keepstep_lighthouse.quorum.presence.health import LATE_TICK_SECONDS
+from keepstep_lighthouse.quorum.views.replicas import ReplicaState
 from keepstep_mesh.protocol.membership import HeldAnswer, MemberInfo, StateRoot
 from keepstep_mesh.protocol.messages import Denied
 from tests.support.models.core_driver import Driver

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep_lighthouse.quorum import group as module
-from keepstep_lighthouse.quorum.group import TRANSITIONS, Action, Group, IllegalTransitionError, State
+from keepstep_lighthouse.quorum.groups import group as module
+from keepstep_lighthouse.quorum.groups.group import TRANSITIONS, Action, Group, IllegalTransitionError, State
 
 
 def documented() -> dict[tuple[str, str], str]:

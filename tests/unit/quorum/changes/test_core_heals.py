@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from keepstep_lighthouse.quorum.views import HealView, ReplicaState
+from keepstep_lighthouse.quorum.views.replicas import HealView, ReplicaState
 from keepstep_mesh.protocol.messages import Healing
 from tests.support.models.core_driver import Driver, logged, states
 

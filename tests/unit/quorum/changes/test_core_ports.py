@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep_lighthouse.quorum.changes.presence import ports
 from keepstep_lighthouse.quorum.events import Closed, Decision, FindPort, ProbePort
-from keepstep_lighthouse.quorum.views import ReplicaState
+from keepstep_lighthouse.quorum.presence import ports
+from keepstep_lighthouse.quorum.views.replicas import ReplicaState
 from keepstep_mesh.protocol.membership import HeldAnswer, MemberInfo
 from tests.support.models.core_driver import Driver, logged, states
 

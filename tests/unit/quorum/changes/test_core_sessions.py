@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep_lighthouse.quorum.changes.presence.departures import MAX_LOSSES_TOLD
-from keepstep_lighthouse.quorum.changes.presence.health import LATE_TICK_SECONDS
 from keepstep_lighthouse.quorum.events import (
     Asked,
     Cancelled,
@@ -18,7 +16,9 @@ from keepstep_lighthouse.quorum.events import (
     LeftOnPurpose,
     MovedAway,
 )
-from keepstep_lighthouse.quorum.views import GONE_SECONDS, MAX_GONE, ReplicaState
+from keepstep_lighthouse.quorum.presence.departures import MAX_LOSSES_TOLD
+from keepstep_lighthouse.quorum.presence.health import LATE_TICK_SECONDS
+from keepstep_lighthouse.quorum.views.replicas import GONE_SECONDS, MAX_GONE, ReplicaState
 from keepstep_mesh.protocol.membership import HeldAnswer
 from keepstep_mesh.protocol.messages import Goodbye, Healing, MemberLost, QuorumRequest, Refused, RoundBroken
 from tests.support.models.core_driver import BEAT_SECONDS, Driver, announced, announces, logged, members, states, told

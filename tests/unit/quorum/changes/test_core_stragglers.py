@@ -9,7 +9,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from keepstep_lighthouse.quorum.events import LogEntry, StragglerFound, Tell
-from keepstep_lighthouse.quorum.views import ReplicaState
+from keepstep_lighthouse.quorum.views.replicas import ReplicaState
 from keepstep_mesh.protocol.messages import Drain
 from tests.support.models.core_driver import Driver
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from keepstep_lighthouse.quorum.events import Decision
-from keepstep_lighthouse.quorum.views import ReplicaState
+from keepstep_lighthouse.quorum.views.replicas import ReplicaState
 from keepstep_mesh.protocol.membership import MemberInfo
 from keepstep_mesh.protocol.messages import Denied
 from tests.support.models.core_driver import Driver, announced, announces, members, told

@@ -9,7 +9,7 @@ import pytest
 from keepstep_lighthouse.quorum.events import LogEntry, Persist
 from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_lighthouse.quorum.policies import policy_problem
-from keepstep_lighthouse.quorum.views import ReplicaState
+from keepstep_lighthouse.quorum.views.replicas import ReplicaState
 from tests.support.models.core_driver import Driver, announced, announces, logged, members
 
 

@@ -7,10 +7,10 @@ import random
 import pytest
 
 from keepstep_lighthouse.quorum.events import LogEntry
-from keepstep_lighthouse.quorum.group import Exclusion
-from keepstep_lighthouse.quorum.rules import parted
-from keepstep_lighthouse.quorum.rules.evidence import COST_FACTOR, Evidence, accusations, cover
-from keepstep_lighthouse.quorum.rules.parted import MAX_PARTED_SECONDS, PARTED_ROUNDS, PARTED_SECONDS, Probation
+from keepstep_lighthouse.quorum.groups.group import Exclusion
+from keepstep_lighthouse.quorum.probation import parted
+from keepstep_lighthouse.quorum.probation.evidence import COST_FACTOR, Evidence, accusations, cover
+from keepstep_lighthouse.quorum.probation.parted import MAX_PARTED_SECONDS, PARTED_ROUNDS, PARTED_SECONDS, Probation
 from keepstep_mesh.protocol.membership import OWN, PEER, UNKNOWN, StepFailure
 from tests.support.models.core_driver import Driver
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from keepstep_lighthouse.quorum.rules.verification import STEPS_AFTER_CHANGE, STEPS_BETWEEN, Verification
+from keepstep_lighthouse.quorum.verification.comparisons import STEPS_AFTER_CHANGE, STEPS_BETWEEN, Verification
 
 
 def compared(

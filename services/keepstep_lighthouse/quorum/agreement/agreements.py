@@ -1,0 +1,151 @@
+"""Require that all groups of a job train the same parameters with the same settings. Pure.
+
+* A request is compared with the members of the quorum when it arrives, and denied if it differs from them.
+* Members may change their parameters between two steps, in all groups alike. Their requests, and those that no member
+  can judge, as in the first quorum, are compared when a quorum is about to form.
+* Then the members at the highest step decide, because the others heal from them; without a member, all. The value of
+  more than half of them is right. Without a majority, the value before is. If none of them has that, all are denied,
+  because the right value is unknown.
+* A group that gives an address of loopback can be reached from its own machine only. It is denied beside a group that
+  connected from another address, and so is a group that joins such a member.
+
+Unknown values fit all: a Manager may ask before its model is wrapped, and a client without a Manager has neither
+settings nor parameters.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from keepstep_lighthouse.quorum.groups.group import Excluded, Exclusion, Group
+from keepstep_lighthouse.quorum.job_state import JobState
+from keepstep_lighthouse.quorum.views.reasons import named
+from keepstep_mesh.protocol import job_settings
+from keepstep_mesh.protocol.job_settings import differ
+from keepstep_mesh.protocol.messages import Denied, QuorumRequest
+
+_LOOPBACK = re.compile(r"(https?:)?//(127\.|\[?::1\b|localhost\b)")
+
+
+def fits(state: JobState, group: Group, request: QuorumRequest) -> bool:
+    """Return whether the group fits the other members. Deny the request if not."""
+    if not group.member and (unreachable := _unreachable(state, group)):
+        deny(state, group, request, unreachable, "")
+        return False
+    settings, layout = group.settings, group.info.layout
+    if (settings != state.settings and settings) or (layout != state.layout and layout):
+        differs = differ(settings, state.settings) or differ(layout, state.layout)
+        others = (one for one in state.groups if one is not group) if differs else ()
+        member = next((one for one in others if _is_agreed_member(state, one, group)), None)
+        if member is not None:
+            _deny(state, group, request, member, f"the job follows {member.name}")
+            return False
+        state.compared = False
+    if group.is_excluded(Exclusion.LAYOUT):
+        state.groups.readmit(group)
+    return True
+
+
+def settle(state: JobState) -> bool:
+    """Compare the open requests before a quorum forms, and deny those that differ. Return whether any was denied."""
+    if state.compared and state.groups.asking_count == state.groups.members_asking:
+        return False
+    state.compared = True
+    state.settings, settings_denied = _settle(state, _settings, state.settings)
+    state.layout, layout_denied = _settle(state, _layout, state.layout)
+    return settings_denied or layout_denied
+
+
+def _settings(group: Group) -> str:
+    return group.settings
+
+
+def _layout(group: Group) -> str:
+    return group.info.layout
+
+
+def _is_agreed_member(state: JobState, member: Group, group: Group) -> bool:
+    """Return whether ``member`` has a value of the last quorum, and ``group`` another that no member may change to."""
+    if not member.member or member.is_excluded(Exclusion.LAYOUT):
+        return False
+    agreed = [(_settings, state.settings)] + ([] if group.member else [(_layout, state.layout)])
+    return any(value(member) == its and differ(value(group), its) for value, its in agreed)
+
+
+def _settle(state: JobState, value: Callable[[Group], str], agreed: str) -> tuple[str, bool]:
+    """Compare one value of all open requests. The members at the highest step decide, if any knows its value.
+
+    Returns:
+        The value of all groups that still ask, or ``agreed`` if none knows its own; and whether a request was denied.
+    """
+    known = [group for group in state.groups.all_asking() if value(group)]
+    members = [group for group in known if group.member]
+    newest = max((group.step for group in members), default=0)
+    sides: dict[str, list[Group]] = {}
+    for group in [group for group in members if group.step == newest] or known:
+        sides.setdefault(value(group), []).append(group)
+    without_majority = agreed if agreed in sides else ""
+    votes = sum(map(len, sides.values()))
+    right = next((side for side, groups in sides.items() if 2 * len(groups) > votes), without_majority)
+    wrong = [group for group in known if value(group) != right]
+    why = f"the job follows {_named(sides[right])}" if right else _no_majority(sides)
+    for group in wrong:
+        other = sides[right or next(side for side in sides if side != value(group))][0]
+        if group.request is not None:
+            _deny(state, group, group.request, other, why)
+    return right or agreed, bool(wrong)
+
+
+def _no_majority(sides: dict[str, list[Group]]) -> str:
+    return f"no side has a majority ({' against '.join(map(_named, sides.values()))}), so all are refused"
+
+
+def _named(groups: list[Group]) -> str:
+    return named(group.name for group in groups)
+
+
+def _unreachable(state: JobState, group: Group) -> str:
+    """Return why ``group`` and another group cannot reach each other; empty: nothing is known against it."""
+    for other in state.groups:
+        near, far = (group, other) if _is_near(group) else (other, group)
+        if other.session is None or near.host == far.host:  # one machine, perhaps behind an address of containers
+            continue
+        if far.host and not _LOOPBACK.match(f"//{far.host}") and _is_near(near):
+            return (
+                f"{near.name} gives {near.info.address} as its address, which {far.name} at {far.host} cannot reach; "
+                f"give {near.name} the address of the lighthouse that other machines use (--lighthouse, "
+                f"KEEPSTEP_LIGHTHOUSE), or pass its own as Manager(hostname=...)"
+            )
+    return ""
+
+
+def _is_near(group: Group) -> bool:
+    return _LOOPBACK.match(group.info.address) is not None
+
+
+def _deny(state: JobState, group: Group, request: QuorumRequest, other: Group, why: str) -> None:
+    """Deny the request, because the group differs from ``other``. ``why``: reason for which it is refused."""
+    difference, remedy, address = _difference(group, other)
+    deny(state, group, request, f"{difference}; {why}{remedy}", address)
+
+
+def deny(state: JobState, group: Group, request: QuorumRequest, sentence: str, address: str) -> None:
+    """Deny the request of a group that differs. ``address``: of a group server with details of the difference."""
+    state.groups.withdraw(group)
+    group.highest_request = max(group.highest_request, request.request)
+    if group.excluded is None or group.is_excluded(Exclusion.LAYOUT):
+        state.groups.exclude(group, Excluded(Exclusion.LAYOUT, sentence))
+    state.groups.set_size(group, 0)
+    if group.session is not None:
+        state.tell(group.session, Denied(request.request, "layout", sentence, address))
+        state.log("denied", group.replica_id, code="layout", reason=sentence)
+
+
+def _difference(group: Group, other: Group) -> tuple[str, str, str]:
+    """Return the difference, the remedy, and the group server to compare with if the difference has no details."""
+    mine, its = _settings(group), _settings(other)
+    if differ(mine, its):
+        what = job_settings.difference(mine, group.name, its, other.name)
+        return what, "; give all groups the same value; to change it, stop and restart all groups of the job", ""
+    return f"the parameters of {group.name} differ from those of {other.name}", "", other.info.address

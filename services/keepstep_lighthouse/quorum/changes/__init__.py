@@ -1,1 +1,0 @@
-"""Change the state of a job: arrivals, requests, health, departures, membership, heals, orders, and more. Pure."""

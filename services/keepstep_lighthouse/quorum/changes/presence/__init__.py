@@ -1,1 +1,0 @@
-"""Change which groups are in the job: arrivals, departures, silence, and the end of training. Pure."""

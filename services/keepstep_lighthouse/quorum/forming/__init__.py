@@ -1,0 +1,1 @@
+"""The rules that form a quorum, its members and id, and its announcement. Pure."""

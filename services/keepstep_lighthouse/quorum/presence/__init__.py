@@ -1,0 +1,1 @@
+"""Presence of groups: which may come, arrive, leave, are silent or lost, and what follows for the job. Pure."""

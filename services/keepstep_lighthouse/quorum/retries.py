@@ -1,0 +1,102 @@
+"""Steps that groups take again after the loss of a member, with the gradients that they have. Pure.
+
+A group whose all-reduces failed may ask with ``retry`` for a quorum of the same step. Rules:
+
+* Such a request is also ``shrink_only``: the members that are left take the step among themselves. A joiner waits for
+  the next one, and they do not wait for a joiner.
+* If too few members are left for a quorum, the request is denied, so that joiners complete it.
+* The gradients of a group are those of its state. If another member holds a newer state, because it had committed the
+  step before the loss, the request is denied. The group then discards the step, asks again, and heals.
+* A group that is parted (``probation``) is denied too: the others take the step without it.
+* A member that does not retry may take part: it asks for the same step, and computes it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from keepstep_lighthouse.quorum.forming.announcing import members_of
+from keepstep_lighthouse.quorum.forming.quorum_rules import ANNOUNCING, Code, Verdict, choose
+from keepstep_lighthouse.quorum.groups.group import Group
+from keepstep_lighthouse.quorum.job_state import JobState
+from keepstep_lighthouse.quorum.views.reasons import named
+from keepstep_mesh.protocol.lineage import reference_state
+from keepstep_mesh.protocol.messages import Denied
+
+WAITS_FOR_OTHERS: frozenset[Code] = frozenset(("stragglers", "healing"))
+"""Verdicts that wait for groups that do not ask yet."""
+
+
+def settle(state: JobState, verdict: Verdict, judge_again: Callable[[], Verdict]) -> Verdict:
+    """Decide about open requests with ``retry``.
+
+    Args:
+        verdict: on the open requests.
+        judge_again: returns the verdict after a request was denied.
+
+    Returns:
+        The verdict that replaces it.
+    """
+    waits = any(map(_may_still_ask, state.groups))
+    if waits and verdict.code not in ANNOUNCING:  # after most requests
+        return verdict
+    retrying = [group for group in state.groups.all_asking() if group.member and _retries(group)]
+    if not retrying:
+        return verdict
+    if not waits:
+        if verdict.code == "min_replicas":
+            for group in retrying:
+                _deny(state, group, f"{group.name} cannot retry its step: too few members of its quorum are left")
+            return judge_again()
+        if verdict.code in WAITS_FOR_OTHERS:
+            verdict = Verdict("fast")
+    if verdict.code in ANNOUNCING and _deny_late(state):
+        return judge_again()
+    return verdict
+
+
+def _may_still_ask(group: Group) -> bool:
+    return group.member and group.excluded is None and group.request is None
+
+
+def _deny_late(state: JobState) -> bool:
+    """Deny retries of a step that another group has committed, before a quorum forms. Return whether any was denied."""
+    chosen = choose(state.groups, len(state.record.members), state.record.policy)
+    members = members_of(chosen)
+    step, lineage = reference_state(members)
+    held = [(one.step, one.lineage) == (step, lineage) for one in members]
+    late = [group for group, holds in zip(chosen, held, strict=True) if _retries(group) and not holds]
+    newest = named(group.name for group, holds in zip(chosen, held, strict=True) if holds)
+    for group in late:
+        _deny(state, group, f"{group.name} cannot retry the step after step {group.step}: {newest} committed it")
+    return bool(late)
+
+
+def deny_parted(state: JobState, group: Group) -> None:
+    """Deny the retry of a group that is kept out. Else its open request would keep joiners out, once it is let in."""
+    if _retries(group):
+        _deny(state, group, f"{group.name} cannot retry its step: it is parted from the other groups")
+
+
+def note(state: JobState, chosen: list[Group]) -> list[str]:
+    """Log which members of the quorum that forms retry their step, and return them."""
+    if not state.groups.shrinking:
+        return []
+    retried = [group.replica_id for group in chosen if _retries(group)]
+    if retried:
+        step = max(group.step for group in chosen if _retries(group))
+        state.log("step_retried", "", step=step + 1, groups=retried, quorum_id=state.record.quorum_id)
+    return retried
+
+
+def _retries(group: Group) -> bool:
+    return group.request is not None and group.request.retry
+
+
+def _deny(state: JobState, group: Group, reason: str) -> None:
+    request = group.request
+    state.groups.withdraw(group)
+    state.groups.tally.discarded += 1  # its next request follows no answer
+    if request is not None and group.session is not None:
+        state.tell(group.session, Denied(request.request, "retry", reason))
+        state.log("denied", group.replica_id, code="retry", reason=reason)

@@ -1,1 +1,0 @@
-"""Read the state of a job and say what follows. Pure."""

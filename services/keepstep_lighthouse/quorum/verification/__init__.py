@@ -1,0 +1,1 @@
+"""Groups with equal steps have equal weights: comparisons, and consequences for those that differ. Pure."""
