@@ -21,14 +21,14 @@ LOSSES = "tests/unit/quorum/changes/test_core_losses.py"
 MUTATIONS = (
     Mutation(
         "a loss that an operator ordered counts as a failure",
-        f"{LIGHTHOUSE}/quorum/changes/presence/losses.py",
+        f"{LIGHTHOUSE}/quorum/presence/losses.py",
         "in state.were_members and not ordered and not over:\n",
         "in state.were_members and not over:\n",
         Test(f"{LOSSES}::test_a_group_that_was_told_to_leave_is_no_failure"),
     ),
     Mutation(
         "the loss of a group that never trained counts as a failure",
-        f"{LIGHTHOUSE}/quorum/changes/presence/losses.py",
+        f"{LIGHTHOUSE}/quorum/presence/losses.py",
         "    if name_of(replica_id) in state.were_members and not ordered",
         "    if not ordered",
         Test(f"{LOSSES}::test_a_group_that_was_in_no_quorum_is_no_failure"),
