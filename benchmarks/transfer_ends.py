@@ -38,7 +38,7 @@ class Transports:
         transport = self.made[num_chunks]
         self.relays[:] = []
         if "relay" in ask:
-            from keepstep.checkpointing.transport import Exchange
+            from keepstep.transfer.exchange import Exchange
 
             self.relays.append(ask["relay"])
             groups = tuple(ask["sources"]), tuple(ask["joiners"])

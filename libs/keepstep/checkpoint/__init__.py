@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from keepstep.checkpoint.loading import load, open_reader
 from keepstep.checkpoint.saving import async_save, save
 from keepstep.checkpoint.stored import CheckpointReader, StoredCheckpoint
-from keepstep.state.checkpoint_errors import (
+from keepstep.state.errors import (
     CheckpointAborted,
     CheckpointDamaged,
     CheckpointError,

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from keepstep.checkpoint.stored import StoredCheckpoint
-from keepstep.state.checkpoint_errors import CheckpointError
+from keepstep.state.errors import CheckpointError
 from keepstep.state.flattening import Index, Path, key_of
 from keepstep.state.values.sharding import is_dtensor
 

@@ -25,8 +25,7 @@ from keepstep.checkpoint.foreign.safetensors_files import SUFFIX, read_safetenso
 from keepstep.checkpoint.loading import open_reader
 from keepstep.checkpoint.saving import save_unread
 from keepstep.checkpoint.stored import StoredCheckpoint
-from keepstep.state.checkpoint_errors import CheckpointError
-from keepstep.state.errors import UnsupportedValue
+from keepstep.state.errors import CheckpointError, UnsupportedValue
 from keepstep.state.flattening import Leaf, build, flatten, key_of
 from keepstep.state.pack import Unread
 from keepstep.state.pack_layout import describe

@@ -16,15 +16,15 @@ from keepstep.checkpoint.places.directory import DirectorySource
 from keepstep.checkpoint.places.location import AtRelay, parse
 from keepstep.checkpoint.reading import VerifiedReader, Wanted
 from keepstep.checkpoint.stored import CheckpointReader, Piece, StoredCheckpoint, StoredTensor, pieces_of
-from keepstep.checkpointing.exact_load import put_back
 from keepstep.connection.deadline import Deadline
-from keepstep.state.checkpoint_errors import (
+from keepstep.state.errors import (
     MAX_NAMED,
     CheckpointDamaged,
     CheckpointError,
     MissingKeys,
     without_keys,
 )
+from keepstep.state.exact_load import put_back
 from keepstep.state.flattening import Leaf, Path, expand, flatten, list_lengths, place
 from keepstep.state.local_parts import Part, TensorPart, local_parts
 from keepstep.state.values.known_classes import class_name

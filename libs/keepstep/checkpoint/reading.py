@@ -15,7 +15,7 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from keepstep.state.checkpoint_errors import CheckpointDamaged
+from keepstep.state.errors import CheckpointDamaged
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES, Envelope, chunk_digest
 from keepstep_mesh.threads.starting import ThreadPoolExecutor
 

@@ -17,8 +17,7 @@ from keepstep.checkpoint.places.location import AtRelay, parse
 from keepstep.checkpoint.places.target import CheckpointTarget, SaveFacts
 from keepstep.checkpoint.stored import stored_state
 from keepstep.connection.deadline import Deadline
-from keepstep.state.checkpoint_errors import CheckpointError
-from keepstep.state.errors import UnsupportedValue
+from keepstep.state.errors import CheckpointError, UnsupportedValue
 from keepstep.state.flattening import expand, flatten
 from keepstep.state.local_parts import ObjectPart, Part, TensorPart, local_parts
 from keepstep.state.pack import Pack, Unread

@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from keepstep.checkpoint.reading import Wanted
-from keepstep.state.checkpoint_errors import CheckpointError
-from keepstep.state.errors import StateMismatch
+from keepstep.state.errors import CheckpointError, StateMismatch
 from keepstep.state.flattening import Index, Leaf, Path, build, key_of, pack_path, unpack_path
 from keepstep.state.restoring import build_value
 from keepstep.state.state_manifest import read_manifest

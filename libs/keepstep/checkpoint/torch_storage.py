@@ -33,7 +33,7 @@ from keepstep.checkpoint.loading import check_cast, check_lists, naming_key, ope
 from keepstep.checkpoint.places.location import parse
 from keepstep.checkpoint.saving import TIMEOUT, Kind, open_target, pack_of, save_facts
 from keepstep.checkpoint.stored import Piece, StoredCheckpoint, pieces_of
-from keepstep.state.checkpoint_errors import CheckpointError
+from keepstep.state.errors import CheckpointError
 from keepstep.state.flattening import Index, Leaf, Path
 from keepstep.state.local_parts import ObjectPart, Part, TensorPart, local_part
 from keepstep.state.values.sharding import is_dtensor

@@ -9,14 +9,15 @@ from datetime import timedelta
 from functools import partial
 from typing import TypeVar
 
-from keepstep.checkpointing.direct.direct_fetch import DirectChunks
-from keepstep.checkpointing.direct.sending.http_server import CheckpointServer
-from keepstep.checkpointing.direct.transfer import ChunkSource, Transfer
-from keepstep.checkpointing.transport import CheckpointTransport, Progress
+from keepstep.checkpointing.transport import CheckpointTransport
 from keepstep.connection.rate_limiter import RateLimiter
 from keepstep.state.restoring import Spare
 from keepstep.state.staging import Snapshot, StagingArea
 from keepstep.state.state_manifest import build_manifest
+from keepstep.transfer.direct.direct_fetch import DirectChunks
+from keepstep.transfer.direct.sending.http_server import CheckpointServer
+from keepstep.transfer.direct.transfer import ChunkSource, Transfer
+from keepstep.transfer.exchange import Progress
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.net.addresses import in_url, outward_address
 from keepstep_mesh.protocol.manifest import Origin

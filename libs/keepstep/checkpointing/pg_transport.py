@@ -15,12 +15,13 @@ from typing import NoReturn, TypeVar
 import torch
 from torch.distributed.distributed_c10d import Work
 
-from keepstep.checkpointing.transport import CheckpointTransport, Progress
+from keepstep.checkpointing.transport import CheckpointTransport
 from keepstep.process_group.base import ProcessGroup, ProcessGroupError
 from keepstep.state.errors import StateMismatch, TransferError, TransferTimeout
 from keepstep.state.restoring import Destination
 from keepstep.state.staging import StagingArea
 from keepstep.state.state_manifest import Manifest, build_manifest, read_manifest
+from keepstep.transfer.exchange import Progress
 from keepstep_mesh.errors import ManifestError
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES, MAX_MANIFEST_BYTES, Origin, chunk_digest
 

@@ -3,40 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import ClassVar, Generic, TypeVar
 
+from keepstep.transfer.exchange import Exchange, Progress
+
 T = TypeVar("T")
-
-Progress = Callable[[int, int], None]
-"""Called with (bytes received so far, bytes in all) during a transfer; from any thread, never from two at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """The groups that have, and that need, the live state of one step.
-
-    Only ``replica_id`` and ``rank`` differ between the groups.
-    """
-
-    job: str
-    epoch: int
-    quorum_id: int
-    step: int
-    replica_id: str
-    rank: int
-    world_size: int
-    """Ranks of each group."""
-    sources: tuple[str, ...]
-    """replica_ids of all groups that have the state."""
-    joiners: tuple[str, ...]
-    """replica_ids of all groups that heal."""
-    beside: tuple[str, ...] = ()
-    """replica_ids of the groups that heal from the same source, with ``replica_id``; empty: unknown."""
-    together: bool = False
-    """Whether all groups wait until all have healed."""
 
 
 class CheckpointTransport(ABC, Generic[T]):

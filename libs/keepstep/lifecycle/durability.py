@@ -19,8 +19,7 @@ from typing import Any
 from torch.distributed import DistStoreError, Store
 
 from keepstep.checkpoint import CheckpointDamaged
-from keepstep.checkpoint.places.location import AtRelay
-from keepstep.checkpointing.durable.due_checkpoints import (
+from keepstep.checkpoint.managed.due_checkpoints import (
     MAX_UPLOADERS,
     Commit,
     Held,
@@ -29,11 +28,11 @@ from keepstep.checkpointing.durable.due_checkpoints import (
     follow_seconds,
     is_due,
 )
-from keepstep.checkpointing.durable.durable_upload import COMMIT_SECONDS, Ticket
-from keepstep.checkpointing.durable.durable_writer import DurableWriter, LastCheckpoint
-from keepstep.checkpointing.durable.newest_checkpoint import LIST_SECONDS, find_final, find_newest
-from keepstep.checkpointing.durable.rank_loading import load_rank
-from keepstep.checkpointing.relayed.relay_client import Credentials, RelayCheckpoint
+from keepstep.checkpoint.managed.durable_upload import COMMIT_SECONDS, Ticket
+from keepstep.checkpoint.managed.durable_writer import DurableWriter, LastCheckpoint
+from keepstep.checkpoint.managed.newest_checkpoint import LIST_SECONDS, find_final, find_newest
+from keepstep.checkpoint.managed.rank_loading import load_rank
+from keepstep.checkpoint.places.location import AtRelay
 from keepstep.connection.http_connection import Endpoint
 from keepstep.connection.rate_limiter import RateLimiter
 from keepstep.group.quorum_plan import QuorumPlan
@@ -42,6 +41,7 @@ from keepstep.lifecycle.resharding import load_resharded
 from keepstep.runtime.exits import JobClosedExit
 from keepstep.state.errors import StateDamaged
 from keepstep.step.context import StepContext
+from keepstep.transfer.relayed.relay_client import Credentials, RelayCheckpoint
 from keepstep_mesh.errors import Drained, JobClosed, KeepstepError
 from keepstep_mesh.protocol.lineage import NEW, Soundness, is_diverged, origin, same_weights, soundness
 from keepstep_mesh.security.tls import TlsFiles, as_safe

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from keepstep.checkpointing.relayed.relay_transport import RelayTransport
+from keepstep.checkpointing.relay_transport import RelayTransport
 from keepstep.checkpointing.transport import CheckpointTransport
 from keepstep.group.group_link import connect_group
 from keepstep.group.ranks.rank_link import RankLink

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from keepstep.checkpoint.places.durable_files import write_whole
-from keepstep.state.checkpoint_errors import CheckpointError
+from keepstep.state.errors import CheckpointError
 
 CONFIG_FNAME = "metadata.json"
 MAX_CONFIG_BYTES = 1 << 20

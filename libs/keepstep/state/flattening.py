@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
-from keepstep.state.checkpoint_errors import CheckpointError
+from keepstep.state.errors import CheckpointError
 
 
 @runtime_checkable

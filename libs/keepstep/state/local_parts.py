@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
-from keepstep.state.checkpoint_errors import CheckpointError
-from keepstep.state.errors import UnsupportedValue
+from keepstep.state.errors import CheckpointError, UnsupportedValue
 from keepstep.state.flattening import Leaf, Path, key_of
 from keepstep.state.values.known_classes import class_name
 from keepstep.state.values.leaves import TORCH_DTYPE_NAMES

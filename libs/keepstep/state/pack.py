@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from keepstep.state.checkpoint_errors import CheckpointError
+from keepstep.state.errors import CheckpointError
 from keepstep.state.pack_layout import Layout
 from keepstep_mesh.protocol.manifest import (
     ALIGNMENT,

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import msgpack
 import numpy as np
 
-from keepstep.state.checkpoint_errors import CheckpointError
+from keepstep.state.errors import CheckpointError
 from keepstep.state.local_parts import Mesh, Part, TensorPart
 from keepstep.state.values.leaves import TORCH_DTYPE_NAMES
 from keepstep_mesh.protocol.boxes import Box, Sizes, uncovered

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from keepstep.checkpointing.transport import Exchange
 from keepstep.group.quorum_plan import QuorumPlan
+from keepstep.transfer.exchange import Exchange
 
 
 class Follower(Protocol):

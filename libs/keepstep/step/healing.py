@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 
-from keepstep.checkpointing.transport import Exchange
 from keepstep.group.group_peers import checkpoint_metadata
 from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS
@@ -20,6 +19,7 @@ from keepstep.state.errors import TransferError, TransferTimeout, UnsupportedVal
 from keepstep.step.context import StepContext
 from keepstep.step.reporting.heal_meter import REPORT_SECONDS, HealMeter, log_fields
 from keepstep.step.reporting.step_telemetry import StepTimes
+from keepstep.transfer.exchange import Exchange
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.protocol.heal_limit import heal_limit
 from keepstep_mesh.telemetry.tracing.spans import HEAL

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from keepstep.checkpointing.exact_load import differences, put_back
-from keepstep.checkpointing.transport import CheckpointTransport, Progress
+from keepstep.checkpointing.transport import CheckpointTransport
 from keepstep.state.errors import StateMismatch
+from keepstep.state.exact_load import differences, put_back
 from keepstep.state.state_bytes import state_root
+from keepstep.transfer.exchange import Progress
 from keepstep_mesh.config.logging import Logger, get_logger
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.text import listed

@@ -114,7 +114,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a source serves all joiners at once",
-        "libs/keepstep/checkpointing/direct/sending/admission.py",
+        "libs/keepstep/transfer/direct/sending/admission.py",
         "            if self.ahead(reader) >= self._at_once - self._working(now):\n",
         "            if self.ahead(reader) < 0:\n",
         Test("tests/unit/checkpointing/test_admission.py::test_the_next_has_a_turn_when_one_ends"),
@@ -163,7 +163,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a group that comes after the end loads another state than the final one",
-        "libs/keepstep/checkpointing/durable/newest_checkpoint.py",
+        "libs/keepstep/checkpoint/managed/newest_checkpoint.py",
         "(one.step, one.quorum_id) == (step, quorum_id))",
         "one.step <= step)",
         Test(

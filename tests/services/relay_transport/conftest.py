@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep.checkpointing.relayed import relay_fetch, relay_upload
+from keepstep.transfer.relayed import relay_fetch, relay_upload
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from keepstep.checkpointing import TransferError
-from keepstep.checkpointing.relayed.fetch_state import MAX_FAILURES
-from keepstep.checkpointing.relayed.relay_client import LiveCheckpoint
+from keepstep.transfer.relayed.fetch_state import MAX_FAILURES
+from keepstep.transfer.relayed.relay_client import LiveCheckpoint
 from tests.services.relay_transport.scene import (
     CHUNK_MIB,
     JOB,

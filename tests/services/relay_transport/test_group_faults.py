@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from keepstep.checkpointing import TransferError
-from keepstep.checkpointing.relayed import relay_fetch
+from keepstep.transfer.relayed import relay_fetch
 from tests.services.relay_transport.scene import (
     CHUNK_MIB,
     Groups,

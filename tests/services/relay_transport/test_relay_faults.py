@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from keepstep.checkpointing import RelayTransport
-from keepstep.checkpointing.relayed import relay_fetch
+from keepstep.transfer.relayed import relay_fetch
 from keepstep_mesh.testing import ChaosProxy
 from tests.services.relay_transport.scene import (
     CHUNK_MIB,

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from keepstep.checkpointing.direct import http_requests
-from keepstep.checkpointing.relayed import relay_fetch
 from keepstep.state.errors import TransferError
+from keepstep.transfer.direct import http_requests
+from keepstep.transfer.relayed import relay_fetch
 from tests.services.relay_transport.scene import CHUNK_MIB, DEADLINE, Groups, sent_by
 from tests.support.checkpoints.checkpoint_ends import MIB, blank
 from tests.support.checkpoints.checkpoint_peer import MINUTE, exchange

@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keepstep.checkpointing import ManifestError, TransferError
-from keepstep.checkpointing.direct.sending.http_server import MAX_CONNECTIONS
 from keepstep.state.state_bytes import load_state, save_state
 from keepstep.state.state_manifest import read_manifest
+from keepstep.transfer.direct.sending.http_server import MAX_CONNECTIONS
 from tests.support.checkpoints.checkpoint_ends import (
     MIB,
     Proxy,

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from keepstep.checkpointing import HTTPTransport
-from keepstep.checkpointing.direct.sending import admission
-from keepstep.checkpointing.direct.sending.admission import READERS_AT_ONCE
 from keepstep.state.errors import TransferTimeout
+from keepstep.transfer.direct.sending import admission
+from keepstep.transfer.direct.sending.admission import READERS_AT_ONCE
 from tests.support.checkpoints.checkpoint_ends import MIB, RawReader, blank, same
 from tests.support.checkpoints.checkpoint_peer import MINUTE, state_of
 

@@ -22,7 +22,7 @@ from datetime import timedelta
 import torch
 
 from keepstep.checkpointing import HTTPTransport, RelayTransport
-from keepstep.checkpointing.transport import Exchange
+from keepstep.transfer.exchange import Exchange
 
 MINUTE = timedelta(seconds=60)
 JOB = "job"

@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from keepstep.checkpoint.reading import Wanted
 from keepstep.checkpoint.saving import written
-from keepstep.state.checkpoint_errors import CheckpointNotFound
+from keepstep.state.errors import CheckpointNotFound
 from keepstep.state.flattening import flatten
 from keepstep.state.local_parts import Part, local_parts
 from keepstep.state.pack import Pack, manifest_of

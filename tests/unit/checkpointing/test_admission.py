@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep.checkpointing.direct.sending.admission import SLOW_JOINER_SECONDS, Admission
+from keepstep.transfer.direct.sending.admission import SLOW_JOINER_SECONDS, Admission
 
 
 @pytest.fixture

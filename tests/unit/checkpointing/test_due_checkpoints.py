@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep.checkpointing.durable.due_checkpoints import (
+from keepstep.checkpoint.managed.due_checkpoints import (
     Commit,
     Held,
     RelayHealth,
@@ -14,7 +14,7 @@ from keepstep.checkpointing.durable.due_checkpoints import (
     is_due,
     newest,
 )
-from keepstep.checkpointing.relayed.upload_share import UPLOAD_PATIENCE_SECONDS, UploadShare
+from keepstep.transfer.relayed.upload_share import UPLOAD_PATIENCE_SECONDS, UploadShare
 
 MEMBERS = ("a:1", "b:2", "c:3")
 

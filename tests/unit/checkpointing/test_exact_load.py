@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from keepstep.checkpointing.exact_load import differences, put_back
+from keepstep.state.exact_load import differences, put_back
 
 NAN = float("nan")
 

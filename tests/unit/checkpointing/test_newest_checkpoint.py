@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 from torch.distributed import HashStore
 
-from keepstep.checkpointing.durable import newest_checkpoint
-from keepstep.checkpointing.durable.due_checkpoints import Stored
-from keepstep.checkpointing.durable.newest_checkpoint import find_newest
+from keepstep.checkpoint.managed import newest_checkpoint
+from keepstep.checkpoint.managed.due_checkpoints import Stored
+from keepstep.checkpoint.managed.newest_checkpoint import find_newest
 from keepstep.connection.http_connection import BrokenConnection, Endpoint
 from keepstep.lifecycle.durability import RANK_ROUNDS, value_of_rank
 from keepstep_mesh.errors import KeepstepError

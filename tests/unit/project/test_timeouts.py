@@ -14,10 +14,8 @@ import pytest
 import yaml
 
 from keepstep.checkpoint import saving
+from keepstep.checkpoint.managed import durable_upload, durable_writer, newest_checkpoint, rank_loading
 from keepstep.checkpoint.places import at_relay, rank_files, relay_link
-from keepstep.checkpointing.direct import transfer
-from keepstep.checkpointing.durable import durable_upload, durable_writer, newest_checkpoint, rank_loading
-from keepstep.checkpointing.relayed import relay_fetch, relay_upload, upload_share
 from keepstep.group import group_server, slow_quorum_log
 from keepstep.group.ranks import rank_link
 from keepstep.lifecycle import membership
@@ -28,6 +26,8 @@ from keepstep.session.session_settings import SessionSettings
 from keepstep.step import agreeing, healing
 from keepstep.step.catching_up import catch_up
 from keepstep.step.evidence import failure_evidence
+from keepstep.transfer.direct import transfer
+from keepstep.transfer.relayed import relay_fetch, relay_upload, upload_share
 from keepstep_cli.asking import rest
 from keepstep_cli.running.supervisor_events import Restarts
 from keepstep_lighthouse.api import event_stream

@@ -11,18 +11,18 @@ from keepstep.checkpoint.places.location import AtRelay
 from keepstep.checkpoint.places.relay_link import RelayLink
 from keepstep.checkpoint.places.target import Exchanged, SaveFacts
 from keepstep.checkpoint.reading import Fill, StoredManifest
-from keepstep.checkpointing.relayed.relay_client import RelayCheckpoint, put_chunk
 from keepstep.connection.deadline import Deadline
 from keepstep.connection.http_connection import BrokenConnection, Connection, Refusal
-from keepstep.state.checkpoint_errors import (
+from keepstep.state.errors import (
     AFTER_GOING_BACK,
     CheckpointAborted,
     CheckpointDamaged,
     CheckpointError,
     CheckpointNotFound,
+    TransferError,
 )
-from keepstep.state.errors import TransferError
 from keepstep.state.pack import Pack, manifest_of
+from keepstep.transfer.relayed.relay_client import RelayCheckpoint, put_chunk
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import ManifestError
 from keepstep_mesh.protocol.manifest import (

@@ -25,7 +25,7 @@ from keepstep.checkpoint.places.rank_files import RankFiles, read_json
 from keepstep.checkpoint.places.target import Exchanged, SaveFacts
 from keepstep.checkpoint.reading import Fill, StoredManifest
 from keepstep.connection.deadline import Deadline
-from keepstep.state.checkpoint_errors import (
+from keepstep.state.errors import (
     AFTER_GOING_BACK,
     CheckpointDamaged,
     CheckpointError,

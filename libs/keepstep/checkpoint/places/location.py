@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from keepstep.state.checkpoint_errors import CheckpointError
+from keepstep.state.errors import CheckpointError
 from keepstep_mesh.protocol import names
 
 EXPECTED = "expected http://HOST:PORT/v1/jobs/JOB/checkpoints/ID, a directory, or file:///DIRECTORY"

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 from keepstep.checkpoint.places.durable_files import create_whole, make_folder, write_whole
 from keepstep.checkpoint.places.target import Exchanged, SaveFacts
 from keepstep.connection.deadline import Deadline
-from keepstep.state.checkpoint_errors import CheckpointAborted, CheckpointDamaged, CheckpointError
+from keepstep.state.errors import CheckpointAborted, CheckpointDamaged, CheckpointError
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.net.backoff import Backoff
 from keepstep_mesh.protocol.manifest import chunk_digest

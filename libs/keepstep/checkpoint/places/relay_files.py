@@ -25,8 +25,7 @@ from keepstep.checkpoint.places.relay_link import RelayLink
 from keepstep.checkpoint.places.target import SaveFacts
 from keepstep.connection.deadline import Deadline
 from keepstep.connection.http_connection import BrokenConnection, Connection, Refusal
-from keepstep.state.checkpoint_errors import CheckpointDamaged, CheckpointError
-from keepstep.state.errors import TransferError
+from keepstep.state.errors import CheckpointDamaged, CheckpointError, TransferError
 from keepstep.state.pack import Pack
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import ManifestError

@@ -10,10 +10,10 @@ from typing import TypeVar
 from urllib.parse import quote
 
 from keepstep.checkpoint.places.location import AtRelay
-from keepstep.checkpointing.relayed.relay_client import Credentials
 from keepstep.connection.deadline import Deadline
 from keepstep.connection.http_connection import BrokenConnection, Connection, Endpoint, Refusal
 from keepstep.state.errors import TransferTimeout
+from keepstep.transfer.relayed.relay_client import Credentials
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.net.backoff import Backoff
 from keepstep_mesh.security.tls import tls_of_client

@@ -15,7 +15,7 @@ from keepstep.sharded.dict_utils import dict_list_map_outplace, nested_values
 from keepstep.sharded.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from keepstep.sharded.pieces import pieces_of
 from keepstep.sharded.strategies.interfaces import CheckpointDir, LoadShardedStrategy, ShardedMetadata
-from keepstep.state.checkpoint_errors import without_keys
+from keepstep.state.errors import without_keys
 from keepstep_mesh.protocol.boxes import Box, Sizes, whole
 
 COMMON_STATE_KEY = "common_state/shard_0_1"

@@ -6,12 +6,12 @@ import threading
 from datetime import timedelta
 from typing import Any
 
-from keepstep.checkpointing.transport import Progress
 from keepstep.group.group_peers import checkpoint_metadata
 from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS
 from keepstep.state.errors import TransferError
 from keepstep.step.context import StepContext
+from keepstep.transfer.exchange import Progress
 from keepstep_mesh.threads.starting import Thread
 
 LIMIT = timedelta(hours=6)

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from keepstep.checkpointing.transport import Exchange
 from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.state.values.sharding import is_dtensor
 from keepstep.state.values.tensors_in_containers import tensors_in
@@ -31,6 +30,7 @@ from keepstep.step.catching_up.gradient_log import FollowedStep, GradientLog, He
 from keepstep.step.catching_up.written_values import Written, WrittenValues
 from keepstep.step.context import StepContext
 from keepstep.step.reporting.heal_meter import REPORT_SECONDS, HealMeter
+from keepstep.transfer.exchange import Exchange
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.protocol.heal_limit import heal_limit
 from keepstep_mesh.protocol.lineage import followed

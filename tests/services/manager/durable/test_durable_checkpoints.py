@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from keepstep import Manager
-from keepstep.checkpointing.durable import newest_checkpoint
+from keepstep.checkpoint.managed import newest_checkpoint
 from keepstep_mesh.errors import KeepstepError
 from tests.services.manager.groups import SECOND, manager, place_to_meet, together, until_connected
 from tests.services.manager.steps.test_first_quorum import change_policy, order, ranks_of

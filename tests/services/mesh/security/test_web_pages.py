@@ -12,10 +12,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from keepstep.checkpointing.direct.sending.http_server import CheckpointServer
 from keepstep.group.group_server import GroupServer
 from keepstep.group.ranks.rank_link import GroupSettings
 from keepstep.session.session_settings import SessionSettings
+from keepstep.transfer.direct.sending.http_server import CheckpointServer
 from keepstep_mesh.errors import ProtocolError
 from keepstep_mesh.net.http import client_session
 from keepstep_mesh.security.tokens import ClientToken, Tokens

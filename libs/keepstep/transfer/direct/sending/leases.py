@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from http import HTTPStatus
 
-from keepstep.checkpointing.direct.http_requests import RequestError
-from keepstep.checkpointing.direct.sending.admission import Admission
 from keepstep.state.staging import Snapshot
+from keepstep.transfer.direct.http_requests import RequestError
+from keepstep.transfer.direct.sending.admission import Admission
 from keepstep_mesh.config.logging import get_logger
 
 QUEUE_CHECK_SECONDS = 0.5

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from keepstep.checkpointing.direct.peer_choice import RELAY, SOURCE, Swarm
-from keepstep.checkpointing.direct.receiving import ChunkReceiver
-from keepstep.checkpointing.direct.transfer import Transfer
-from keepstep.checkpointing.relayed.fetch_state import MAX_FAILURES, FetchState
 from keepstep.connection.http_connection import BrokenConnection, Connection, Endpoint, Refusal
 from keepstep.state.errors import TransferError, TransferTimeout
+from keepstep.transfer.direct.peer_choice import RELAY, SOURCE, Swarm
+from keepstep.transfer.direct.receiving import ChunkReceiver
+from keepstep.transfer.direct.transfer import Transfer
+from keepstep.transfer.relayed.fetch_state import MAX_FAILURES, FetchState
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.net.backoff import Backoff
 from keepstep_mesh.protocol.manifest import chunk_length

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from keepstep.checkpointing.direct import holders
-from keepstep.checkpointing.direct.peer_choice import Swarm
-from keepstep.checkpointing.direct.transfer import Transfer
-from keepstep.checkpointing.relayed.fetch_state import FetchState
-from keepstep.checkpointing.relayed.relay_client import LiveCheckpoint, holder_name
-from keepstep.checkpointing.transport import Exchange
 from keepstep.connection.http_connection import BrokenConnection, Connection, Endpoint, Refusal
 from keepstep.state.errors import TransferError
+from keepstep.transfer.direct import holders
+from keepstep.transfer.direct.peer_choice import Swarm
+from keepstep.transfer.direct.transfer import Transfer
+from keepstep.transfer.exchange import Exchange
+from keepstep.transfer.relayed.fetch_state import FetchState
+from keepstep.transfer.relayed.relay_client import LiveCheckpoint, holder_name
 from keepstep_mesh.config.logging import get_logger
 
 MAX_PEERS = 16

@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Any, TypeVar
 
-from keepstep.checkpointing.direct.receiving import ChunkReceiver
-from keepstep.checkpointing.relayed.relay_client import checkpoints_path
 from keepstep.connection.deadline import Deadline
 from keepstep.connection.http_connection import BrokenConnection, Connection, Endpoint, Refusal
 from keepstep.state.errors import StateDamaged, TransferError, TransferTimeout
 from keepstep.state.restoring import Destination
 from keepstep.state.state_manifest import read_manifest
+from keepstep.transfer.direct.receiving import ChunkReceiver
+from keepstep.transfer.relayed.relay_client import checkpoints_path
 from keepstep_mesh.protocol.manifest import MAX_MANIFEST_BYTES, chunk_length
 from keepstep_mesh.threads.starting import ThreadPoolExecutor
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import Any
 
-from keepstep.checkpointing.durable.due_checkpoints import RelayHealth
-from keepstep.checkpointing.durable.durable_upload import DurableUpload, StagedState, Ticket, run_all, tell_failures
+from keepstep.checkpoint.managed.due_checkpoints import RelayHealth
+from keepstep.checkpoint.managed.durable_upload import DurableUpload, StagedState, Ticket, run_all, tell_failures
 from keepstep.connection.http_connection import Endpoint, Refusal
 from keepstep.connection.rate_limiter import RateLimiter
 from keepstep.state.staging import Snapshot, StagingArea

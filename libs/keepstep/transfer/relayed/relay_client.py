@@ -11,9 +11,9 @@ from functools import partial
 from typing import Any
 from urllib.parse import quote
 
-from keepstep.checkpointing.transport import Exchange
 from keepstep.connection.http_connection import Connection, Endpoint
 from keepstep.state.errors import TransferError
+from keepstep.transfer.exchange import Exchange
 from keepstep_mesh.security.tls import TlsFiles, watched_client_context
 from keepstep_mesh.security.tokens import ClientToken, derived, place_of
 

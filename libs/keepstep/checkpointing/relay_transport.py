@@ -12,15 +12,16 @@ from datetime import timedelta
 from functools import partial
 from typing import TypeVar
 
-from keepstep.checkpointing.direct.direct_fetch import DirectChunks
-from keepstep.checkpointing.direct.peer_choice import SOURCE
-from keepstep.checkpointing.direct.transfer import ChunkSource, Transfer
 from keepstep.checkpointing.http_transport import HTTPTransport
-from keepstep.checkpointing.relayed.relay_client import Credentials
-from keepstep.checkpointing.relayed.relay_fetch import RelayedChunks
-from keepstep.checkpointing.relayed.relay_upload import Upload
-from keepstep.checkpointing.transport import CheckpointTransport, Exchange, Progress
+from keepstep.checkpointing.transport import CheckpointTransport
 from keepstep.connection.http_connection import Endpoint
+from keepstep.transfer.direct.direct_fetch import DirectChunks
+from keepstep.transfer.direct.peer_choice import SOURCE
+from keepstep.transfer.direct.transfer import ChunkSource, Transfer
+from keepstep.transfer.exchange import Exchange, Progress
+from keepstep.transfer.relayed.relay_client import Credentials
+from keepstep.transfer.relayed.relay_fetch import RelayedChunks
+from keepstep.transfer.relayed.relay_upload import Upload
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.security.tls import TlsFiles
 from keepstep_mesh.security.tokens import ClientToken

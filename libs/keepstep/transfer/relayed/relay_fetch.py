@@ -16,16 +16,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
 
-from keepstep.checkpointing.direct.peer_choice import RELAY, SOURCE, Swarm
-from keepstep.checkpointing.direct.sending.http_server import CheckpointServer
-from keepstep.checkpointing.direct.transfer import Transfer
-from keepstep.checkpointing.relayed.fetch_state import FetchState
-from keepstep.checkpointing.relayed.holder_exchange import HOLDER_REPORT_SECONDS, MAX_PEERS, HolderExchange
-from keepstep.checkpointing.relayed.lanes import ChunkRequest, ElsewhereError, Lane, Lanes
-from keepstep.checkpointing.relayed.relay_client import home
-from keepstep.checkpointing.transport import Exchange
 from keepstep.connection.http_connection import BrokenConnection, Endpoint
 from keepstep.state.errors import TransferError
+from keepstep.transfer.direct.peer_choice import RELAY, SOURCE, Swarm
+from keepstep.transfer.direct.sending.http_server import CheckpointServer
+from keepstep.transfer.direct.transfer import Transfer
+from keepstep.transfer.exchange import Exchange
+from keepstep.transfer.relayed.fetch_state import FetchState
+from keepstep.transfer.relayed.holder_exchange import HOLDER_REPORT_SECONDS, MAX_PEERS, HolderExchange
+from keepstep.transfer.relayed.lanes import ChunkRequest, ElsewhereError, Lane, Lanes
+from keepstep.transfer.relayed.relay_client import home
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES, chunk_length
 from keepstep_mesh.security.tokens import ClientToken

@@ -7,14 +7,14 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-from keepstep.checkpointing.direct.http_requests import CANNOT_BE_SENT
-from keepstep.checkpointing.direct.receiving import digest_of
-from keepstep.checkpointing.transport import Progress
 from keepstep.connection.deadline import Deadline
 from keepstep.connection.http_connection import BrokenConnection, Connection, Endpoint, Refusal
 from keepstep.state.errors import StateMismatch, TransferError
 from keepstep.state.restoring import Destination, Spare
 from keepstep.state.state_manifest import Manifest, read_content, read_manifest
+from keepstep.transfer.direct.http_requests import CANNOT_BE_SENT
+from keepstep.transfer.direct.receiving import digest_of
+from keepstep.transfer.exchange import Progress
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import ManifestError
 from keepstep_mesh.net.backoff import Backoff

@@ -20,8 +20,11 @@ from typing import Any
 
 import msgpack
 
-from keepstep.checkpointing.direct import holders
-from keepstep.checkpointing.direct.http_requests import (
+from keepstep.connection.rate_limiter import RateLimiter
+from keepstep.state.errors import UnsupportedValue
+from keepstep.state.staging import Snapshot
+from keepstep.transfer.direct import holders
+from keepstep.transfer.direct.http_requests import (
     CANNOT_BE_SENT,
     Access,
     Request,
@@ -29,12 +32,9 @@ from keepstep.checkpointing.direct.http_requests import (
     parse_request,
     read_head,
 )
-from keepstep.checkpointing.direct.peer_choice import PEERS_AT_ONCE
-from keepstep.checkpointing.direct.sending.leases import LEASE_ENDED, Lease, Leases
-from keepstep.checkpointing.direct.sending.response_writer import ResponseWriter, join_short
-from keepstep.connection.rate_limiter import RateLimiter
-from keepstep.state.errors import UnsupportedValue
-from keepstep.state.staging import Snapshot
+from keepstep.transfer.direct.peer_choice import PEERS_AT_ONCE
+from keepstep.transfer.direct.sending.leases import LEASE_ENDED, Lease, Leases
+from keepstep.transfer.direct.sending.response_writer import ResponseWriter, join_short
 from keepstep_mesh.config.log_limiter import LogLimiter
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.net.fork_safety import open_socket

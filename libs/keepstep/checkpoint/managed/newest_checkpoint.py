@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from keepstep.checkpointing.durable.due_checkpoints import Damage, Stored, newest, newest_whole
-from keepstep.checkpointing.relayed.relay_client import checkpoints_path
+from keepstep.checkpoint.managed.due_checkpoints import Damage, Stored, newest, newest_whole
 from keepstep.connection.deadline import Deadline
 from keepstep.connection.http_connection import BrokenConnection, Connection, Endpoint
 from keepstep.state.errors import TransferError
+from keepstep.transfer.relayed.relay_client import checkpoints_path
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.threads.starting import ThreadPoolExecutor

@@ -1,0 +1,1 @@
+"""Durable checkpoints of a Manager: uploaded in the background, found and loaded when all its groups were lost."""

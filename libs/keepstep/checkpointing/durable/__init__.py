@@ -1,1 +1,0 @@
-"""Durable checkpoints of a job: uploaded in the background, found and loaded when all its groups were lost."""
