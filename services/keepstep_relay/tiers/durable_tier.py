@@ -3,12 +3,13 @@
     URL/JOB/ID/chunks/ab..., URL/JOB/ID/manifest-N, URL/JOB/ID/record
 
 Each checkpoint has its own folder with its own chunks, so that a deletion needs no look at the others. ``record`` is
-written last: a folder without a record is no checkpoint.
+written last: a folder without a record is no checkpoint. Other files are not the relay's: it does not delete them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,19 @@ from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.protocol.manifest import chunk_digest
 from keepstep_relay.core.events import Key
-from keepstep_relay.tiers.disk_tier import DamagedError, Record, decode_record, encode_record
+from keepstep_relay.tiers.disk_tier import (
+    CHUNK_NAME,
+    MANIFEST_NAME,
+    DamagedError,
+    Record,
+    decode_record,
+    encode_record,
+)
+
+OWN_FILE = re.compile(rf"record|{MANIFEST_NAME.pattern}|chunks/{CHUNK_NAME.pattern}", re.ASCII)
+"""Paths of the relay's files in the folder of a checkpoint."""
+MAX_NAMED = 10
+"""Number of files of others that a log line names."""
 
 log = get_logger("keepstep.relay.durable")
 
@@ -93,8 +106,9 @@ class DurableTier:
 
         found: dict[bytes, int] = {}
         for one in self._do(folder, look):
-            with contextlib.suppress(ValueError):  # a file of someone else
-                found[bytes.fromhex(one["name"].rsplit("/", 1)[1])] = int(one["size"])
+            name = one["name"].rsplit("/", 1)[1]
+            if one["type"] == "file" and CHUNK_NAME.fullmatch(name):
+                found[bytes.fromhex(name)] = int(one["size"])
         return found
 
     def load(self) -> Iterator[tuple[Key, Record, dict[int, bytes]]]:
@@ -116,16 +130,24 @@ class DurableTier:
             yield key, record, manifests
 
     def forget(self, key: Key) -> None:
-        """Delete a checkpoint, its record first."""
+        """Delete a checkpoint, its record first. Leave and log files that are not the relay's."""
         folder = self._of(key)
 
-        def delete() -> None:
+        def delete() -> list[str]:
             if self._files.exists(f"{folder}/record"):
                 self._files.rm_file(f"{folder}/record")
-            if self._files.exists(folder):
-                self._files.rm(folder, recursive=True)
+            self._files.invalidate_cache(folder)
+            names = [str(path).removeprefix(f"{folder}/") for path in self._files.find(folder)]
+            if own := [f"{folder}/{name}" for name in names if OWN_FILE.fullmatch(name)]:
+                self._files.rm(own)
+            for emptied in (f"{folder}/chunks", folder):
+                with contextlib.suppress(OSError, NotImplementedError):  # not empty, or a store without folders
+                    self._files.rmdir(emptied)
+            return [name for name in names if not OWN_FILE.fullmatch(name)]
 
-        self._do(folder, delete)
+        if left := self._do(folder, delete):
+            facts = {"path": folder, "files": left[:MAX_NAMED], "count": len(left)}
+            log.warning("left files in the durable tier that are not the relay's", **facts)
 
     def _write(self, path: str, data: memoryview) -> None:
         def write() -> None:

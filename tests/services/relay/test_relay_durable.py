@@ -10,11 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import aiohttp
+import fsspec
 import pytest
 
 from keepstep_cli.doctor import probes
 from keepstep_mesh.net.backoff import Backoff
-from keepstep_mesh.protocol.manifest import CHUNK_BYTES
+from keepstep_mesh.protocol.manifest import CHUNK_BYTES, DIGEST_BYTES
 from keepstep_mesh.security.tls import TlsFiles
 from keepstep_mesh.security.tokens import Tokens
 from keepstep_relay.core.events import Key, Limits
@@ -89,6 +90,30 @@ async def test_a_durable_copy_that_could_not_be_deleted_is_deleted_later(
         await until(lambda: not files_below(tmp_path / "bucket"))
         await until(lambda: one.checkpoints.copies.trouble is None)
         assert not files_below(tmp_path / "bucket")
+
+
+@pytest.mark.parametrize("scheme", ["file", "memory"])
+async def test_files_of_others_beside_a_durable_checkpoint_stay_and_are_named(
+    tmp_path: Path, scheme: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = f"{scheme}://{tmp_path}/bucket"
+    files, place = fsspec.core.url_to_fs(url)
+    digest = "0a" * DIGEST_BYTES
+    foreign = ["notes", "manifest-0.old", "chunks/notes", f"chunks/{digest}.old", "mine/record", "mine/chunks/x"]
+    async with relay(durable=url) as one, client(one.address) as worker:
+        await store_durable(worker, ONE, "c1", 1)
+        await until(lambda: Key("job", "c1") in one.checkpoints.copies.complete)
+        for name in foreign:
+            files.makedirs(f"{place}/job/c1/{name}".rsplit("/", 1)[0], exist_ok=True)
+            files.pipe(f"{place}/job/c1/{name}", b"not the relay's")
+        await worker.call("DELETE", f"{worker.checkpoints}/c1", 204)
+        await until(lambda: "left files in the durable tier" in caplog.text)
+        found = [path.removeprefix(f"{place}/job/c1/") for path in files.find(f"{place}/job/c1")]
+        assert sorted(found) == sorted(foreign)
+        await store_durable(worker, TWO, "c1", 2, quorum_id=2)
+        await until(lambda: Key("job", "c1") in one.checkpoints.copies.complete)
+    async with relay(durable=url) as one, client(one.address) as worker:
+        assert await worker.pack() == TWO.pack
 
 
 async def test_a_durable_tier_that_fails_is_no_commit(tmp_path: Path) -> None:
