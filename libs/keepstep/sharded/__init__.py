@@ -1,83 +1,24 @@
-"""Sharded state as in Megatron Core: the names of its ``dist_checkpointing``, in modules of the same names.
-
-docs/sharded.md shows it in use.
-"""
-
-from __future__ import annotations
+"""Public: ``keepstep_megatron``, the names of Megatron Core's ``dist_checkpointing``, in modules of the same names."""
 
 import sys
 
-from keepstep.sharded import prefixes, strategies
-from keepstep.sharded.core import (
-    CheckpointingConfig,
-    CheckpointingException,
-    check_is_distributed_checkpoint,
-    maybe_load_config,
-    save_config,
+from keepstep.sharded import (  # noqa: F401
+    core,
+    dict_utils,
+    mapping,
+    optimizer,
+    prefixes,
+    serialization,
+    strategies,
+    validation,
 )
-from keepstep.sharded.mapping import (
-    LocalNonpersistentObject,
-    LocalNonpersitentObject,
-    ShardedBase,
-    ShardedObject,
-    ShardedTensor,
-    ShardedTensorFactory,
-    apply_factories,
-    apply_factory_merges,
-    is_main_replica,
-)
-from keepstep.sharded.serialization import (
-    load,
-    load_common_state_dict,
-    load_content_metadata,
-    load_plain_tensors,
-    load_sharded_metadata,
-    load_sharded_objects,
-    load_tensors_metadata,
-    remove_sharded_tensors,
-    save,
-    validate_sharding_integrity,
-)
-from keepstep.sharded.strategies import (
-    AsyncCallsQueue,
-    AsyncRequest,
-    FullyParallelLoadStrategyWrapper,
-    FullyParallelSaveStrategyWrapper,
-)
-from keepstep.sharded.validation import StrictHandling
+from keepstep_megatron import *  # noqa: F403
+from keepstep_megatron import __all__ as __all__
+from keepstep_megatron.strategies import fully_parallel
 
 utils = prefixes
-sys.modules[f"{__name__}.utils"] = prefixes  # under the names of Megatron Core's modules too
-sys.modules[f"{__name__}.strategies.base"] = strategies
-
-__all__ = [
-    "AsyncCallsQueue",
-    "AsyncRequest",
-    "CheckpointingConfig",
-    "CheckpointingException",
-    "FullyParallelLoadStrategyWrapper",
-    "FullyParallelSaveStrategyWrapper",
-    "LocalNonpersistentObject",
-    "LocalNonpersitentObject",
-    "ShardedBase",
-    "ShardedObject",
-    "ShardedTensor",
-    "ShardedTensorFactory",
-    "StrictHandling",
-    "apply_factories",
-    "apply_factory_merges",
-    "check_is_distributed_checkpoint",
-    "is_main_replica",
-    "load",
-    "load_common_state_dict",
-    "load_content_metadata",
-    "load_plain_tensors",
-    "load_sharded_metadata",
-    "load_sharded_objects",
-    "load_tensors_metadata",
-    "maybe_load_config",
-    "remove_sharded_tensors",
-    "save",
-    "save_config",
-    "validate_sharding_integrity",
-]
+sys.modules |= {  # modules of Megatron Core whose names are in others here
+    f"{__name__}.utils": prefixes,
+    f"{__name__}.strategies.base": strategies,
+    f"{__name__}.strategies.fully_parallel": fully_parallel,
+}

@@ -13,6 +13,7 @@ PACKAGES = {
     "keepstep",
     "keepstep_chaos",
     "keepstep_cli",
+    "keepstep_megatron",
     "keepstep_lighthouse",
     "keepstep_relay",
     "keepstep_metrics",
@@ -92,3 +93,9 @@ def test_the_help_of_the_command_imports_next_to_nothing() -> None:
     of_mesh = {name for name in done.stdout.split() if name.startswith("keepstep_mesh")}
     light = {"keepstep_mesh", "keepstep_mesh.net", "keepstep_mesh.net.backoff"}
     assert of_mesh == light, "these import nothing"
+
+
+def test_the_public_names_load_no_other_package_but_the_mesh() -> None:
+    script = "import sys; from keepstep import *; import keepstep.checkpoint; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert {name.partition(".")[0] for name in done.stdout.split()} & PACKAGES == {"keepstep", "keepstep_mesh"}

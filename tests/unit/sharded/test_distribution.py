@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from keepstep.sharded import ShardedObject, ShardedTensor
 from keepstep.sharded.dict_utils import nested_values
-from keepstep.sharded.distribution import distribute_shards_to_ranks, saving_ranks, with_saving_ranks
+from keepstep_megatron.distribution import distribute_shards_to_ranks, saving_ranks, with_saving_ranks
 
 
 @settings(max_examples=30)

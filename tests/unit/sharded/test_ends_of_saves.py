@@ -11,7 +11,7 @@ import torch
 from keepstep.checkpoint.places.at_relay import RelayTarget
 from keepstep.checkpoint.places.directory import DirectorySource, DirectoryTarget
 from keepstep.sharded import CheckpointingException, ShardedObject, ShardedTensor, load, load_plain_tensors, save
-from keepstep.sharded.stages import Ranks, StageFailed
+from keepstep_megatron.stages import Ranks, StageFailed
 from tests.support.services.relay_driver import relay
 
 

@@ -31,7 +31,7 @@ from keepstep.sharded import (
     load_tensors_metadata,
     save,
 )
-from keepstep.sharded.pieces import boxes_of_range
+from keepstep_megatron.pieces import boxes_of_range
 from keepstep_mesh.protocol.boxes import whole as whole_box
 
 KEEPSTEP, TORCH_DIST = ("keepstep", 1), ("torch_dist", 1)

@@ -1,0 +1,229 @@
+"""Save and load of sharded checkpoints: the names of Megatron Core's ``dist_checkpointing.serialization``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any, TypeVar
+
+from keepstep_megatron.dict_utils import dict_list_map_inplace, nested_values
+from keepstep_megatron.mapping import ShardedBase, ShardedObject, ShardedStateDict, StateDict
+from keepstep_megatron.sharded_load import Loaded, load, stored_leaves
+from keepstep_megatron.sharded_save import CONTENT_METADATA_KEY, save
+from keepstep_megatron.stages import Ranks
+from keepstep_megatron.strategies.chosen import load_strategies
+from keepstep_megatron.strategies.interfaces import (
+    CheckpointDir,
+    LoadCommonStrategy,
+    LoadShardedStrategy,
+    SaveCommonStrategy,
+    SaveShardedStrategy,
+    ShardedMetadata,
+    StrategyAction,
+)
+from keepstep_megatron.strategies.registry import get_default_strategy
+from keepstep_megatron.validation import check_integrity, pack_rows, row_of, unpack_rows
+
+__all__ = [
+    "Loaded",
+    "get_default_load_sharded_strategy",
+    "get_default_save_common_strategy",
+    "get_default_save_sharded_strategy",
+    "load",
+    "load_common_state_dict",
+    "load_content_metadata",
+    "load_plain_tensors",
+    "load_sharded_metadata",
+    "load_sharded_objects",
+    "load_tensors_metadata",
+    "remove_sharded_tensors",
+    "save",
+    "validate_sharding_integrity",
+]
+
+T = TypeVar("T")
+
+
+def load_common_state_dict(checkpoint_dir: CheckpointDir) -> StateDict:
+    """Return the values of a checkpoint that are not sharded.
+
+    Args:
+        checkpoint_dir: see ``save``.
+
+    Raises:
+        CheckpointingException: the checkpoint is not complete, or cannot be read.
+    """
+    return _alone(checkpoint_dir, lambda: load_strategies(checkpoint_dir).common.load_common(checkpoint_dir))
+
+
+def load_tensors_metadata(
+    checkpoint_dir: CheckpointDir, sharded_strategy: LoadShardedStrategy | tuple[str, int] | None = None
+) -> ShardedMetadata:
+    """Return the tensors of a checkpoint by key, each as one part without data.
+
+    Args:
+        checkpoint_dir: see ``save``.
+        sharded_strategy: see ``load``.
+
+    Raises:
+        CheckpointingException: the checkpoint is not complete, or cannot be read.
+    """
+
+    def read() -> ShardedMetadata:
+        return load_strategies(checkpoint_dir, sharded_strategy).sharded.load_tensors_metadata(checkpoint_dir)
+
+    return _alone(checkpoint_dir, read)
+
+
+def load_sharded_metadata(
+    checkpoint_dir: CheckpointDir,
+    sharded_strategy: LoadShardedStrategy | tuple[str, int] | None = None,
+    common_strategy: LoadCommonStrategy | tuple[str, int] | None = None,
+) -> ShardedMetadata:
+    """Return the tensors of a checkpoint by key, and its objects by unique key, without data.
+
+    Args:
+        checkpoint_dir: see ``save``.
+        sharded_strategy: see ``load``.
+        common_strategy: see ``load``.
+
+    Raises:
+        CheckpointingException: the checkpoint is not complete, or cannot be read.
+    """
+
+    def read() -> ShardedMetadata:
+        return stored_leaves(load_strategies(checkpoint_dir, sharded_strategy, common_strategy), checkpoint_dir)
+
+    return _alone(checkpoint_dir, read)
+
+
+def load_plain_tensors(checkpoint_dir: CheckpointDir) -> StateDict:
+    """Return all tensors of a checkpoint by key, whole, in new memory of the CPU. One rank may call it alone.
+
+    Args:
+        checkpoint_dir: see ``save``.
+
+    Raises:
+        CheckpointingException: the checkpoint is not complete, or cannot be read.
+    """
+
+    def read() -> StateDict:
+        with ExitStack() as opened:
+            strategy = load_strategies(checkpoint_dir).opening_once(opened).sharded
+            return strategy.load(dict(strategy.load_tensors_metadata(checkpoint_dir)), checkpoint_dir)
+
+    return _alone(checkpoint_dir, read)
+
+
+def load_sharded_objects(sharded_state_dict: ShardedStateDict, checkpoint_dir: CheckpointDir) -> ShardedStateDict:
+    """Replace every ``ShardedObject`` by its value in a checkpoint, in place. One rank may call it alone.
+
+    Args:
+        sharded_state_dict: nested dicts and lists; changed.
+        checkpoint_dir: see ``save``.
+
+    Returns:
+        ``sharded_state_dict``.
+
+    Raises:
+        CheckpointingException: the checkpoint is not complete, does not have an object, or cannot be read.
+    """
+    leaves = [leaf for leaf in nested_values(sharded_state_dict) if isinstance(leaf, ShardedObject)]
+    wanted: StateDict = {leaf.unique_key: leaf for leaf in leaves}
+
+    def read() -> StateDict:
+        strategies = load_strategies(checkpoint_dir)
+        if strategies.sharded.can_handle_sharded_objects:
+            return strategies.sharded.load(wanted, checkpoint_dir)
+        return strategies.common.load_sharded_objects(wanted, checkpoint_dir)
+
+    found = _alone(checkpoint_dir, read)
+    dict_list_map_inplace(
+        lambda leaf: found[leaf.unique_key] if isinstance(leaf, ShardedObject) else leaf, sharded_state_dict
+    )
+    return sharded_state_dict
+
+
+def load_content_metadata(
+    checkpoint_dir: CheckpointDir | None = None, *, preloaded_state_dict: StateDict | None = None
+) -> dict[str, Any] | None:
+    """Return the ``content_metadata`` that was passed to ``save``; None: none was.
+
+    Args:
+        checkpoint_dir: see ``save``.
+        preloaded_state_dict: the values without sharding, if they are loaded already.
+
+    Raises:
+        ValueError: both are None.
+        CheckpointingException: the checkpoint is not complete, or cannot be read.
+    """
+    if preloaded_state_dict is None:
+        if checkpoint_dir is None:
+            raise ValueError("pass checkpoint_dir or preloaded_state_dict: both are None")
+        preloaded_state_dict = load_common_state_dict(checkpoint_dir)
+    return preloaded_state_dict.get(CONTENT_METADATA_KEY)
+
+
+def remove_sharded_tensors(checkpoint_dir: CheckpointDir, key_prefix: str) -> None:
+    """Remove tensors from a checkpoint, if its strategy can.
+
+    Args:
+        checkpoint_dir: see ``save``.
+        key_prefix: beginning of their keys.
+
+    Raises:
+        CheckpointingException: the strategy cannot. Those of keepstep cannot: a complete checkpoint never changes.
+    """
+    load_strategies(checkpoint_dir).sharded.remove_sharded_tensors(checkpoint_dir, key_prefix)
+
+
+def validate_sharding_integrity(sharded_tensors: Iterable[ShardedBase]) -> None:
+    """Check that the main replicas of all ranks have each element of each value exactly once. Every rank calls it.
+
+    Args:
+        sharded_tensors: those of this rank.
+
+    Raises:
+        CheckpointingException: they do not; the error, on every rank, names key and chunk.
+    """
+    ranks = Ranks("the sharding was not validated")
+    rows = ranks.stage(lambda: pack_rows(row_of(leaf) for leaf in sharded_tensors))
+    check_integrity([unpack_rows(one) for one in rows])
+
+
+def get_default_save_sharded_strategy(backend: str = "keepstep", version: int = 1) -> SaveShardedStrategy:
+    """Return the registered strategy that saves sharded leaves.
+
+    Args:
+        backend: its format.
+        version: of the format.
+    """
+    strategy: SaveShardedStrategy = get_default_strategy(StrategyAction.SAVE_SHARDED, backend, version)
+    return strategy
+
+
+def get_default_save_common_strategy(backend: str = "torch", version: int = 1) -> SaveCommonStrategy:
+    """Return the registered strategy that saves values without sharding.
+
+    Args:
+        backend: its format.
+        version: of the format.
+    """
+    strategy: SaveCommonStrategy = get_default_strategy(StrategyAction.SAVE_COMMON, backend, version)
+    return strategy
+
+
+def get_default_load_sharded_strategy(checkpoint_dir: CheckpointDir) -> LoadShardedStrategy:
+    """Return the strategy that loads the sharded leaves of a checkpoint.
+
+    Args:
+        checkpoint_dir: see ``save``.
+    """
+    return load_strategies(checkpoint_dir).sharded
+
+
+def _alone(checkpoint_dir: CheckpointDir, read: Callable[[], T]) -> T:
+    """Return what ``read`` returns. Every error becomes a ``CheckpointingException``."""
+    found: list[T] = []
+    Ranks(f"{checkpoint_dir} was not loaded", alone=True).stage(lambda: found.append(read()))
+    return found[0]

@@ -1,0 +1,177 @@
+"""Writing of ``.distcp`` files: what a rank writes, and where its items are."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any
+
+import msgpack
+import torch
+
+from keepstep.checkpoint.foreign.dcp_metadata import METADATA, ByteRange, DcpContent, ForeignTensor
+from keepstep.checkpoint.foreign.pickled_items import write_pickled
+from keepstep.state.values.leaves import TORCH_DTYPE_NAMES, TORCH_DTYPES
+from keepstep_megatron.core import CheckpointingException
+from keepstep_megatron.dict_utils import nested_values
+from keepstep_megatron.mapping import ShardedObject, ShardedStateDict, ShardedTensor, is_main_replica
+from keepstep_megatron.pieces import local_data, pieces_of
+from keepstep_megatron.strategies.common_file import COMMON_STATE_FNAME
+from keepstep_mesh.protocol.boxes import Box, Sizes
+from keepstep_mesh.threads.starting import ThreadPoolExecutor
+
+_FILE = re.compile(r"__\d+_\d+\.distcp")
+
+
+@dataclass(frozen=True)
+class Item:
+    """A part of a tensor, or an object, that this rank writes."""
+
+    key: str
+    value: Any
+    """A tensor; or the bytes of an object."""
+    box: Box | None = None
+    """Of the stored tensor. None: an object."""
+    shape: Sizes = ()
+    """Of the stored tensor."""
+    original: Sizes | None = None
+    """Of the global tensor, if flattened chunks of it are stored."""
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.value.nbytes) if self.box is not None else len(self.value)
+
+    def copied(self) -> Item:
+        """Return a copy in memory of the CPU, which training does not change."""
+        return self if self.box is None else replace(self, value=self.value.to("cpu", copy=True))
+
+
+@dataclass(frozen=True)
+class Written:
+    """An item that was written."""
+
+    item: Item
+    where: ByteRange
+
+
+def items_of(sharded_state_dict: ShardedStateDict) -> list[Item]:
+    """Return what this rank writes: its main replicas."""
+    found: list[Item] = []
+    for leaf in nested_values(sharded_state_dict):
+        if not is_main_replica(leaf.replica_id):
+            continue
+        if isinstance(leaf, ShardedObject):
+            buffer = io.BytesIO()
+            write_pickled([leaf.data], buffer)
+            found.append(Item(leaf.unique_key, buffer.getvalue()))
+        elif isinstance(leaf, ShardedTensor):
+            found += _items_of(leaf)
+    return found
+
+
+def _items_of(tensor: ShardedTensor) -> Iterator[Item]:
+    """Yield the items of a tensor.
+
+    A range of a flattened part of a regular grid is stored as Megatron Core stored it until version 0.15: a tensor of
+    shape [x, y] that is cut into 4 parts along its first axis is stored with the shape [4, 1, n], where n = x / 4 * y.
+    """
+    if tensor.flattened_range is None or tensor.axis_fragmentations is None:
+        for box, memory in pieces_of(tensor):
+            if not box.volume and 0 not in tensor.global_shape:
+                continue  # .metadata has one entry for each offset
+            yield Item(tensor.key, memory, box, tensor.global_shape)
+        return
+    start, stop = tensor.flattened_range.start, tensor.flattened_range.stop
+    if start < stop:
+        data = local_data(tensor)
+        ones = (1,) * len(tensor.global_shape)
+        box = Box((*tensor.local_chunk_offset_in_global(), start), (*ones, stop - start))
+        shape = (*tensor.axis_fragmentations, math.prod(tensor.local_shape))
+        yield Item(tensor.key, data.view(box.shape), box, shape, tensor.global_shape)
+
+
+def write_items(path: Path, rank: int, items: Iterable[Item], files: int) -> list[Written]:
+    """Write items to at most ``files`` files, each on a thread of its own. They are on disk when the call returns."""
+    buckets: list[list[Item]] = [[] for _ in range(files)]
+    sizes = [0] * files
+    for item in sorted(items, key=lambda one: one.nbytes, reverse=True):
+        smallest = sizes.index(min(sizes))
+        buckets[smallest].append(item)
+        sizes[smallest] += item.nbytes
+    used = [bucket for bucket in buckets if bucket]
+    with ThreadPoolExecutor(max(len(used), 1), "keepstep-save") as pool:
+        running = [pool.submit(_write_file, path, f"__{rank}_{number}.distcp", one) for number, one in enumerate(used)]
+        return [written for one in running for written in one.result()]
+
+
+def _write_file(path: Path, name: str, items: list[Item]) -> list[Written]:
+    found = []
+    with (path / name).open("wb") as file:
+        for item in items:
+            start = file.tell()
+            _write_item(file, item)
+            found.append(Written(item, ByteRange(name, start, file.tell() - start)))
+        file.flush()
+        os.fsync(file.fileno())
+    return found
+
+
+def _write_item(file: IO[bytes], item: Item) -> None:
+    if item.box is None:
+        file.write(item.value)
+        return
+    tensor = item.value.cpu()
+    if tensor.untyped_storage().nbytes() != tensor.nbytes or not tensor.is_contiguous():
+        tensor = tensor.clone(memory_format=torch.contiguous_format)  # all of the storage would be written
+    write_pickled(tensor, file)
+
+
+def pack_written(written: Iterable[Written]) -> bytes:
+    """Return what was written, as bytes for the other ranks."""
+    rows = []
+    for one in written:
+        item, where = one.item, one.where
+        tensor: tuple[Any, ...] = ()
+        if item.box is not None:
+            dtype = TORCH_DTYPE_NAMES[item.value.dtype]
+            tensor = (dtype, item.shape, item.box.offset, item.box.shape, item.original)
+        rows.append((item.key, where.file, where.offset, where.length, *tensor))
+    packed: bytes = msgpack.packb(rows)
+    return packed
+
+
+def merged(written: Iterable[bytes]) -> DcpContent:
+    """Return what all ranks have written. Raises ``CheckpointingException`` if they contradict each other."""
+    tensors: dict[str, ForeignTensor] = {}
+    objects: dict[str, ByteRange] = {}
+    flattened: dict[str, Sizes] = {}
+    for rank, rows in enumerate(written):
+        for key, file, start, length, *of_tensor in msgpack.unpackb(rows, use_list=False):
+            where = ByteRange(file, start, length)
+            if not of_tensor:
+                objects[key] = where
+                continue
+            dtype, shape, offset, sizes, original = of_tensor
+            known = tensors.setdefault(key, ForeignTensor(TORCH_DTYPES[dtype], shape, {}))
+            if (known.dtype, known.shape) != (TORCH_DTYPES[dtype], shape):
+                raise CheckpointingException(
+                    f"{key} is stored as a tensor of {known.dtype} and shape {known.shape}, but rank {rank} has parts "
+                    f"of {dtype} and {shape}: give all its parts the same dtype, shape and flattened ranges"
+                )
+            known.shards[Box(offset, sizes)] = where
+            if original is not None:
+                flattened[key] = original
+    return DcpContent(tensors, objects, {}, flattened)
+
+
+def remove_files(path: Path) -> bool:
+    """Remove the files of a save that did not finish. Return whether it had any."""
+    old = [one for one in path.iterdir() if _FILE.fullmatch(one.name) or one.name in (METADATA, COMMON_STATE_FNAME)]
+    for one in old:
+        one.unlink(missing_ok=True)
+    return bool(old)

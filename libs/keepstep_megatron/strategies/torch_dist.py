@@ -1,0 +1,142 @@
+"""The ``torch_dist`` format: a directory of torch.distributed.checkpoint, as Megatron Core writes and reads it.
+
+* ``common.pt``: the part of the state without sharded leaves.
+* ``__RANK_NUMBER.distcp``: tensors and objects, each as torch.save writes it.
+* ``.metadata``: which bytes of which file each part of a tensor is.
+* ``metadata.json``: written last.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+from keepstep.checkpoint.foreign.dcp_metadata import METADATA
+from keepstep.checkpoint.foreign.dcp_metadata_file import dcp_metadata_file
+from keepstep.checkpoint.places.durable_files import write_whole
+from keepstep_megatron.core import CheckpointingException
+from keepstep_megatron.mapping import ShardedStateDict
+from keepstep_megatron.stages import TIMEOUT, Ranks
+from keepstep_megatron.strategies.async_requests import AsyncRequest
+from keepstep_megatron.strategies.directory_loading import DirectoryLoadStrategy, directory_of
+from keepstep_megatron.strategies.distcp_files import Item, items_of, merged, pack_written, remove_files, write_items
+from keepstep_megatron.strategies.interfaces import AsyncSaveShardedStrategy, CheckpointDir
+from keepstep_megatron.strategies.stored_dist import TorchDistState
+from keepstep_megatron.strategies.stored_state import StoredState
+
+BACKEND = "torch_dist"
+
+
+class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
+    """Saves a directory that Megatron Core 0.16 and plain ``dcp.load`` read.
+
+    Args:
+        backend: name of the format.
+        version: of the format.
+        keep_only_main_replica: must be True: other replicas are never written.
+        thread_count: files that each rank writes at a time.
+        cached_metadata: no effect. Megatron Core then keeps its plan for later saves; keepstep plans each one.
+        separation_hint: must be None: tensors with a prefix are not separated into files of their own.
+        timeout: time limit of a save.
+
+    Raises:
+        CheckpointingException: an argument has another value than the one that is possible.
+    """
+
+    def __init__(
+        self,
+        backend: str = BACKEND,
+        version: int = 1,
+        keep_only_main_replica: bool = True,
+        thread_count: int = 2,
+        cached_metadata: bool = False,  # noqa: ARG002  a parameter of Megatron Core
+        separation_hint: str | None = None,
+        *,
+        timeout: timedelta = TIMEOUT,
+    ) -> None:
+        super().__init__(backend, version)
+        if not keep_only_main_replica:
+            raise CheckpointingException(
+                "keep_only_main_replica is False, but only main replicas are written: pass True"
+            )
+        if thread_count < 1:
+            raise CheckpointingException(f"invalid thread_count {thread_count}: expected at least 1 file per rank")
+        if separation_hint is not None:
+            raise CheckpointingException(
+                f"separation_hint is {separation_hint!r}, but tensors with a prefix are not separated into files of "
+                f"their own: pass None"
+            )
+        self.timeout = timeout
+        self._thread_count = thread_count
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        """True."""
+        return True
+
+    def prepare(self, checkpoint_dir: CheckpointDir) -> None:
+        """See ``SaveShardedStrategy``. Remove the files of a save that did not finish."""
+        path = directory_of(checkpoint_dir)
+        path.mkdir(parents=True, exist_ok=True)
+        remove_files(path)
+
+    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: CheckpointDir) -> None:
+        """See ``SaveShardedStrategy``."""
+        self._request(items_of(sharded_state_dict), checkpoint_dir).execute_sync()
+
+    def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: CheckpointDir) -> AsyncRequest:
+        """See ``AsyncSaveShardedStrategy``."""
+        return self._request([one.copied() for one in items_of(sharded_state_dict)], checkpoint_dir)
+
+    def _request(self, items: list[Item], checkpoint_dir: CheckpointDir) -> AsyncRequest:
+        one = _OneSave(directory_of(checkpoint_dir), items, self._thread_count, self.timeout)
+        what = f"{checkpoint_dir} was not saved"
+        return AsyncRequest(one.write, (), [one.finalize], timeout=self.timeout, what=what)
+
+
+class _OneSave:
+    """The save of one rank."""
+
+    def __init__(self, path: Path, items: list[Item], thread_count: int, timeout: timedelta) -> None:
+        self._path = path
+        self._items = items
+        self._thread_count = thread_count
+        self._ranks = Ranks(f"{path} was not saved", timeout)
+        self._written = b""
+        self._problem: BaseException | None = None
+
+    def write(self) -> None:
+        """Write the files of this rank. Speaks to no other rank."""
+        try:
+            self._written = pack_written(write_items(self._path, self._ranks.rank, self._items, self._thread_count))
+        except BaseException as error:  # noqa: BLE001  finalize raises it
+            self._problem = error
+        self._items = []
+
+    def finalize(self) -> None:
+        """Write ``.metadata`` if all ranks have written their files. Otherwise, raise on all of them."""
+        written = self._ranks.stage(self._result)
+        self._ranks.stage(lambda: self._write_metadata(written))
+
+    def _result(self) -> bytes:
+        if self._problem is not None:
+            raise self._problem
+        return self._written
+
+    def _write_metadata(self, written: list[bytes]) -> None:
+        if self._ranks.rank == 0:
+            write_whole(self._path / METADATA, dcp_metadata_file(self._path, merged(written)))
+
+
+class TorchDistLoadShardedStrategy(DirectoryLoadStrategy):
+    """Loads a directory of Megatron Core 0.7 to 0.19, or of ``TorchDistSaveShardedStrategy``.
+
+    A directory of plain ``dcp.save`` has no ``metadata.json``; ``keepstep checkpoint import`` reads it.
+
+    Args:
+        allow_pickle: run the code that objects name. Only for a checkpoint of one's own.
+    """
+
+    def state_of(self, directory: Path, *, allow_pickle: bool) -> StoredState:
+        """See ``DirectoryLoadStrategy``."""
+        return TorchDistState(directory, allow_pickle=allow_pickle)
