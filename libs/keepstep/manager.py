@@ -27,7 +27,7 @@ from torch.futures import Future
 from keepstep.checkpointing.transport import CheckpointTransport
 from keepstep.collectives.codecs.codec import Round
 from keepstep.futures import future_timeout
-from keepstep.group.layout_parts import FixedLines, LayoutChanges
+from keepstep.group.layout_parts import FixedLines, LayoutChanges, PartsMissing
 from keepstep.group.quorum_plan import WorldSizeMode
 from keepstep.lifecycle import wiring
 from keepstep.lifecycle.background_quorum import BackgroundQuorum
@@ -367,6 +367,9 @@ class Manager(Finishing, BackgroundQuorum, Rehearsing, StateAndProgress):
                     attempt.wait_plan()
                     context.stands_by = False
                 break
+            except PartsMissing as error:
+                attempt.report(error)
+                break
             except LayoutChanges as error:
                 context.log.info("adopt the parameters of the job", reason=str(error))
                 context.read_layout()
@@ -596,9 +599,9 @@ class Manager(Finishing, BackgroundQuorum, Rehearsing, StateAndProgress):
     def _compare_script(self) -> None:
         """Let the groups compare what was added to the script checker since the last request."""
         if (new := self.script_checker.common.take_new()) is not None:
-            lines, settings = new
+            optimizers, settings = new
             self._context.add_settings(settings)
-            if lines:
+            for lines in filter(None, optimizers):
                 self._context.add_layout(FixedLines(lines))
 
     def _note_values(self, attempt: Attempt) -> None:

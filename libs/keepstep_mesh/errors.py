@@ -41,11 +41,12 @@ class LayoutMismatch(KeepstepError):
     """The parameters of this group, or settings that decide its arithmetic, do not fit those of the job.
 
     ``peer_address``: the group server of a group that has the job's parameters; empty: the reason names the difference.
+    ``peer_step``: the step that this group takes.
     """
 
-    def __init__(self, reason: str, peer_address: str = "") -> None:
+    def __init__(self, reason: str, peer_address: str = "", peer_step: int = 0) -> None:
         super().__init__(reason)
-        self.peer_address = peer_address
+        self.peer_address, self.peer_step = peer_address, peer_step
 
 
 class StartRefused(KeepstepError):

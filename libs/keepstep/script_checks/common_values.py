@@ -63,22 +63,17 @@ class CommonValues:
         self._stepped |= {one.device.type for group in optimizer.param_groups for one in group["params"]}
         self._added = [*(self._added or []), added]
 
-    def take_new(self) -> tuple[list[str], dict[str, str]] | None:
+    def take_new(self) -> tuple[list[list[str]], dict[str, str]] | None:
         """Return what the groups compare before a step, if something was added since the last call.
 
         Returns:
-            A line for each parameter of the new optimizers, and the arithmetic of the process; None: nothing is new.
+            Of each new optimizer a line for each parameter, and the arithmetic of the process; None: nothing is new.
         """
         added, self._added = self._added, None
         if added is None:
             return None
         names = self._names()
-        lines = [
-            line
-            for one in added
-            if (optimizer := one.ref()) is not None
-            for line in optimizer_lines(optimizer, names | one.known)
-        ]
+        lines = [optimizer_lines(optimizer, names | one.known) for one in added if (optimizer := one.ref()) is not None]
         return lines, dict(self._arithmetic())
 
     def of_step(self) -> Values:
@@ -92,12 +87,11 @@ class CommonValues:
         return (*found, ("", arithmetic)) if found else ()
 
     def _names(self) -> dict[int, str]:
-        """Return the name of each parameter of the modules, by its id."""
-        live = [module for one in self._modules if (module := one()) is not None]
-        several = len(live) > 1
+        """Return the name of each parameter of the modules, by its id. Modules that come later change no name."""
         return {
-            id(parameter): f"module {number} {name}" if several else name
-            for number, module in enumerate(live)
+            id(parameter): f"module {number} {name}" if number else name
+            for number, one in enumerate(self._modules)
+            if (module := one()) is not None
             for name, parameter in module.named_parameters()
         }
 

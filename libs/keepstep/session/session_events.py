@@ -77,7 +77,7 @@ def of_request(denied: Denied) -> Exception:
     if denied.code == "deadline":
         return TimeoutError(denied.reason)
     if denied.code == "layout":
-        return LayoutMismatch(denied.reason, denied.peer_address)
+        return LayoutMismatch(denied.reason, denied.peer_address, denied.peer_step)
     if (final := denied.closed) is not None:
         return _of_final(denied.reason, final, finished=False)
     if denied.code == "start":

@@ -37,6 +37,10 @@ class StateMismatch(TransferError):
     """The state of the source cannot be sent, or does not fit this group. Another transfer would fail as well."""
 
 
+class StatesMissing(StateMismatch):
+    """The source has named states that this group does not have yet. Its script may register them later."""
+
+
 class StateDamaged(TransferError):
     """No relay can send the state: chunks of it are damaged or missing at each of them."""
 

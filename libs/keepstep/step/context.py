@@ -14,7 +14,7 @@ from keepstep.checkpointing.transport import CheckpointTransport
 from keepstep.group.agreement import layout_digest
 from keepstep.group.group_link import LinkSettings
 from keepstep.group.group_peers import first_layout_difference, first_values_difference
-from keepstep.group.layout_parts import Layout, LayoutPart
+from keepstep.group.layout_parts import Layout, LayoutChanges, LayoutPart, PartsMissing
 from keepstep.group.quorum_plan import QuorumPlan, WorldSizeMode
 from keepstep.group.ranks.rank_link import RankLink
 from keepstep.runtime.exits import StateMismatchExit
@@ -36,7 +36,10 @@ from keepstep_mesh.errors import ExitWithReason, JobClosed, KeepstepError
 from keepstep_mesh.protocol.group_messages import RankAsk
 from keepstep_mesh.protocol.job_settings import with_settings
 from keepstep_mesh.protocol.membership import StateRoot, StepReport
+from keepstep_mesh.text import listed
 
+MAX_INCOMPLETE = 3
+"""Number of steps in a row that a script takes alone until it has added what the job has."""
 MAX_UNFIT_HEALS = 3
 """Number of heals in a row, from different groups where possible, that may fail because the state does not fit."""
 
@@ -78,6 +81,8 @@ class StepContext:
     """Digest of ``job_settings`` and ``layout_lines``; empty without a layout."""
     layout_of_job: list[str] | None = None
     """The lines of another group, because the lighthouse refused those of this one; None: it did not."""
+    incomplete: int = 0
+    """Number of requests in a row that were refused because the job has parts that this group does not have."""
     refuse_nonfinite: bool = False
     """Vote no if a result of the step has a NaN or an infinity."""
     kept: KeptReductions | None = None
@@ -163,7 +168,7 @@ class StepContext:
             lines, self.layout_of_job = self.layout_of_job, None
             self.layout.adopt(lines)
         if (lines := self.layout.lines()) != self.layout_lines:
-            self.layout_lines = lines
+            self.layout_lines, self.incomplete = lines, 0
             self.layout_digest = layout_digest(self.job_settings, lines)
             self.link.layout_lines = lines
 
@@ -186,6 +191,27 @@ class StepContext:
             values=self.link.step_values.lines(),
         )
         return self.loop_thread.call(asking, CALL_MARGIN_SECONDS)
+
+    def changed_layout(self, lines: list[str], peer_step: int, refused: str) -> LayoutChanges | None:
+        """Return how this group comes to the layout of the job; None: it does not.
+
+        Args:
+            lines: of another group, which takes ``peer_step``.
+            refused: why the lighthouse refused those of this one.
+        """
+        missing, behind = self.layout.missing(lines), self.progress.torn or peer_step > self.progress.step
+        if self.layout.could_be(lines):
+            self.layout_of_job = lines
+            return LayoutChanges(f"{refused}; this group adopts the layout of the job")
+        if not missing or not behind or self.incomplete >= MAX_INCOMPLETE:
+            return None
+        self.incomplete += 1
+        self.layout_of_job = lines
+        self.tear(peer_step)
+        return PartsMissing(
+            f"the job is at step {peer_step} and has {len(missing)} entries that this group does not have yet "
+            f"({listed(missing, 3)}); the script takes this step alone, and may add them before the next one"
+        )
 
     def values_difference_from(self, address: str) -> str:
         """Describe in which values the optimizers of the last steps differ; empty: none is known. As above."""
@@ -236,9 +262,9 @@ class StepContext:
             if self.unfit_heals >= MAX_UNFIT_HEALS:
                 self.end_group(StateMismatchExit(f"{error} (tried {self.unfit_heals} times)"))
 
-    def tear(self) -> None:
-        """Mark the state as torn: this group heals from another, and no group heals from it."""
-        self.progress.tear()
+    def tear(self, step: int = 0) -> None:
+        """Mark the state as torn: this group heals from another, and no group heals from it. ``step``: of the job."""
+        self.progress.tear(step)
         self.steps.write("torn", 0, 0, lineage=self.progress.lineage)
 
     def diverge(self) -> None:

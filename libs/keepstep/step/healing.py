@@ -15,7 +15,7 @@ from datetime import timedelta
 from keepstep.group.group_peers import checkpoint_metadata
 from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS
-from keepstep.state.errors import TransferError, TransferTimeout, UnsupportedValue
+from keepstep.state.errors import StatesMissing, TransferError, TransferTimeout, UnsupportedValue
 from keepstep.step.context import StepContext
 from keepstep.step.reporting.heal_meter import REPORT_SECONDS, HealMeter, log_fields
 from keepstep.step.reporting.step_telemetry import StepTimes
@@ -209,7 +209,7 @@ class StateExchange:
                 raise KeepstepError(f"{member.replica_id} sent step {progress.step} instead of step {plan.max_step}")
         except BaseException as error:
             if not isinstance(error, TransferError) or error.torn:
-                context.tear()
+                context.tear(plan.max_step if isinstance(error, StatesMissing) else 0)
             raise
         progress.lineage = plan.lineage
         took, received = time.monotonic() - started, meter.bytes_done

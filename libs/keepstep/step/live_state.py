@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from keepstep.checkpointing.transport import CheckpointTransport
-from keepstep.state.errors import StateMismatch
+from keepstep.state.errors import StateMismatch, StatesMissing
 from keepstep.state.exact_load import differences, put_back
 from keepstep.state.state_bytes import state_root
 from keepstep.transfer.exchange import Progress
@@ -154,12 +154,14 @@ class LiveState:
             user: what ``user_state`` returned in another process.
 
         Raises:
-            StateMismatch: the parts differ from those of this group, or one of its functions raised an error.
+            StatesMissing: this group does not have all parts.
+            StateMismatch: the parts differ otherwise, or one of the functions of this group raised an error.
         """
         if user.keys() != self._parts.keys():
-            raise StateMismatch(
-                f"the source has the states {sorted(user)}, this group {sorted(self._parts)}; register the "
-                f"same keys in every group",
+            kind = StatesMissing if self._parts.keys() < user.keys() else StateMismatch
+            raise kind(
+                f"the source has the states {sorted(user)}, this group {sorted(self._parts)}; register the same keys "
+                f"in every group, before the first start_quorum() or at the same manager.current_step()",
                 torn=True,
             )
         for key, value in user.items():

@@ -46,9 +46,9 @@ class GroupProgress:
         elif self.lineage != self._first:  # back to before the first commit: the same steps come again
             self.lineage = lineages.loaded(self._first)
 
-    def tear(self) -> None:
-        """Mark the state as torn."""
-        self.step, self.lineage = 0, f"{TORN}{self._replica_id}"
+    def tear(self, step: int = 0) -> None:
+        """Mark the state as torn. ``step``: of the job, for the script."""
+        self.step, self.lineage = step, f"{TORN}{self._replica_id}"
 
     def diverge(self) -> None:
         """Mark the weights as diverged: complete, and different from those of the other groups."""

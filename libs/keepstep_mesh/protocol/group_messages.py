@@ -102,6 +102,8 @@ class RankDenied:
     peer_address: str = ""
     job_closed: FinalState | None = None
     """With code ``finished`` (``Closed``) or ``start`` (``Denied.closed``): the final state of the job."""
+    peer_step: int = 0
+    """As in ``Denied``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -300,6 +300,8 @@ class Denied:
     """With code ``layout``: a group server with the parameters of the job; empty: ``reason`` names the difference."""
     closed: FinalState | None = None
     """With code ``start``: the job is closed, and this group does not hold its final state. None: it is not closed."""
+    peer_step: int = 0
+    """Of the group at ``peer_address``, the step that it takes; of one that finishes, the last one."""
 
 
 @dataclass(frozen=True, slots=True)

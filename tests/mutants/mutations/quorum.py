@@ -34,6 +34,16 @@ MUTATIONS = (
         Test(f"{LOSSES}::test_a_group_that_was_in_no_quorum_is_no_failure"),
     ),
     Mutation(
+        "a group that is refused learns the step that the others come to after the end",
+        f"{LIGHTHOUSE}/quorum/agreement/agreements.py",
+        "max(0, other.step - 1) if last",
+        "other.step if last",
+        Test(
+            "tests/unit/quorum/rules/test_core_names_and_layouts.py"
+            "::test_a_group_that_is_denied_learns_the_step_of_the_job"
+        ),
+    ),
+    Mutation(
         "a group whose optimizers step with other values again is not refused",
         f"{LIGHTHOUSE}/quorum/agreement/reports.py",
         "and _stepped_apart(state, group, key)]",

@@ -1,10 +1,11 @@
-"""Values that the groups of a job compare, and the first difference as a sentence."""
+"""Values that the groups of a job compare, and the first difference as a sentence; the parts of a layout."""
 
 from __future__ import annotations
 
 import pytest
 
 from keepstep.group.agreement import ARITHMETIC, first_difference, group_settings, layout_digest
+from keepstep.group.layout_parts import FixedLines, Layout
 from keepstep.group.quorum_plan import WorldSizeMode
 from keepstep_mesh.protocol.job_settings import MAX_SHOWN, differ, difference, settings_text
 
@@ -77,3 +78,32 @@ def test_the_first_difference_names_a_setting_before_parameters():
     assert said == "first difference, entry 0: here 'a (2,)', in r1:7 'a (3,)'"
     said = first_difference(ours, ["a (2,)"], "", ["a (2,)"], "r1:7")
     assert "r1:7 runs another version of keepstep" in said
+
+
+def layout(*parts: list[str]) -> Layout:
+    made = Layout()
+    for lines in parts:
+        made.add(FixedLines(lines))
+    return made
+
+
+def test_parts_that_were_added_in_another_order_make_an_equal_layout():
+    assert layout(["b"], ["a", "c"]).lines() == layout(["a", "c"], ["b"]).lines() == ["a", "c", "b"]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "missing"),
+    [
+        ([["a", "c"], ["b"]], []),
+        ([["a", "c"], ["b"], ["e"]], ["e"]),
+        ([["a", "c"], ["a", "d"], ["b"]], ["a", "d"]),
+        ([["0"], ["a", "c"], ["b"], ["e"]], ["0", "e"]),
+        ([["a", "c"], ["e"]], []),
+        ([["a"], ["b"], ["e"]], []),
+    ],
+    ids=["equal", "at the end", "between", "around", "another part", "another line"],
+)
+def test_only_parts_that_a_group_does_not_have_are_missing(theirs, missing):
+    mine, lines = layout(["b"], ["a", "c"]), layout(*theirs).lines()
+    assert mine.missing(lines) == missing
+    assert not mine.could_be(lines)

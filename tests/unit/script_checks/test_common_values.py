@@ -90,8 +90,21 @@ def test_the_order_of_parameters_and_the_arithmetic_are_known_when_something_was
     assert values.take_new() == ([], arithmetic), "the optimizer is gone"
     optimizer = torch.optim.SGD([model.bias, model.weight])
     values.add_optimizer(optimizer)
-    assert values.take_new() == (["SGD param group 0: bias", "SGD param group 0: weight"], arithmetic)
+    assert values.take_new() == ([["SGD param group 0: bias", "SGD param group 0: weight"]], arithmetic)
     assert values.take_new() is None
+
+
+def test_a_module_that_comes_later_changes_no_name_of_the_first_one():
+    first, second = nn.Linear(2, 1), nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(first.parameters())
+    early = common(first, optimizer)
+    known = digest(early)
+    late = CommonValues()
+    late.add_module(first)
+    for values in (early, late):
+        values.add_module(second)
+    late.add_optimizer(optimizer)
+    assert digest(early) == digest(late) == known
 
 
 def test_an_outer_optimizer_computes_no_sum_that_depends_on_the_threads():
@@ -99,7 +112,7 @@ def test_an_outer_optimizer_computes_no_sum_that_depends_on_the_threads():
     outer = torch.optim.SGD(model.parameters())
     values.add_optimizer(outer, dict(model.named_parameters()))
     lines, arithmetic = values.take_new() or ([], {})
-    assert lines[0] == "SGD param group 0: weight"
+    assert lines == [["SGD param group 0: weight", "SGD param group 0: bias"]]
     assert "ATEN_CPU_CAPABILITY" in arithmetic
     assert "OMP_NUM_THREADS" not in arithmetic
 

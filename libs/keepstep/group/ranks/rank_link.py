@@ -165,7 +165,9 @@ def denied(request: int, error: Exception) -> RankDenied:
     if isinstance(error, JobClosed):
         final = FinalState(error.step, error.lineage, error.groups, error.closed_ms)
         return RankDenied(request, "finished" if error.finished else code, reason, "", final)
-    return RankDenied(request, code, reason, error.peer_address if isinstance(error, LayoutMismatch) else "")
+    if isinstance(error, LayoutMismatch):
+        return RankDenied(request, code, reason, error.peer_address, peer_step=error.peer_step)
+    return RankDenied(request, code, reason)
 
 
 def denial(denied: RankDenied) -> Exception:
@@ -175,4 +177,6 @@ def denial(denied: RankDenied) -> Exception:
         facts = final.step, final.lineage, final.groups, final.closed_ms
         return JobClosed(denied.reason, *facts, finished=finished)
     kind = _DENIALS.get(denied.code, KeepstepError)
-    return LayoutMismatch(denied.reason, denied.peer_address) if kind is LayoutMismatch else kind(denied.reason)
+    if kind is LayoutMismatch:
+        return LayoutMismatch(denied.reason, denied.peer_address, denied.peer_step)
+    return kind(denied.reason)

@@ -43,6 +43,11 @@ REPORT_WAIT_SECONDS = 0.5
 WITHDRAW_SECONDS = 2.0
 """Limit for the event loop thread to hear that a request is withdrawn."""
 
+HOW_TO_COMPLETE = (
+    "; make all models, optimizers and samplers before the first start_quorum(), or as soon as manager.current_step() "
+    "is at least the step at which the other groups made them"
+)
+
 
 class PendingQuorum:
     """One request and its answer.
@@ -56,6 +61,8 @@ class PendingQuorum:
     def __init__(self, context: StepContext, coroutine: Coroutine[Any, Any, QuorumPlan], timeout: float) -> None:
         self._context = context
         self._timeout = timeout
+        self._changes: LayoutChanges | None = None
+        """Raised by every wait, once it was raised."""
         self._future: concurrent.futures.Future[QuorumPlan] = context.loop_thread.spawn(coroutine)
 
     @property
@@ -90,6 +97,8 @@ class PendingQuorum:
             TimeoutError, KeepstepError: the reason why no quorum formed.
         """
         context = self._context
+        if self._changes is not None:
+            raise self._changes
         asking = (
             2 * self._timeout * (1 + context.settings.quorum_retries)
         )  # first for the group's other ranks, then for other groups
@@ -146,8 +155,9 @@ class PendingQuorum:
         if not error.peer_address:
             context.end_with(MismatchExit(str(error)))
         lines, difference = context.difference_from(error.peer_address)
-        if context.layout.could_be(lines):
-            context.layout_of_job = lines
-            raise LayoutChanges(f"{error}; {difference}; this group adopts the layout of the job")
+        self._changes = context.changed_layout(lines, error.peer_step, f"{error}; {difference}")
+        if self._changes is not None:
+            raise self._changes
         time.sleep(MISMATCH_LINGER_SECONDS)  # the other group may read the parameters now; nothing tells when it has
-        context.end_with(MismatchExit(f"{error}; {difference}"))
+        remedy = HOW_TO_COMPLETE if context.layout.missing(lines) else ""
+        context.end_with(MismatchExit(f"{error}; {difference}{remedy}"))

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.runtime.exits import StartRefusedExit
+from keepstep.state.errors import StatesMissing
 from keepstep.step.context import StepContext
 from keepstep.step.first_error import FirstError
 from keepstep.step.quorums.quorum_round import HealRules, QuorumRound
@@ -109,7 +110,7 @@ class Rounds:
                 self._context.log.warning("heal failed", step=plan.max_step, tried=tried + 1, reason=str(error))
                 self._context.check_heal(error)
                 failed.append(error)
-            if plan.finishing:
+            if plan.finishing or isinstance(error, StatesMissing):  # the script may register them before the next step
                 if failed:
                     self._errors.report(failed[-1], cause=UNKNOWN)
                 return

@@ -127,18 +127,25 @@ def _is_near(group: Group) -> bool:
 def _deny(state: JobState, group: Group, request: QuorumRequest, other: Group, why: str) -> None:
     """Deny the request, because the group differs from ``other``. ``why``: reason for which it is refused."""
     difference, remedy, address = _difference(group, other)
-    deny(state, group, request, f"{difference}; {why}{remedy}", address)
+    last = other.request is not None and other.request.final
+    step = max(0, other.step - 1) if last else other.step
+    deny(state, group, request, f"{difference}; {why}{remedy}", address, step if address else 0)
 
 
-def deny(state: JobState, group: Group, request: QuorumRequest, sentence: str, address: str) -> None:
-    """Deny the request of a group that differs. ``address``: of a group server with details of the difference."""
+def deny(
+    state: JobState, group: Group, request: QuorumRequest, sentence: str, address: str, peer_step: int = 0
+) -> None:
+    """Deny the request of a group that differs.
+
+    ``address``: of a group server with details of the difference. ``peer_step``: the step that its group takes.
+    """
     state.groups.withdraw(group)
     group.highest_request = max(group.highest_request, request.request)
     if group.excluded is None or group.is_excluded(Exclusion.LAYOUT):
         state.groups.exclude(group, Excluded(Exclusion.LAYOUT, sentence))
     state.groups.set_size(group, 0)
     if group.session is not None:
-        state.tell(group.session, Denied(request.request, "layout", sentence, address))
+        state.tell(group.session, Denied(request.request, "layout", sentence, address, peer_step=peer_step))
         state.log("denied", group.replica_id, code="layout", reason=sentence)
 
 

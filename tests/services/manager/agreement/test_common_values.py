@@ -119,8 +119,7 @@ def test_diloco_compares_the_order_of_both_optimizers_and_the_values_of_the_oute
     with manager(lighthouse, "a", use_async_quorum=False) as m:
         build(m)
         assert m.script_checker.common.take_new()[0] == [
-            "SGD param group 0: fragment 0 weight",
-            "SGD param group 0: fragment 0 bias",
+            ["SGD param group 0: fragment 0 weight", "SGD param group 0: fragment 0 bias"]
         ]
 
 

@@ -65,6 +65,18 @@ def test_a_group_with_other_parameters_than_a_member_is_denied_and_nobody_waits_
     assert members(announced(driver.asks("a", 2))) == ["a", "b"]
 
 
+def test_a_group_that_is_denied_learns_the_step_of_the_job() -> None:
+    driver = Driver(min_replicas=2)
+    driver.open_all("a", "b")
+    for name in ("a", "b"):
+        driver.asks(name, 7, info=layout("x"))
+    driver.opens("c")
+    assert denials(driver, driver.asks("c", info=layout("y")))["c"].peer_step == 7
+    driver.asks("a", 8, final=True, info=layout("x"))
+    denied = denials(driver, driver.asks("c", info=layout("y")))
+    assert denied["c"].peer_step == 7, "of a group that finishes, the last step that it took"
+
+
 def test_the_layout_of_a_member_beats_that_of_who_asked_first_after_a_restart() -> None:
     driver = Driver(min_replicas=1)
     driver.start("a", "b")
