@@ -20,7 +20,7 @@ from keepstep.state.errors import (
 )
 
 if TYPE_CHECKING:
-    from keepstep.checkpoint.torch_storage import RelayReader, RelayWriter
+    from keepstep_formats.torch_storage import RelayReader, RelayWriter
 
 __all__ = [
     "CheckpointAborted",
@@ -41,5 +41,5 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in ("RelayReader", "RelayWriter"):  # torch.distributed.checkpoint takes as long to import as torch
-        return getattr(importlib.import_module("keepstep.checkpoint.torch_storage"), name)
+        return getattr(importlib.import_module("keepstep_formats.torch_storage"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keepstep.checkpoint.foreign.dcp_metadata import METADATA
 from keepstep.checkpoint.places.directory import RECORD
 from keepstep.checkpoint.places.location import InDirectory, parse
+from keepstep_formats.dcp_metadata import METADATA
 from keepstep_megatron.core import CONFIG_FNAME, CheckpointingConfig, CheckpointingException, load_config, save_config
 from keepstep_megatron.strategies.common_file import COMMON_STATE_FNAME
 from keepstep_megatron.strategies.interfaces import (

@@ -9,9 +9,9 @@ import io
 from pathlib import Path
 from typing import Any
 
-from keepstep.checkpoint.foreign.dcp_metadata import METADATA
-from keepstep.checkpoint.foreign.pickled_items import load_pickled, write_pickled
 from keepstep.checkpoint.places.durable_files import write_whole
+from keepstep_formats.dcp_metadata import METADATA
+from keepstep_formats.pickled_items import load_pickled, write_pickled
 from keepstep_megatron.core import CheckpointingException
 from keepstep_megatron.mapping import StateDict
 from keepstep_megatron.strategies.interfaces import CheckpointDir, LoadCommonStrategy, SaveCommonStrategy

@@ -14,9 +14,9 @@ from typing import IO, Any
 import msgpack
 import torch
 
-from keepstep.checkpoint.foreign.dcp_metadata import METADATA, ByteRange, DcpContent, ForeignTensor
-from keepstep.checkpoint.foreign.pickled_items import write_pickled
 from keepstep.state.values.leaves import TORCH_DTYPE_NAMES, TORCH_DTYPES
+from keepstep_formats.dcp_metadata import METADATA, ByteRange, DcpContent, ForeignTensor
+from keepstep_formats.pickled_items import write_pickled
 from keepstep_megatron.core import CheckpointingException
 from keepstep_megatron.dict_utils import nested_values
 from keepstep_megatron.mapping import ShardedObject, ShardedStateDict, ShardedTensor, is_main_replica

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from keepstep.checkpoint.foreign.dcp_directory import read_shard_into, read_value
-from keepstep.checkpoint.foreign.dcp_metadata import ByteRange, chunk_shape, read_dcp_metadata
-from keepstep.checkpoint.foreign.foreign_errors import ForeignCheckpointError
+from keepstep_formats.dcp_directory import read_shard_into, read_value
+from keepstep_formats.dcp_metadata import ByteRange, chunk_shape, read_dcp_metadata
+from keepstep_formats.foreign_errors import ForeignCheckpointError
 from keepstep_megatron.pieces import boxes_of_range
 from keepstep_megatron.strategies.directory_loading import read_all
 from keepstep_megatron.strategies.stored_state import Destination, StoredTensorFacts

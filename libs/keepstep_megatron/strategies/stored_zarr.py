@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from keepstep.checkpoint.foreign.foreign_errors import ForeignCheckpointError
-from keepstep.checkpoint.foreign.pickled_items import load_pickled
+from keepstep_formats.foreign_errors import ForeignCheckpointError
+from keepstep_formats.pickled_items import load_pickled
 from keepstep_megatron.mapping import ShardedObject
 from keepstep_megatron.strategies.directory_loading import DirectoryLoadStrategy, read_all
 from keepstep_megatron.strategies.stored_state import Destination, StoredState, StoredTensorFacts

@@ -11,9 +11,9 @@ from __future__ import annotations
 from datetime import timedelta
 from pathlib import Path
 
-from keepstep.checkpoint.foreign.dcp_metadata import METADATA
-from keepstep.checkpoint.foreign.dcp_metadata_file import dcp_metadata_file
 from keepstep.checkpoint.places.durable_files import write_whole
+from keepstep_formats.dcp_metadata import METADATA
+from keepstep_formats.dcp_metadata_file import dcp_metadata_file
 from keepstep_megatron.core import CheckpointingException
 from keepstep_megatron.mapping import ShardedStateDict
 from keepstep_megatron.stages import TIMEOUT, Ranks

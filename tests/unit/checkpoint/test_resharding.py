@@ -14,8 +14,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from keepstep.checkpoint import CheckpointError, StoredCheckpoint
 from keepstep.checkpoint.loading import load_leaves
-from keepstep.checkpoint.torch_storage import check_boxes
 from keepstep.state.flattening import flatten
+from keepstep_formats.torch_storage import check_boxes
 from tests.support.checkpoints.sharded_worlds import LAYOUTS, cut, fake_rank, in_memory, parts_of, states
 
 INTO = [("plain", 1), ("fsdp", 1), ("fsdp", 4), ("hsdp", 4), ("fsdp and tensor parallel", 4)]

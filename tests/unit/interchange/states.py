@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from keepstep.checkpoint.foreign.dcp_directory import DcpDirectory
+from keepstep_formats.dcp_directory import DcpDirectory
 
 BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 

@@ -17,12 +17,12 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 from keepstep.checkpoint import load
-from keepstep.checkpoint.foreign.dcp_directory import DcpDirectory
-from keepstep.checkpoint.foreign.pickled_items import load_pickled
-from keepstep.checkpoint.foreign.safetensors_files import INDEX
 from keepstep.checkpoint.interchange import ForeignCheckpointError, Format, RefusedClass, import_checkpoint
 from keepstep.checkpointing import UnsupportedValue
 from keepstep.state.pack import KEPT_TENSORS
+from keepstep_formats.dcp_directory import DcpDirectory
+from keepstep_formats.pickled_items import load_pickled
+from keepstep_formats.safetensors_files import INDEX
 from tests.support.services.relay_driver import relay
 from tests.unit.interchange.checkpoint_files import files, flip, stored
 from tests.unit.interchange.states import equal, every_dtype, read_directory, training_state

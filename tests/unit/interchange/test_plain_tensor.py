@@ -7,9 +7,9 @@ import io
 import pytest
 import torch
 
-from keepstep.checkpoint.foreign.foreign_errors import ForeignCheckpointError
-from keepstep.checkpoint.foreign.pickled_items import load_pickled
-from keepstep.checkpoint.foreign.plain_tensor import read_plain_tensor
+from keepstep_formats.foreign_errors import ForeignCheckpointError
+from keepstep_formats.pickled_items import load_pickled
+from keepstep_formats.plain_tensor import read_plain_tensor
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16]
 DTYPES += [torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128]

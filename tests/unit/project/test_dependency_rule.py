@@ -13,6 +13,7 @@ PACKAGES = {
     "keepstep",
     "keepstep_chaos",
     "keepstep_cli",
+    "keepstep_formats",
     "keepstep_megatron",
     "keepstep_lighthouse",
     "keepstep_relay",

@@ -24,7 +24,7 @@ FORBIDDEN_CALLS = {
 LAST_NAMES = {name.rpartition(".")[2] for name in FORBIDDEN_CALLS}
 ALLOWED = {
     # Files of torch.save, which `keepstep checkpoint import` reads with `weights_only`, and their error.
-    "libs/keepstep/checkpoint/foreign/pickled_items.py": {"pickle", "torch.load", "torch.save"},
+    "libs/keepstep_formats/pickled_items.py": {"pickle", "torch.load", "torch.save"},
     # Checkpoints of Lightning are files of torch.save; loading needs `weights_only`.
     "libs/keepstep/integrations/lightning/relay_checkpoints.py": {"torch.load", "torch.save"},
     # The names of opcodes, to write what torch reads.

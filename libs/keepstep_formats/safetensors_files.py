@@ -13,8 +13,8 @@ from typing import IO, Any
 
 import torch
 
-from keepstep.checkpoint.foreign.finished_output import finished_output
-from keepstep.checkpoint.foreign.foreign_errors import CannotHold, ForeignCheckpointError
+from keepstep_formats.finished_output import finished_output
+from keepstep_formats.foreign_errors import CannotHold, ForeignCheckpointError
 
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the format."""

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, cast
 
-from keepstep.checkpoint.foreign.foreign_errors import ForeignCheckpointError, RefusedClass
 from keepstep.state.values.leaves import TORCH_DTYPES
+from keepstep_formats.foreign_errors import ForeignCheckpointError, RefusedClass
 
 MAX_METADATA_BYTES = 1 << 30
 _METADATA = "torch.distributed.checkpoint.metadata"

@@ -22,9 +22,9 @@ from typing import IO, TYPE_CHECKING, Any
 
 import torch
 
-from keepstep.checkpoint.foreign.finished_output import finished_output
-from keepstep.checkpoint.foreign.foreign_errors import ForeignCheckpointError, RefusedClass
-from keepstep.checkpoint.foreign.pickled_arrays import ALLOWED, with_arrays
+from keepstep_formats.finished_output import finished_output
+from keepstep_formats.foreign_errors import ForeignCheckpointError, RefusedClass
+from keepstep_formats.pickled_arrays import ALLOWED, with_arrays
 from keepstep_mesh.protocol.boxes import Sizes
 from keepstep_mesh.text import listed
 

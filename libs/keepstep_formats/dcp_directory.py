@@ -18,13 +18,13 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from keepstep.checkpoint.foreign.dcp_metadata import ByteRange, chunk_shape, read_dcp_metadata
-from keepstep.checkpoint.foreign.finished_output import finished_output
-from keepstep.checkpoint.foreign.foreign_errors import CannotHold, ForeignCheckpointError, RefusedClass
-from keepstep.checkpoint.foreign.pickled_items import load_pickled, write_pickled
-from keepstep.checkpoint.foreign.plain_tensor import read_plain_tensor
-from keepstep.checkpoint.foreign.safetensors_files import Header, Read, Report, read_header, read_tensor
 from keepstep.state.flattening import Leaf, build
+from keepstep_formats.dcp_metadata import ByteRange, chunk_shape, read_dcp_metadata
+from keepstep_formats.finished_output import finished_output
+from keepstep_formats.foreign_errors import CannotHold, ForeignCheckpointError, RefusedClass
+from keepstep_formats.pickled_items import load_pickled, write_pickled
+from keepstep_formats.plain_tensor import read_plain_tensor
+from keepstep_formats.safetensors_files import Header, Read, Report, read_header, read_tensor
 from keepstep_mesh.protocol.boxes import Box, Sizes, whole
 
 _SAVED_BY_TORCH = (b"PK", b"\x80\x02")

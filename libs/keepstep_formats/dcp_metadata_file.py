@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from keepstep.checkpoint.foreign.dcp_metadata import ORIGINAL_SHAPE, ByteRange, DcpContent
-from keepstep.checkpoint.foreign.foreign_errors import ForeignCheckpointError
-from keepstep.checkpoint.foreign.pickled_items import pickled_metadata
+from keepstep_formats.dcp_metadata import ORIGINAL_SHAPE, ByteRange, DcpContent
+from keepstep_formats.foreign_errors import ForeignCheckpointError
+from keepstep_formats.pickled_items import pickled_metadata
 from keepstep_mesh.protocol.boxes import uncovered
 
 

@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 
-from keepstep.checkpoint.foreign.foreign_errors import ForeignCheckpointError
-from keepstep.checkpoint.foreign.metadata_pickle import (
+from keepstep.state.flattening import Index
+from keepstep.state.flattening import Path as LeafPath
+from keepstep.state.values.leaves import TORCH_DTYPES
+from keepstep_formats.foreign_errors import ForeignCheckpointError
+from keepstep_formats.metadata_pickle import (
     MAX_METADATA_BYTES,
     DtypeName,
     Record,
     read_metadata_pickle,
 )
-from keepstep.state.flattening import Index
-from keepstep.state.flattening import Path as LeafPath
-from keepstep.state.values.leaves import TORCH_DTYPES
 from keepstep_mesh.protocol.boxes import Box, Sizes, uncovered
 
 METADATA = ".metadata"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from keepstep.checkpoint.foreign.foreign_errors import ForeignCheckpointError
+from keepstep_formats.foreign_errors import ForeignCheckpointError
 
 
 def check_free(path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import IO, Any
 
 import torch
 
-from keepstep.checkpoint.foreign.pickled_items import BAD_ZIP, pickle_of_plain
+from keepstep_formats.pickled_items import BAD_ZIP, pickle_of_plain
 
 MAX_ENTRY_BYTES = 1 << 16
 """Of an entry other than the bytes of the tensor."""
