@@ -13,10 +13,11 @@ from torch.optim import Optimizer
 from keepstep.checkpoint.completing import complete
 from keepstep.checkpoint.places.at_relay import RelaySource
 from keepstep.checkpoint.places.directory import DirectorySource
-from keepstep.checkpoint.places.location import AtRelay, parse
+from keepstep.checkpoint.places.location import parse
 from keepstep.checkpoint.reading import VerifiedReader, Wanted
 from keepstep.checkpoint.stored import CheckpointReader, Piece, StoredCheckpoint, StoredTensor, pieces_of
 from keepstep.connection.deadline import Deadline
+from keepstep.relay_client.relay_paths import AtRelay
 from keepstep.state.errors import (
     MAX_NAMED,
     CheckpointDamaged,

@@ -13,10 +13,11 @@ import torch
 
 from keepstep.checkpoint.places.at_relay import RelayTarget
 from keepstep.checkpoint.places.directory import DirectoryTarget
-from keepstep.checkpoint.places.location import AtRelay, parse
+from keepstep.checkpoint.places.location import parse
 from keepstep.checkpoint.places.target import CheckpointTarget, SaveFacts
 from keepstep.checkpoint.stored import stored_state
 from keepstep.connection.deadline import Deadline
+from keepstep.relay_client.relay_paths import AtRelay
 from keepstep.state.errors import CheckpointError, UnsupportedValue
 from keepstep.state.flattening import expand, flatten
 from keepstep.state.local_parts import ObjectPart, Part, TensorPart, local_parts

@@ -32,16 +32,17 @@ from keepstep.checkpoint.managed.durable_upload import COMMIT_SECONDS, Ticket
 from keepstep.checkpoint.managed.durable_writer import DurableWriter, LastCheckpoint
 from keepstep.checkpoint.managed.newest_checkpoint import LIST_SECONDS, find_final, find_newest
 from keepstep.checkpoint.managed.rank_loading import load_rank
-from keepstep.checkpoint.places.location import AtRelay
 from keepstep.connection.http_connection import Endpoint
 from keepstep.connection.rate_limiter import RateLimiter
 from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.lifecycle.manager_settings import ManagerSettings
 from keepstep.lifecycle.resharding import load_resharded
+from keepstep.relay_client.credentials import Credentials
+from keepstep.relay_client.relay_paths import AtRelay
+from keepstep.relay_client.relay_requests import RelayCheckpoint
 from keepstep.runtime.exits import JobClosedExit
 from keepstep.state.errors import StateDamaged
 from keepstep.step.context import StepContext
-from keepstep.transfer.relayed.relay_client import Credentials, RelayCheckpoint
 from keepstep_mesh.errors import Drained, JobClosed, KeepstepError
 from keepstep_mesh.protocol.lineage import NEW, Soundness, is_diverged, origin, same_weights, soundness
 from keepstep_mesh.security.tls import TlsFiles, as_safe

@@ -10,8 +10,8 @@ import torch
 
 from keepstep.checkpoint import CheckpointDamaged, StoredCheckpoint
 from keepstep.checkpoint.loading import load_leaves, reader_at_relay
-from keepstep.checkpoint.places.location import AtRelay
 from keepstep.connection.deadline import Deadline
+from keepstep.relay_client.relay_paths import AtRelay
 from keepstep.state.errors import StateMismatch
 from keepstep.state.flattening import Leaf, build, flatten
 from keepstep.state.values.sharding import is_dtensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -19,6 +19,7 @@ from keepstep_mesh.protocol.manifest import (
     MAX_MANIFEST_BYTES,
     Origin,
     PackHasher,
+    Parts,
     chunk_count,
     chunk_length,
     pack_envelope,
@@ -115,12 +116,20 @@ class _Reads:
             return found
 
 
-def manifest_of(pack: Pack, hasher: PackHasher, origin: Origin, rank: int) -> bytes:
-    """Return the manifest of a pack whose chunks were hashed. Raises ``CheckpointError`` if it is too large."""
-    chunks = b"".join(hasher.chunk_digests)
-    manifest = pack_envelope(origin, pack.content_bytes, chunks, hasher.parts)
+def manifest_of(content: bytes, digests: Sequence[bytes], parts: Parts, origin: Origin, rank: int) -> bytes:
+    """Return the manifest of a pack. Raises ``CheckpointError`` if it is too large.
+
+    Args:
+        content: that the pack has, in bytes.
+        digests: of its chunks.
+        parts: digests of their parts.
+        origin: of the state.
+        rank: whose state it is.
+    """
+    chunks = b"".join(digests)
+    manifest = pack_envelope(origin, content, chunks, parts)
     if len(manifest) > MAX_MANIFEST_BYTES:
-        manifest = pack_envelope(origin, pack.content_bytes, chunks)
+        manifest = pack_envelope(origin, content, chunks)
     if len(manifest) > MAX_MANIFEST_BYTES:
         raise CheckpointError(f"manifest of rank {rank} too large: {len(manifest)} bytes (limit {MAX_MANIFEST_BYTES})")
     return manifest

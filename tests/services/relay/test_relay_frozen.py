@@ -17,6 +17,7 @@ from keepstep.checkpoint import CheckpointError, CheckpointNotFound
 from keepstep.checkpoint.places import at_relay
 from keepstep.checkpoint.places.at_relay import RelayTarget
 from keepstep.connection.deadline import Deadline
+from keepstep.relay_client.uploading import RelayUpload
 from keepstep.state.errors import TransferTimeout
 from tests.support.services.relay_driver import relay_process
 
@@ -61,7 +62,7 @@ class Freezer:
     def arm(self, stage: str) -> None:
         self._stage = stage
 
-    def reached(self, target: RelayTarget, stage: str) -> None:
+    def reached(self, target: RelayTarget | RelayUpload, stage: str) -> None:
         if stage != self._stage:
             return
         if self._both.wait(60) == 0:
@@ -76,20 +77,21 @@ async def test_a_relay_that_freezes_at_any_stage_of_a_save_blocks_no_rank_and_ke
     tmp_path, monkeypatch
 ) -> None:
     monkeypatch.setattr(at_relay, "FAIL_SECONDS", SHORT)
-    usual = {name: getattr(RelayTarget, name) for name in ("exchange", "_put_chunks", "_ask", "commit")}
     async with relay_process("--data-dir", str(tmp_path), "--upload-timeout", "1h") as (process, url):
         freezer = Freezer(process.pid)
 
-        def stops_before(name: str, stage: str) -> None:
-            def method(self: RelayTarget, *arguments: Any, **how: Any) -> Any:
-                if name != "_ask" or arguments[1].endswith("/result"):
-                    freezer.reached(self, stage)
-                return usual[name](self, *arguments, **how)
+        def stops_before(owner: type[RelayTarget | RelayUpload], name: str, stage: str) -> None:
+            usual = getattr(owner, name)
 
-            monkeypatch.setattr(RelayTarget, name, method)
+            def method(self: RelayTarget | RelayUpload, *arguments: Any, **how: Any) -> Any:
+                freezer.reached(self, stage)
+                return usual(self, *arguments, **how)
 
-        for name, stage in zip(usual, STAGES, strict=True):
-            stops_before(name, stage)
+            monkeypatch.setattr(owner, name, method)
+
+        methods = ((RelayTarget, "exchange"), (RelayUpload, "put"), (RelayUpload, "report"), (RelayTarget, "commit"))
+        for (owner, name), stage in zip(methods, STAGES, strict=True):
+            stops_before(owner, name, stage)
         place = f"{url}/v1/jobs/j/checkpoints"
         assert await asyncio.to_thread(save, f"{place}/before", 0) == [None, None]
         for value, stage in enumerate(STAGES, 1):

@@ -21,7 +21,7 @@ from keepstep.checkpoint.managed.durable_upload import Ticket
 from keepstep.checkpoint.managed.durable_writer import DurableWriter
 from keepstep.connection.http_connection import Endpoint
 from keepstep.connection.rate_limiter import RateLimiter
-from keepstep.transfer.relayed.relay_client import RelayCheckpoint
+from keepstep.relay_client.relay_requests import RelayCheckpoint
 from keepstep_mesh.protocol.manifest import chunk_length, read_envelope
 from keepstep_relay.tiers.disk_tier import DiskTier
 from keepstep_relay.tiers.durable_tier import DurableTier

@@ -14,7 +14,7 @@ import pytest
 
 from keepstep.checkpointing import TransferError
 from keepstep.transfer.relayed.fetch_state import MAX_FAILURES
-from keepstep.transfer.relayed.relay_client import LiveCheckpoint
+from keepstep.transfer.relayed.live_checkpoint import LiveCheckpoint
 from tests.services.relay_transport.scene import (
     CHUNK_MIB,
     JOB,

@@ -175,7 +175,11 @@ class MemoryReader:
     def manifests(self) -> list[bytes]:
         if not self.packs:
             raise CheckpointNotFound("empty")
-        return [manifest_of(pack, pack.digests(), Origin(), rank) for rank, pack in enumerate(self.packs)]
+        hashed = [(pack.content_bytes, pack.digests()) for pack in self.packs]
+        return [
+            manifest_of(content, hasher.chunk_digests, hasher.parts, Origin(), rank)
+            for rank, (content, hasher) in enumerate(hashed)
+        ]
 
     def read(self, rank: int, offset: int, length: int) -> memoryview:
         self.read_bytes += length

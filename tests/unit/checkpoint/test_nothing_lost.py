@@ -17,6 +17,7 @@ from keepstep.checkpoint import CheckpointAborted, CheckpointDamaged, Checkpoint
 from keepstep.checkpoint.places.at_relay import RelayTarget
 from keepstep.checkpoint.saving import open_target, pack_of, save_facts
 from keepstep.checkpoint.stored import StoredCheckpoint
+from keepstep.relay_client.uploading import RelayUpload
 from keepstep.state.flattening import flatten
 from keepstep.state.local_parts import local_parts
 from keepstep.state.planning import Layout
@@ -99,11 +100,12 @@ def test_a_rank_that_dies_leaves_no_checkpoint_in_a_directory(tmp_path, stage):
     check_loads(place)
 
 
-@pytest.mark.parametrize("stage", ["exchange", "store", "_put_chunks", "commit"])
+@pytest.mark.parametrize("stage", ["exchange", "store", "put", "commit"])
 @pytest.mark.parametrize("kind", ["durable", "live"])
 async def test_a_save_goes_on_when_the_relay_restarts_at_any_stage(tmp_path, monkeypatch, stage, kind):
     reached, restarted = threading.Event(), threading.Event()
-    usual = getattr(RelayTarget, stage)
+    owner = RelayUpload if stage == "put" else RelayTarget
+    usual = getattr(owner, stage)
 
     def waits(self, *arguments):
         reached.set()
@@ -114,7 +116,7 @@ async def test_a_save_goes_on_when_the_relay_restarts_at_any_stage(tmp_path, mon
     async with relay(**folder) as one:
         address = one.address
         place = f"{address}/v1/jobs/j/checkpoints/c"
-        monkeypatch.setattr(RelayTarget, stage, waits)
+        monkeypatch.setattr(owner, stage, waits)
         monkeypatch.setattr("keepstep_relay.api.exchange.SIGN_OF_LIFE_SECONDS", 0.1)
         with ThreadPoolExecutor(2) as pool:
             running = [

@@ -14,7 +14,7 @@ from keepstep.checkpoint.managed.due_checkpoints import (
     is_due,
     newest,
 )
-from keepstep.transfer.relayed.upload_share import UPLOAD_PATIENCE_SECONDS, UploadShare
+from keepstep.relay_client.upload_share import UPLOAD_PATIENCE_SECONDS, UploadShare
 
 MEMBERS = ("a:1", "b:2", "c:3")
 

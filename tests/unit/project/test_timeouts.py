@@ -14,12 +14,13 @@ import pytest
 import yaml
 
 from keepstep.checkpoint import saving
-from keepstep.checkpoint.managed import durable_upload, durable_writer, newest_checkpoint, rank_loading
-from keepstep.checkpoint.places import at_relay, rank_files, relay_link
+from keepstep.checkpoint.managed import durable_upload, durable_writer, newest_checkpoint
+from keepstep.checkpoint.places import at_relay, rank_files
 from keepstep.group import group_server, slow_quorum_log
 from keepstep.group.ranks import rank_link
 from keepstep.lifecycle import membership
 from keepstep.manager import SHUTDOWN_SECONDS, Manager
+from keepstep.relay_client import relay_link, upload_share
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS
 from keepstep.session import connector, lighthouse_session
 from keepstep.session.session_settings import SessionSettings
@@ -27,7 +28,7 @@ from keepstep.step import agreeing, healing
 from keepstep.step.catching_up import catch_up
 from keepstep.step.evidence import failure_evidence
 from keepstep.transfer.direct import transfer
-from keepstep.transfer.relayed import relay_fetch, relay_upload, upload_share
+from keepstep.transfer.relayed import relay_fetch, relay_upload
 from keepstep_cli.asking import rest
 from keepstep_cli.running.supervisor_events import Restarts
 from keepstep_lighthouse.api import event_stream
@@ -185,7 +186,7 @@ RULES = {
     "a resume asks a silent relay twice": (
         2 * newest_checkpoint.LIST_SECONDS + newest_checkpoint.FIND_PAUSE_SECONDS < of_manager("resume_wait")
     ),
-    "a load turns to another relay before it fails": rank_loading.LOAD_STALL_SECONDS < of_manager("timeout"),
+    "a load turns to another relay before it fails": relay_link.PATIENCE_SECONDS < of_manager("timeout"),
     "a rank that waits for others counts as alive": (
         exchange.SIGN_OF_LIFE_SECONDS < UPLOADS.upload_seconds and at_relay.WAIT_SECONDS < UPLOADS.upload_seconds
     ),

@@ -16,9 +16,9 @@ from typing import Any
 from keepstep.connection.deadline import Deadline
 from keepstep.connection.http_connection import BrokenConnection, Connection, Endpoint, Refusal
 from keepstep.connection.rate_limiter import RateLimiter
+from keepstep.relay_client.relay_requests import Plan, RelayCheckpoint, put_chunk
+from keepstep.relay_client.upload_share import UploadShare
 from keepstep.state.errors import TransferError, TransferTimeout
-from keepstep.transfer.relayed.relay_client import Plan, RelayCheckpoint, put_chunk
-from keepstep.transfer.relayed.upload_share import UploadShare
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.net.backoff import Backoff
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES, Envelope

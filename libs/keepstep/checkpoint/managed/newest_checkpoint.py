@@ -7,9 +7,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from keepstep.checkpoint.managed.due_checkpoints import Damage, Stored, newest, newest_whole
 from keepstep.connection.deadline import Deadline
-from keepstep.connection.http_connection import BrokenConnection, Connection, Endpoint
+from keepstep.connection.http_connection import BrokenConnection, Endpoint
+from keepstep.relay_client.relay_link import RelayLink
+from keepstep.relay_client.relay_requests import list_checkpoints
 from keepstep.state.errors import TransferError
-from keepstep.transfer.relayed.relay_client import checkpoints_path
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.threads.starting import ThreadPoolExecutor
@@ -32,12 +33,10 @@ def stored_at(relay: Endpoint, job: str) -> list[Stored]:
     Raises:
         BrokenConnection, TransferError: the relay gave no valid answer.
     """
-    connection = Connection(
-        relay, Deadline(LIST_SECONDS, f"{relay.address} did not list its checkpoints"), LIST_SECONDS
-    )
+    deadline = Deadline(LIST_SECONDS, f"{relay.address} did not list its checkpoints")
+    link = RelayLink([relay], deadline, patience=LIST_SECONDS, once=True)
     try:
-        connection.connect()
-        answer = connection.ask_json("GET", checkpoints_path(job))
+        answer = link.ask(lambda connection: list_checkpoints(connection, job))
         if unreadable := answer.get("unreadable"):
             log.warning("relay cannot read checkpoints; its log says why", relay=relay.address, ids=unreadable)
         return [
@@ -56,7 +55,7 @@ def stored_at(relay: Endpoint, job: str) -> list[Stored]:
     except (KeyError, TypeError, ValueError) as error:
         raise TransferError(f"invalid list of checkpoints from {relay.address}: {error!r}") from error
     finally:
-        connection.close()
+        link.close()
 
 
 def find_newest(

@@ -97,7 +97,7 @@ class DirectoryTarget:
         with self._explained():
             path, sync = self._path / partial_name(f"pack-{rank}", self._attempt), self._facts.sync
             hasher = write_pack(pack, path, self._deadline.remaining, sync=sync)
-            manifest = manifest_of(pack, hasher, self._origin(), rank)
+            manifest = manifest_of(pack.content_bytes, hasher.chunk_digests, hasher.parts, self._origin(), rank)
             write_file(self._path / partial_name(f"manifest-{rank}", self._attempt), manifest, sync=sync)
             if sync:
                 sync_folder(self._path)

@@ -8,32 +8,33 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import os
 import re
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, TypeVar
 
-from keepstep.checkpoint.places.at_relay import RelayTarget
-from keepstep.checkpoint.places.location import AtRelay
-from keepstep.checkpoint.places.relay_link import RelayLink
-from keepstep.checkpoint.places.target import SaveFacts
+from keepstep.checkpoint.places.at_relay import link_to
 from keepstep.connection.deadline import Deadline
 from keepstep.connection.http_connection import BrokenConnection, Connection, Refusal
-from keepstep.state.errors import CheckpointDamaged, CheckpointError, TransferError
-from keepstep.state.pack import Pack
+from keepstep.relay_client.relay_link import RelayLink, is_absent
+from keepstep.relay_client.relay_paths import AtRelay
+from keepstep.relay_client.relay_requests import RelayCheckpoint, ask_chunk, list_checkpoints
+from keepstep.relay_client.upload_share import UploadShare
+from keepstep.relay_client.uploading import STREAMS, Packed, RelayUpload
+from keepstep.state.errors import CheckpointDamaged, TransferError, TransferTimeout
+from keepstep.state.pack import manifest_of
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import ManifestError
 from keepstep_mesh.protocol import names
 from keepstep_mesh.protocol.manifest import (
     CHUNK_BYTES,
-    MAX_MANIFEST_BYTES,
     Envelope,
+    Origin,
     PackHasher,
     Parts,
     chunk_count,
@@ -50,6 +51,8 @@ _OPEN = "open-"
 """Begins the names of uploads of open files, which no folder may have."""
 _STEP = re.compile(r"\d+$")
 
+T = TypeVar("T")
+
 log = get_logger("keepstep.checkpoint")
 
 
@@ -62,6 +65,10 @@ class FileAtRelay:
     is_committed: bool
     at: AtRelay
     envelope: Envelope
+
+    def lost_chunk(self, number: int) -> memoryview:
+        """Raise ``CheckpointDamaged``: the relay does not have the chunk any more."""
+        raise CheckpointDamaged(f"the relay has lost chunk {number} of {self.name}: write the file again")
 
 
 class RelayFiles:
@@ -94,7 +101,12 @@ class RelayFiles:
             raise PermissionError(errno.EROFS, f"{folder} is committed, and a committed checkpoint never changes")
         upload = self._upload_id(folder, name)
         self._abort(upload, "replaced by a newer file")
-        self._store(upload, SaveFacts(0, 2, 0, "live", self._producer), _Bytes(name, data))
+        hasher = PackHasher(data.nbytes)
+        for number in range(chunk_count(data.nbytes)):
+            hasher.add(_chunk(data, number))
+        one = self._checkpoint(upload)
+        manifest = self._manifest(one, name, data.nbytes, hasher.chunk_digests, hasher.parts)
+        self._store(one, {"step": 0, "kind": "live", "ranks": 2}, manifest, lambda number: _chunk(data, number))
         with self._lock:
             self._leases.add(upload)
             if self._thread is None:
@@ -132,12 +144,14 @@ class RelayFiles:
             raise FileExistsError(errno.ENOTEMPTY, f"{destination} has files already: remove it, or use another name")
         if step is None:
             step = int(found[0]) if (found := _STEP.search(destination)) else 0
-        for rank, one in enumerate(files):
-            facts = SaveFacts(rank, len(files), step, self._kind, self._producer)
-            self._store(destination, facts, _Moved(one))
-        self._ask("POST", destination, "/commit")  # a relay that has restarted since then knows no reports
-        for one in files:
-            self._abort(one.at.id, f"committed in {destination}")
+        facts = {"step": step, "kind": self._kind, "ranks": len(files)}
+        for rank, file in enumerate(files):
+            one, envelope = self._checkpoint(destination, rank), file.envelope
+            manifest = self._manifest(one, file.name, file.size, envelope.chunk_digests, envelope.parts)
+            self._store(one, facts, manifest, file.lost_chunk)
+        self._ask(destination, self._checkpoint(destination).commit)  # a relay that restarted since knows no reports
+        for file in files:
+            self._abort(file.at.id, f"committed in {destination}")
 
     def remove_file(self, folder: str, name: str) -> None:
         """Remove a file of an open folder. Raises ``OSError``."""
@@ -151,7 +165,7 @@ class RelayFiles:
     def remove(self, folder: str) -> None:
         """Remove a folder. The relay wants an admin token for one that is committed. Raises ``OSError``."""
         if self._committed(folder) is not None:
-            self._send("DELETE", folder, "")
+            self._ask(folder, self._checkpoint(folder).remove)
             return
         for one in self.files(folder).values():
             self._abort(one.at.id, "removed")
@@ -162,12 +176,10 @@ class RelayFiles:
         data = memoryview(bytearray(chunk_length(one.envelope.pack_bytes, number)))
 
         def receive(connection: Connection) -> None:
-            _, length = connection.ask("GET", f"/v1/chunks/{digest.hex()}")
-            if length != data.nbytes:
-                raise TransferError(f"the relay sent a chunk of {length} bytes, expected {data.nbytes}")
+            ask_chunk(connection, digest, data.nbytes)
             connection.read_into(data)
 
-        self._request(one.at.id, lambda link: link.ask(receive))
+        self._ask(one.at.id, receive)
         if chunk_digest(data) != digest:
             raise CheckpointDamaged(f"chunk {number} of {one.name} of {one.at} is damaged")
         return data
@@ -183,48 +195,45 @@ class RelayFiles:
         of_folder, of_name = (hashlib.blake2b(one.encode(), digest_size=16).hexdigest() for one in (folder, name))
         return f"{_OPEN}{of_folder}-{of_name}"
 
-    def _store(self, upload: str, facts: SaveFacts, pack: _Bytes | _Moved) -> None:
-        target = RelayTarget(self._at(upload), facts, self._deadline(), self._token)
-        try:
-            target.begin()
+    def _manifest(self, one: RelayCheckpoint, name: str, size: int, digests: Sequence[bytes], parts: Parts) -> bytes:
+        tree = ["dict", "file", name, "data", ["tensor", 0]]
+        content = pack_content(Content(tree, (TensorEntry(BYTES, (size,), None, 0, 0),), (size,)))
+        return manifest_of(content, digests, parts, Origin(one.id, one.job, 0, 0, self._producer), one.rank)
+
+    def _store(
+        self, one: RelayCheckpoint, facts: Mapping[str, Any], manifest: bytes, chunk: Callable[[int], memoryview]
+    ) -> None:
+        packed = Packed(manifest, read_envelope(manifest), chunk)
+        share = UploadShare(0, 1, len(packed.envelope.chunk_digests))
+
+        def store(link: RelayLink) -> None:
+            upload = RelayUpload(link, one, facts, streams=STREAMS)
             try:
-                target.store(cast("Pack", pack))
+                upload.send(packed, share, lambda _missing: None)
             except BaseException as error:
-                target.fail(f"{type(error).__name__}: {error}")
+                reason = f"{type(error).__name__}: {error}"
+                with suppress(TransferError, BrokenConnection):
+                    link.ask(lambda connection: one.abort(connection, reason))
                 raise
-        except CheckpointError as error:
-            raise OSError(errno.EIO, str(error)) from error
-        finally:
-            target.close()
+
+        self._linked(one.id, store)
 
     def _committed(self, folder: str) -> int | None:
         """Return the number of files of a committed folder; None: it is not committed."""
         self._upload_id(folder, "")
         with suppress(FileNotFoundError):
-            facts = self._ask("GET", folder, "")["checkpoint"]
+            facts = self._ask(folder, self._checkpoint(folder).show)
             if facts["state"] == "committed":
                 return int(facts["ranks"])
         return None
 
     def _uploads(self) -> list[dict[str, Any]]:
-        link = self._link("all")
-        try:
-            return list(link.ask(lambda one: one.ask_json("GET", link.all_path))["checkpoints"])
-        finally:
-            link.close()
+        return list(self._ask("all", lambda connection: list_checkpoints(connection, self._job))["checkpoints"])
 
     def _file(self, upload: str, rank: int, *, is_committed: bool) -> FileAtRelay | None:
         """Return a file; None: it has been removed, or its manifest is not here yet."""
-
-        def receive(connection: Connection) -> bytes:
-            _, length = connection.ask("GET", f"{link_path}/manifest?rank={rank}")
-            if length > MAX_MANIFEST_BYTES:
-                raise TransferError(f"manifest too large: {length} bytes (limit {MAX_MANIFEST_BYTES})")
-            return bytes(connection.read(length))
-
-        link_path = self._link(upload).path
         try:
-            data = self._request(upload, lambda link: link.ask(receive))
+            data = self._ask(upload, lambda connection: self._checkpoint(upload).manifest(connection, rank))
             envelope = read_envelope(data)
             match unpack_content(envelope.content_bytes).tree:
                 case ["dict", "file", str(name), "data", ["tensor", 0]]:
@@ -241,45 +250,33 @@ class RelayFiles:
             if not self._leases:
                 self._wake.set()  # the thread ends
         with suppress(FileNotFoundError):
-            self._send("POST", upload, "/abort", {"reason": reason})
+            self._ask(upload, lambda connection: self._checkpoint(upload).abort(connection, reason))
 
-    def _send(self, method: str, upload: str, below: str, body: object = None) -> None:
-        """Send a request whose answer has no body."""
+    def _ask(self, upload: str, request: Callable[[Connection], T]) -> T:
+        return self._linked(upload, lambda link: link.ask(request))
 
-        def send(connection: Connection) -> None:
-            kind = "Content-Type: application/json\r\n"
-            _, length = connection.ask(method, f"{path}{below}", kind, body=json.dumps(body).encode())
-            connection.read(length)
-
-        path = self._link(upload).path
-        self._request(upload, lambda link: link.ask(send))
-
-    def _ask(self, method: str, upload: str, below: str, body: object = None) -> dict[str, Any]:
-        answer: dict[str, Any] = self._request(
-            upload, lambda link: link.ask(lambda one: one.ask_json(method, f"{link.path}{below}", body))
-        )
-        return answer
-
-    def _request(self, upload: str, request: Any) -> Any:
-        link = self._link(upload)
+    def _linked(self, upload: str, work: Callable[[RelayLink], T]) -> T:
+        at = self._at(upload)
+        link = link_to(at, Deadline(self._seconds, f"no answer of the relay {self._address}"), self._token)
         try:
-            return request(link)
+            return work(link)
         except Refusal as refusal:
-            if refusal.status in (404, 410):
-                raise FileNotFoundError(errno.ENOENT, f"{self._at(upload)} not found: {refusal}") from refusal
+            if is_absent(refusal):
+                raise FileNotFoundError(errno.ENOENT, f"{at} not found: {refusal}") from refusal
             kind = PermissionError if refusal.status in (401, 403) else OSError
             raise kind(errno.EACCES if kind is PermissionError else errno.EIO, str(refusal)) from refusal
+        except TransferTimeout:
+            raise
+        except (TransferError, CheckpointDamaged) as error:
+            raise OSError(errno.EIO, f"{at}: {error}") from error
         finally:
             link.close()
 
     def _at(self, upload: str) -> AtRelay:
         return AtRelay(self._address, self._job, upload)
 
-    def _deadline(self) -> Deadline:
-        return Deadline(self._seconds, f"no answer of the relay {self._address}")
-
-    def _link(self, upload: str) -> RelayLink:
-        return RelayLink(self._at(upload), self._deadline(), self._token)
+    def _checkpoint(self, upload: str, rank: int = 0) -> RelayCheckpoint:
+        return RelayCheckpoint(self._job, upload, rank, self._producer)
 
     # ---- leases
 
@@ -295,7 +292,7 @@ class RelayFiles:
             for upload in uploads:
                 try:
                     for rank in range(2):  # rank 0 too: a relay that has restarted waits for its report again
-                        self._ask("GET", upload, f"/state?rank={rank}")
+                        self._ask(upload, self._checkpoint(upload, rank).state)
                 except FileNotFoundError:
                     with self._lock:
                         self._leases.discard(upload)  # committed by another rank, or removed
@@ -312,48 +309,8 @@ class RelayFiles:
             thread.join()
 
 
-class _Bytes:
-    """The bytes of a file, as the pack of a rank."""
-
-    def __init__(self, name: str, data: memoryview) -> None:
-        self._data = data
-        self.content_bytes = _content(name, data.nbytes)
-
-    def digests(self) -> PackHasher:
-        hasher = PackHasher(self._data.nbytes)
-        for number in range(chunk_count(self._data.nbytes)):
-            hasher.add(self.chunk(number))
-        return hasher
-
-    def chunk(self, number: int) -> memoryview:
-        return self._data[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
-
-
-@dataclass(frozen=True)
-class _Hashed:
-    """The digests of a file that the relay has. See ``PackHasher``."""
-
-    chunk_digests: list[bytes]
-    parts: Parts
-
-
-class _Moved:
-    """A file that the relay has, under its name in another checkpoint."""
-
-    def __init__(self, file: FileAtRelay) -> None:
-        self._file = file
-        self.content_bytes = _content(file.name, file.size)
-
-    def digests(self) -> _Hashed:
-        return _Hashed(list(self._file.envelope.chunk_digests), self._file.envelope.parts)
-
-    def chunk(self, number: int) -> memoryview:
-        raise CheckpointDamaged(f"the relay has lost chunk {number} of {self._file.name}: write the file again")
-
-
-def _content(name: str, size: int) -> bytes:
-    tree = ["dict", "file", name, "data", ["tensor", 0]]
-    return pack_content(Content(tree, (TensorEntry(BYTES, (size,), None, 0, 0),), (size,)))
+def _chunk(data: memoryview, number: int) -> memoryview:
+    return data[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
 
 
 def files_below(files: Mapping[str, FileAtRelay], folder: str) -> set[str]:

@@ -11,7 +11,7 @@ from keepstep.transfer.direct.peer_choice import Swarm
 from keepstep.transfer.direct.transfer import Transfer
 from keepstep.transfer.exchange import Exchange
 from keepstep.transfer.relayed.fetch_state import FetchState
-from keepstep.transfer.relayed.relay_client import LiveCheckpoint, holder_name
+from keepstep.transfer.relayed.live_checkpoint import LiveCheckpoint, holder_name
 from keepstep_mesh.config.logging import get_logger
 
 MAX_PEERS = 16
@@ -94,7 +94,7 @@ class HolderExchange:
         """Report the chunks of this joiner, and return the address and chunks of the others by name."""
         has, chunks = self._swarm.done, self._swarm.chunks
         if self._state.relays:
-            return self._checkpoint.exchange_holders(connection, self._address, has, chunks)
+            return self._checkpoint.exchange_holders(connection, self._name, self._address, has, chunks)
         line = holders.joiner_fields(self._name, self._address, has, chunks)
         _, length = connection.ask("GET", f"/holders/{self._transfer.lease}", line)
         others = holders.read_holders(self._transfer.read_short(connection, length))

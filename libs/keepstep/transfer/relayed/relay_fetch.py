@@ -17,6 +17,8 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
 
 from keepstep.connection.http_connection import BrokenConnection, Endpoint
+from keepstep.relay_client.relay_paths import chunk as chunk_path
+from keepstep.relay_client.relay_paths import target
 from keepstep.state.errors import TransferError
 from keepstep.transfer.direct.peer_choice import RELAY, SOURCE, Swarm
 from keepstep.transfer.direct.sending.http_server import CheckpointServer
@@ -25,7 +27,7 @@ from keepstep.transfer.exchange import Exchange
 from keepstep.transfer.relayed.fetch_state import FetchState
 from keepstep.transfer.relayed.holder_exchange import HOLDER_REPORT_SECONDS, MAX_PEERS, HolderExchange
 from keepstep.transfer.relayed.lanes import ChunkRequest, ElsewhereError, Lane, Lanes
-from keepstep.transfer.relayed.relay_client import home
+from keepstep.transfer.relayed.live_checkpoint import home
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES, chunk_length
 from keepstep_mesh.security.tokens import ClientToken
@@ -252,7 +254,7 @@ class RelayedChunks:
     def _at_relay(self, chunk: int) -> ChunkRequest:
         digest = self._digests[chunk]
         relay = home(digest, self._state.working_relays() or list(self._relays))
-        return ChunkRequest(self._relays[relay], f"/v1/chunks/{digest.hex()}?wait={CHUNK_WAIT_SECONDS}")
+        return ChunkRequest(self._relays[relay], target(chunk_path(digest), wait=CHUNK_WAIT_SECONDS))
 
     def _at_source(self, chunk: int) -> ChunkRequest:
         transfer, first = self._transfer, chunk * CHUNK_BYTES

@@ -16,11 +16,12 @@ from collections.abc import Iterable, Iterator
 from keepstep.connection.deadline import Deadline
 from keepstep.connection.http_connection import BrokenConnection, Connection, Endpoint, Refusal
 from keepstep.connection.rate_limiter import RateLimiter
+from keepstep.relay_client.relay_requests import put_chunk
+from keepstep.relay_client.upload_share import UploadShare
 from keepstep.state.errors import TransferError, TransferTimeout
 from keepstep.state.staging import Snapshot
 from keepstep.transfer.exchange import Exchange
-from keepstep.transfer.relayed.relay_client import LiveCheckpoint, home, put_chunk
-from keepstep.transfer.relayed.upload_share import UploadShare
+from keepstep.transfer.relayed.live_checkpoint import LiveCheckpoint, home
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.net.backoff import Backoff

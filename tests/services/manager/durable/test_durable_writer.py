@@ -17,7 +17,7 @@ from keepstep.checkpoint.managed.durable_upload import Ticket, tell_failures
 from keepstep.checkpoint.managed.durable_writer import DurableWriter
 from keepstep.connection.http_connection import Connection, Endpoint
 from keepstep.connection.rate_limiter import RateLimiter
-from keepstep.transfer.relayed.relay_client import RelayCheckpoint
+from keepstep.relay_client.relay_requests import RelayCheckpoint
 from tests.services.relay_transport.scene import switched_off
 from tests.support.checkpoints.checkpoint_ends import eventually
 from tests.support.services.relay_driver import client, relay
