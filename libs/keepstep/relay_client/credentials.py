@@ -1,4 +1,4 @@
-"""What a process shows to relays: its current token, and its current certificate."""
+"""The current token and certificate that a process shows to relays."""
 
 from __future__ import annotations
 
