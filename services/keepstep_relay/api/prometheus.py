@@ -36,7 +36,9 @@ class _Relay(Collector):
         yield CounterMetricFamily(
             "keepstep_relay_cut_off", "connections of slow peers that were closed", traffic.cut_off
         )
-        damaged = CounterMetricFamily("keepstep_relay_damaged_chunks", "chunks with a wrong digest", labels=["where"])
+        damaged = CounterMetricFamily(
+            "keepstep_relay_damaged_chunks", "chunks with a wrong digest, or that a disk cannot read", labels=["where"]
+        )
         for where in ("upload", "disk", "durable"):
             damaged.add_metric([where], chunks.damaged[where])
         yield damaged

@@ -38,7 +38,7 @@ from keepstep_relay.core.events import (
 )
 from keepstep_relay.core.inventory import Chunk
 from keepstep_relay.core.machine import RelayCore
-from keepstep_relay.tiers.disk_tier import DamagedError, DiskError, DiskTier
+from keepstep_relay.tiers.disk_tier import DamagedError, DiskError, DiskTier, UnreadableError
 from keepstep_relay.tiers.durable_tier import DurableError, DurableTier
 from keepstep_relay.tiers.locks import KeyedLock
 from keepstep_relay.tiers.memory_tier import MemoryTier
@@ -98,7 +98,7 @@ class ChunkStore:
         self.deadline_changed = asyncio.Event()
         """Set when the core's deadline may be earlier than before."""
         self.damaged: Counter[str] = Counter()
-        """Chunks with a wrong digest, by origin: ``upload``, ``disk``, ``durable``."""
+        """Chunks with a wrong digest or that a disk cannot read, by origin: ``upload``, ``disk``, ``durable``."""
         self.evicted = 0
         self.disk_trouble: str | None = None
         """Why the last write of a chunk to disk failed; None: it did not."""
@@ -285,8 +285,8 @@ class ChunkStore:
             return
         try:
             await self.in_thread(self.disk.read, digest, memoryview(bytearray(chunk.length)))
-        except DamagedError:
-            self._damaged_on_disk(digest)
+        except DamagedError as error:
+            self._damaged_on_disk(digest, error)
             raise
         self._verified.add(digest)
 
@@ -353,8 +353,8 @@ class ChunkStore:
                 await self.in_thread(self.disk.read, digest, data)
                 self._verified.add(digest)
                 return data
-            except DamagedError:
-                self._damaged_on_disk(digest)
+            except DamagedError as error:
+                self._damaged_on_disk(digest, error)
         if self.durable is not None and Tier.DURABLE in chunk.tiers:
             try:
                 users = sorted(key for key, _ in chunk.users)
@@ -365,13 +365,14 @@ class ChunkStore:
                 self.step(ChunkLost(digest, Tier.DURABLE))
         return None
 
-    def _damaged_on_disk(self, digest: bytes) -> None:
+    def _damaged_on_disk(self, digest: bytes, error: DamagedError) -> None:
         """Drop the chunk, so that readers do not get it and a worker can upload it again."""
         self.damaged["disk"] += 1
-        log.error("dropped a damaged chunk from disk", digest=digest.hex())
+        log.error("dropped a damaged chunk from disk", digest=digest.hex(), reason=str(error))
         self._verified.discard(digest)
         self.step(ChunkLost(digest, Tier.DISK))
-        self._to_sweep.put_nowait(Drop((digest,)))
+        if not isinstance(error, UnreadableError):
+            self._to_sweep.put_nowait(Drop((digest,)))
 
     # ---- room
 

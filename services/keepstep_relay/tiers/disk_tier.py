@@ -12,6 +12,7 @@ with other names are not the relay's: it neither reads nor deletes them.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import json
@@ -31,6 +32,11 @@ from keepstep_relay.core.events import Facts, Key, Kind
 CHUNK_NAME = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}", re.ASCII)
 MANIFEST_NAME = re.compile(r"manifest-\d+", re.ASCII)
 
+PASSING = frozenset(
+    (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR, errno.ENOBUFS, errno.ETIMEDOUT)
+)
+"""Errors of a read that say nothing about the disk."""
+
 log = get_logger("keepstep.relay.disk")
 
 
@@ -45,6 +51,10 @@ class DiskError(KeepstepError):
 
 class DamagedError(KeepstepError):
     """A chunk is missing, or its digest is wrong."""
+
+
+class UnreadableError(DamagedError):
+    """The disk has a chunk and cannot read it. Its file stays: a disk that comes back may read it again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +160,8 @@ class DiskTier:
         except FileNotFoundError as error:
             raise DamagedError(f"missing file of chunk {digest.hex()}") from error
         except OSError as error:
+            if error.errno not in PASSING:
+                raise UnreadableError(f"cannot read the file of chunk {digest.hex()}: {error}") from error
             raise DiskError(f"cannot read chunk {digest.hex()}", error, self.folder) from error
         if done < length or longer or chunk_digest(data) != digest:
             raise DamagedError(f"damaged file of chunk {digest.hex()}")

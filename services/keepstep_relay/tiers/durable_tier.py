@@ -22,6 +22,7 @@ from keepstep_relay.core.events import Key
 from keepstep_relay.tiers.disk_tier import (
     CHUNK_NAME,
     MANIFEST_NAME,
+    PASSING,
     DamagedError,
     Record,
     decode_record,
@@ -48,13 +49,14 @@ class DurableTier:
         self._files: Any = None
         """The file system of fsspec; None: not open."""
         self._path = ""
+        self._is_folder = False
         self.unreadable = set[Key]()
         """Checkpoints whose record or manifest is damaged."""
 
     def open(self) -> None:
         """Find the file system. Raises ``DurableError`` if fsspec cannot open the URL."""
         try:
-            import fsspec  # noqa: PLC0415 - optional dependency
+            import fsspec.implementations.local  # noqa: PLC0415 - optional dependency
         except ImportError as error:
             raise DurableError("--durable needs fsspec: pip install 'keepstep[durable]'") from error
         try:
@@ -62,6 +64,7 @@ class DurableTier:
         except (ImportError, ValueError, OSError) as error:
             raise DurableError(f"--durable {self.url}: {error}") from error
         self._files = files
+        self._is_folder = isinstance(files, fsspec.implementations.local.LocalFileSystem)
         self._path = str(path).rstrip("/")
 
     def write_chunk(self, key: Key, digest: bytes, data: memoryview) -> None:
@@ -89,13 +92,21 @@ class DurableTier:
             try:
                 data: bytes = self._do(path, lambda path=path: self._files.cat_file(path))  # type: ignore[misc]
             except DurableError as error:
-                if not isinstance(error.__cause__, FileNotFoundError):
+                if self._is_damage(error.__cause__):
+                    damaged = DamagedError(f"cannot read chunk {digest.hex()} in the durable tier: {error}")
+                elif not isinstance(error.__cause__, FileNotFoundError):
                     failed = error
                 continue
             if len(data) == length and chunk_digest(data) == digest:
                 return memoryview(data)
             damaged = DamagedError(f"damaged chunk {digest.hex()} in {path}")
         raise failed or damaged
+
+    def _is_damage(self, error: BaseException | None) -> bool:
+        """Whether a read failed because of the disk below a folder. Clients of object stores use the same errors."""
+        if not isinstance(error, OSError) or isinstance(error, FileNotFoundError):
+            return False
+        return self._is_folder and error.errno not in PASSING
 
     def lengths(self, key: Key) -> dict[bytes, int]:
         """Return the length of each chunk of a checkpoint that is there, by digest. Raises ``DurableError``."""

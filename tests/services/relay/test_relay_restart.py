@@ -21,6 +21,7 @@ from tests.support.services.relay_driver import (
     Client,
     client,
     flip,
+    make_unreadable,
     raw,
     relay,
     relay_process,
@@ -233,6 +234,43 @@ async def test_a_flipped_byte_on_disk_is_found_not_served_and_can_be_repaired(tm
         assert await worker.pack() == ONE.pack
     async with relay(data_dir=tmp_path) as one, client(one.address) as worker:
         assert await worker.pack() == ONE.pack
+
+
+async def test_a_chunk_that_the_disk_cannot_read_is_counted_as_damaged_and_its_file_stays(tmp_path: Path) -> None:
+    async with relay(data_dir=tmp_path) as one, client(one.address) as worker:
+        await worker.store(ONE)
+    async with relay(data_dir=tmp_path) as one, client(one.address) as worker:
+        file = file_of(tmp_path, ONE.digests[1])
+        make_unreadable(file)
+        assert "no open upload names it" in (await worker.chunk(ONE.digests[1], 410))["detail"]
+        assert (await worker.show())["checkpoint"]["lacking"] == 1
+        assert one.chunks.damaged["disk"] == 1
+        await one.chunks.settled()
+        assert file.is_symlink(), "the disk may come back"
+        await worker.put(ONE.chunks[1])
+        assert await worker.pack() == ONE.pack
+        await one.chunks._to_write.join()
+    async with relay(data_dir=tmp_path) as one, client(one.address) as worker:
+        assert await worker.pack() == ONE.pack, "the upload replaced the file"
+
+
+async def test_a_chunk_that_the_disk_cannot_read_comes_from_the_durable_tier(tmp_path: Path) -> None:
+    how = {"data_dir": tmp_path / "local", "durable": f"file://{tmp_path}/bucket"}
+    async with relay(**how) as one, client(one.address) as worker:
+        await worker.begin(kind="durable")
+        await worker.manifest(ONE)
+        for chunk in ONE.chunks:
+            await worker.put(chunk)
+        await worker.commit()
+        while not one.checkpoints.copies.complete:  # noqa: ASYNC110 - nothing tells it
+            await asyncio.sleep(0.01)
+    async with relay(**how) as one, client(one.address) as worker:
+        make_unreadable(file_of(tmp_path / "local", ONE.digests[1]))
+        assert await worker.chunk(ONE.digests[1]) == ONE.chunks[1]
+        make_unreadable(file_of(tmp_path / "local", ONE.digests[2]))
+        make_unreadable(tmp_path / "bucket" / "job" / "c1" / "chunks" / ONE.digests[2])
+        await worker.chunk(ONE.digests[2], 410)
+        assert one.chunks.damaged == {"disk": 2, "durable": 1}
 
 
 @pytest.mark.parametrize("damage", [flip, Path.unlink, lambda file: os.truncate(file, 10)])

@@ -97,6 +97,12 @@ def flip(file: Path) -> None:
     file.write_bytes(data)
 
 
+def make_unreadable(file: Path) -> None:
+    """Replace a file by one whose reads fail with EIO, as those of a bad disk do."""
+    file.unlink()
+    file.symlink_to("/proc/self/mem")  # nothing is mapped at address 0
+
+
 class Client:
     """A client whose calls assert the status, and that an error is a problem document."""
 

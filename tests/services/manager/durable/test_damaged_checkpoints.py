@@ -18,7 +18,7 @@ from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.protocol.manifest import read_envelope
 from tests.services.manager.durable.test_durable_checkpoints import run, step
 from tests.services.manager.groups import manager, place_to_meet
-from tests.support.services.relay_driver import flip, metric, relay_process
+from tests.support.services.relay_driver import flip, make_unreadable, metric, relay_process
 
 
 def state(rank: int) -> dict[str, Any]:
@@ -79,6 +79,21 @@ async def test_a_job_resumes_from_the_newest_checkpoint_that_is_whole_and_names_
         for begins, _, one in await lives(lighthouse, url, ranks, 0):
             assert begins == 3, "what was trained again is newer than the damaged one"
             assert one.last_checkpoint.skipped == ()
+
+
+async def test_a_job_resumes_from_the_checkpoint_before_one_that_the_disk_cannot_read(
+    lighthouse: str, tmp_path: Path
+) -> None:
+    disk = ("--data-dir", str(tmp_path))
+    async with relay_process(*disk) as (_, url):
+        await lives(lighthouse, url, 1, 2)
+    async with relay_process(*disk) as (_, url):
+        make_unreadable(chunk_of(tmp_path, 2, 0))
+        ((begins, weight, one),) = await lives(lighthouse, url, 1, 0)
+        assert (begins, weight) == (1, 1.0)
+        assert [text[:6] for text in one.last_checkpoint.skipped] == ["step 2"]
+        assert await metric(url, "damaged_checkpoints") == 1
+        assert await metric(url, 'damaged_chunks_total{where="disk"}') == 1
 
 
 async def test_a_damaged_record_is_counted_and_its_checkpoint_is_named(
