@@ -102,8 +102,8 @@ class Manager(Finishing, BackgroundQuorum, Rehearsing, StateAndProgress):
         refuse_nonfinite: True: a step whose average or sum has a NaN or an infinity does not commit in any group, and
             counts for ``max_retries``. Not with a ``GradScaler``, which must see infinities to lower its scale.
         retry_allreduce: True: a step in which a member is lost is not discarded. The groups that are left reduce their
-            gradients again and commit it without the lost group; docs/training.md has what the script of a group of
-            several ranks must not do before the commit. Costs a copy of the gradients (``KEEPSTEP_RETRY_ALLREDUCE``).
+            gradients again and commit it without the lost group (``KEEPSTEP_RETRY_ALLREDUCE``). Costs a copy of the
+            gradients; in a group of several ranks also a message of each rank in each backward pass.
         durable_every: number of steps between two durable checkpoints, equal in all groups; 0: none
             (``KEEPSTEP_DURABLE_EVERY``). docs/durable.md has what they hold and guarantee.
         resume: True: if no group has a live state, this one loads the newest durable checkpoint before its first step.

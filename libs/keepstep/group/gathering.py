@@ -153,12 +153,12 @@ class GatheredVotes:
             self._votes[rank][1].cancel()
         self._votes[rank] = (vote, future)
         decision = self._barrier.vote(rank, vote)
-        if decision is not None:
-            for other, (cast, waiting) in tuple(self._votes.items()):
-                if key_of(cast) == key_of(decision):
-                    del self._votes[other]
-                    if not waiting.done():
-                        waiting.set_result(decision.ok)
+        for other, (cast, waiting) in tuple(self._votes.items()):
+            decided = decision is not None and key_of(cast) == key_of(decision)
+            if decided or self._barrier.has_ended(cast):
+                del self._votes[other]
+                if not waiting.done():
+                    waiting.set_result(decision is not None and decided and decision.ok)
         return future
 
     def missing(self) -> list[int]:

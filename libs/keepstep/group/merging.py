@@ -13,8 +13,9 @@
 * Votes: the key of a vote is (epoch, quorum_id, step, attempt, poll). Votes with different keys are never counted
   together; a vote with an older key than the newest is dropped. A no is decided before all ranks have voted, so the
   others may poll before a slow rank votes: it gets the same no.
-* Polls of the ranks are votes between two steps. A poll ends with the first no, so a rank may be ahead of the others:
-  an older poll than the newest has ended with no.
+* Polls of the ranks are votes between two votes on steps. A poll ends with the first no, so a rank may be ahead of the
+  others. An older poll than the newest vote has ended with no, also for a rank that waits for it: the others do not
+  take part in it any more.
 """
 
 from __future__ import annotations
@@ -221,7 +222,7 @@ class CommitBarrier:
         key = key_of(vote)
         if key == self._refused:
             return RankDecision(*key[:4], ok=False)
-        if key[3:] < self._key[3:]:
+        if self._is_older(key):
             return RankDecision(*key[:4], ok=False, poll=vote.poll) if vote.poll else None
         if key != self._key:
             self._key, self._votes = key, {}
@@ -232,6 +233,13 @@ class CommitBarrier:
         if not ok and not vote.poll:
             self._refused = key
         return RankDecision(*key[:4], ok=ok, poll=vote.poll)
+
+    def _is_older(self, key: Key) -> bool:
+        return key[3:] < self._key[3:]
+
+    def has_ended(self, vote: RankVote) -> bool:
+        """Return whether the vote is of a poll that other ranks have left. It has ended with no."""
+        return vote.poll > 0 and self._is_older(key_of(vote))
 
     def waiting_for(self) -> list[int]:
         """Return the ranks that have not voted with the newest key."""

@@ -43,8 +43,8 @@ def vote(context: StepContext, plan: QuorumPlan, errors: FirstError, participant
     return committed
 
 
-def decision_on(context: StepContext, vote: RankVote, seconds: float) -> bool:
-    """Return the group's decision, within ``seconds``.
+def decision_on(context: StepContext, vote: RankVote, seconds: float, advice: str = "") -> bool:
+    """Return the group's decision, within ``seconds``. ``advice``: for the case that the other ranks do not vote.
 
     Raises:
         GroupFailedExit: this rank cannot learn the decision.
@@ -52,13 +52,13 @@ def decision_on(context: StepContext, vote: RankVote, seconds: float) -> bool:
     try:
         return context.loop_thread.call(context.link.vote(vote, seconds), seconds + CALL_MARGIN_SECONDS)
     except (TimeoutError, KeepstepError, OSError) as error:
-        reason = f"decision of the ranks at step {vote.step} unknown: {type(error).__name__}: {error}"
+        reason = f"decision of the ranks at step {vote.step} unknown: {type(error).__name__}: {error}{advice}"
         context.fail_group(reason)
         raise GroupFailedExit(reason) from error
 
 
-def all_ready(context: StepContext, ready: bool, waiting: float = 0.0) -> bool:
-    """Return whether all ranks of this group are ready. Call it equally often in all ranks, between two steps.
+def all_ready(context: StepContext, ready: bool, waiting: float = 0.0, advice: str = "") -> bool:
+    """Return whether all ranks of this group are ready. Call it equally often in all ranks after each vote.
 
     The first rank that is not ready decides, so that no rank waits for the others. A yes waits for all of them.
 
@@ -66,6 +66,7 @@ def all_ready(context: StepContext, ready: bool, waiting: float = 0.0) -> bool:
         context: of this process.
         ready: whether this rank is.
         waiting: how long another rank may be busy before it calls this, in seconds, beside its forward pass.
+        advice: as of ``decision_on``.
 
     Raises:
         GroupFailedExit: this rank cannot learn the decision.
@@ -74,7 +75,7 @@ def all_ready(context: StepContext, ready: bool, waiting: float = 0.0) -> bool:
         return ready
     context.polls += 1
     poll = RankVote(0, 0, context.progress.step, context.last_attempt, ready, context.polls)
-    return decision_on(context, poll, waiting + POLL_TIMEOUTS * context.timeout.total_seconds())
+    return decision_on(context, poll, waiting + POLL_TIMEOUTS * context.timeout.total_seconds(), advice)
 
 
 def root_of(context: StepContext, plan: QuorumPlan) -> StateRoot | None:

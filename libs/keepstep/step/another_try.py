@@ -20,7 +20,7 @@ def is_wanted(context: StepContext, plan: QuorumPlan, failed: FailedTry) -> bool
     Raises:
         GroupFailedExit: this rank cannot learn what the other ranks say.
     """
-    context.last_attempt = plan.attempt  # the poll follows the vote on this try
+    context.ended_attempt(plan.attempt)  # the poll follows the vote on this try
     why_not = retry_rules.obstacle(failed)
     ready = all_ready(context, not why_not)
     if why_not:

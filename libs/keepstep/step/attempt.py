@@ -26,7 +26,7 @@ from torch.distributed import Work
 from keepstep.collectives.codecs.codec import Round
 from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.step import another_try
-from keepstep.step.agreeing import root_of, vote
+from keepstep.step.agreeing import all_ready, root_of, vote
 from keepstep.step.context import StepContext
 from keepstep.step.first_error import FirstError
 from keepstep.step.quorums.quorum_round import HealRules, QuorumRound
@@ -48,6 +48,15 @@ from keepstep_mesh.telemetry.tracing.spans import COMMIT
 NOT_CONTINUED = (
     "a batch was drawn for the groups of this step, and start_quorum (Optimizer.zero_grad) cannot continue it: a group "
     "was lost, something was reduced already, or the arguments are others; call it with arguments before the draw"
+)
+
+NOT_REDUCED = (
+    "another rank of this group failed, or did not end as many backward passes as this one, which retry_allreduce needs"
+)
+
+NO_PIPELINE = (
+    "; with retry_allreduce the ranks of a group wait for each other at the end of each backward pass that reduces: use "
+    "retry_allreduce=False for stages of a pipeline, and for ranks with different numbers of backward passes"
 )
 
 _numbers = itertools.count(1)
@@ -92,6 +101,8 @@ class Attempt:
         self._collectives = StepCollectives(context, self._rounds, self._times, self._first_error)
         self._failed: tuple[bool, Exception | None] | None = None
         """Result of the last try, if ``finalize`` ended it: the step will not commit."""
+        self._agreed = 0
+        """Number of all-reduces that the ranks of this group agreed on: all of them succeeded."""
         self._began_at: tuple[int, Lineage] | None = None
         """Step and lineage of this group when ``begin`` returned."""
 
@@ -235,9 +246,8 @@ class Attempt:
         See ``Collectives.allreduce``.
         """
         work = self._collectives.allreduce(reduction)
-        finalizes = self._context.kept is not None and self._context.settings.world_size == 1
-        if finalizes and not at_end_of_backward(self.finalize):
-            work.finalize = self.finalize
+        if self._context.kept is not None and not at_end_of_backward(self.finalize):
+            work.finalize = self.finalize if self._context.settings.world_size == 1 else self._hand_out
         return work
 
     def run_collective(self, tensors: list[torch.Tensor], start: Callable[[Round], Work]) -> ManagedWork:
@@ -245,9 +255,9 @@ class Attempt:
         return self._collectives.run(tensors, start)
 
     def finalize(self) -> bool:
-        """Repeat the all-reduces so far until they succeed, before the script sees their results.
+        """Repeat the all-reduces so far until they succeed in all ranks, before the script sees their results.
 
-        In a group of one rank, with ``retry_allreduce``: at the end of a backward pass, and when the script waits.
+        With ``retry_allreduce``: at the end of a backward pass, and in a group of one rank when the script waits.
 
         Returns:
             Whether the step may commit so far.
@@ -256,20 +266,44 @@ class Attempt:
         if kept is None or self.done or self._failed is not None:
             return False
         try:
-            if not self._collectives.succeeded():
+            if not self._all_succeeded():
                 with self._times.retrying():
-                    while self._failed is None and not self._collectives.succeeded():
+                    while self._failed is None:
                         failed = self._take(self._context.timeout)
                         if self.done or not self._goes_again():
                             self._failed = failed
-                        else:
-                            self._retry()
+                            break
+                        self._retry()
+                        if self._all_succeeded():
+                            break
             kept.refuse(HANDED_OUT)
         except SystemExit as error:  # should_commit raises it again: a backward pass must not be left by an exit
             self.report(KeepstepError(f"leaving: {error}"))
         except Exception as error:  # noqa: BLE001  reported: the step does not commit, training goes on
             self.report(error)
         return self.error is None
+
+    def _all_succeeded(self) -> bool:
+        """Wait for the all-reduces so far, and return whether those of all ranks of this group succeeded.
+
+        The ranks agree once in each backward pass that reduces. So all of them must end equally many of these.
+        """
+        started = self._collectives.started
+        if started == self._agreed and self.error is None:
+            return True
+        succeeded = self._collectives.succeeded()
+        if not all_ready(self._context, succeeded, advice=NO_PIPELINE):
+            if succeeded:
+                self._first_error.outvoted(NOT_REDUCED)
+            return False
+        self._agreed = started
+        return True
+
+    def _hand_out(self) -> bool:
+        """Wait for the all-reduces so far, whose results the script gets. The ranks agree in backward passes only."""
+        if self._context.kept is not None and not self.done:
+            self._context.kept.refuse(HANDED_OUT)
+        return self._collectives.succeeded()
 
     # ---- the end
 
@@ -374,7 +408,7 @@ class Attempt:
             self._first_error.report(unhealed, cause=UNKNOWN)
         self._end((None, 0))
         context.telemetry.without_step(self._times)
-        context.last_attempt = plan.attempt
+        context.ended_attempt(plan.attempt)
         if self.error is not None:
             context.progress.discard()
         if unhealed is not None:
@@ -409,7 +443,7 @@ class Attempt:
 
     def _report_to_lighthouse(self, plan: QuorumPlan, *, committed: bool) -> None:
         """Report this try of the step with the next request."""
-        self._context.last_attempt = plan.attempt
+        self._context.ended_attempt(plan.attempt)
         self._context.last_step = self._collectives.report(plan, committed=committed)
 
     def _settle(self, plan: QuorumPlan | None, *, committed: bool) -> None:

@@ -122,7 +122,7 @@ class StepContext:
     last_attempt: int = 0
     """``QuorumPlan.attempt`` of the last step."""
     polls: int = 0
-    """Number of polls of the ranks so far."""
+    """Number of polls of the ranks since then."""
     faults: StepFaults | None = None
     """Faults that ``keepstep chaos`` orders; None: this process accepts none."""
     store: Store | None = None
@@ -156,6 +156,11 @@ class StepContext:
             replace=self.leaves_soon,
             publish=publish,
         )
+
+    def ended_attempt(self, attempt: int) -> None:
+        """Note the last attempt that the ranks voted on. All of them count their polls from there."""
+        if attempt != self.last_attempt:
+            self.last_attempt, self.polls = attempt, 0
 
     def add_layout(self, part: LayoutPart) -> None:
         """Add to the layout that all groups must have in common."""

@@ -69,9 +69,9 @@ class FirstError:
         self.error, self.own, self._cause = error, True, ""
         self._context.log.warning("step will not commit", step=self._context.progress.step, reason=str(error))
 
-    def outvoted(self) -> None:
-        """Note that another rank of this group voted no."""
-        self.error, self._cause = KeepstepError("another rank of this group voted no"), ""
+    def outvoted(self, reason: str = "another rank of this group voted no") -> None:
+        """Note that the step does not commit because of another rank of this group."""
+        self.error, self._cause = KeepstepError(reason), ""
 
     def forget(self) -> None:
         """Forget the error, because the step goes on with another quorum."""

@@ -51,24 +51,48 @@ MUTATIONS = (
         Test(f"{STEPS}::test_buffers_are_those_of_the_groups_that_are_left"),
     ),
     Mutation(
-        "a rank of several reduces gradients again that were clipped before the commit",
+        "gradients are reduced again that changed while they were reduced",
         f"{RETRYING}/kept_reductions.py",
-        '        return "" if _version(tensor) == self._version else CLIP_LATER\n',
+        '        return "" if _version(tensor) == self._version else CHANGED\n',
         '        return ""\n',
-        Test(f"{STEPS}::test_all_ranks_of_a_group_retry_or_none_does"),
+        Test(f"{STEPS}::test_a_gradient_that_was_changed_while_it_was_reduced_keeps_the_step_from_being_retried"),
     ),
     Mutation(
         "the script sees gradients of a reduction that is repeated later",
         "libs/keepstep/step/attempt.py",
-        "        if finalizes and not at_end_of_backward(self.finalize):\n",
-        "        if finalizes and False:\n",
+        "        if self._context.kept is not None and not at_end_of_backward(self.finalize):\n",
+        "        if self._context.kept is not None and False:\n",
         Test(f"{STEPS}::test_a_script_may_use_its_gradients_before_the_commit"),
+    ),
+    Mutation(
+        "a rank gives its script the gradients that another rank of its group reduces again",
+        "libs/keepstep/step/attempt.py",
+        "        if not all_ready(self._context, succeeded, advice=NO_PIPELINE):\n",
+        "        if not succeeded:\n",
+        Test(f"{STEPS}::test_groups_of_two_ranks_use_gradients_without_the_part_of_a_rank_whose_group_is_lost"),
+    ),
+    Mutation(
+        "a rank waits in its backward pass for a rank that has left the step",
+        "libs/keepstep/group/gathering.py",
+        "            if decided or self._barrier.has_ended(cast):\n",
+        "            if decided:\n",
+        Test(
+            "tests/unit/group/test_group_core.py::"
+            "test_a_rank_does_not_wait_in_a_poll_that_another_rank_has_left_for_the_next_vote"
+        ),
+    ),
+    Mutation(
+        "a group of several ranks repeats a step although the script of one has seen a result",
+        "libs/keepstep/step/attempt.py",
+        "            self._context.kept.refuse(HANDED_OUT)\n",
+        "            pass\n",
+        Test(f"{STEPS}::test_a_group_of_several_ranks_does_not_repeat_an_all_reduce_that_its_script_has_waited_for"),
     ),
     Mutation(
         "a step is repeated although the script has seen results of it",
         "libs/keepstep/step/attempt.py",
-        "            kept.refuse(HANDED_OUT)\n",
-        "            pass\n",
+        "            kept.refuse(HANDED_OUT)\n        except",
+        "            pass\n        except",
         Test(f"{STEPS}::test_results_that_the_script_has_seen_keep_the_step_from_being_retried"),
     ),
     Mutation(

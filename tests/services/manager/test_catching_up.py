@@ -156,7 +156,9 @@ def veteran(
         return own.result()
 
 
-def joiner(lighthouse: str, ahead: threading.Event, joined: threading.Event, gate: Gate, **group: Any) -> Any:
+def joiner(
+    lighthouse: str, ahead: threading.Event, joined: threading.Event, gate: Gate, veterans: int = 1, **group: Any
+) -> Any:
     """Returns the result, the number of steps that it followed, and of the groups that took part at the end."""
     assert ahead.wait(60)
     with manager(lighthouse, "b", checkpoint_transport=gate) as m:
@@ -170,7 +172,7 @@ def joiner(lighthouse: str, ahead: threading.Event, joined: threading.Event, gat
                     m.state_dict()
                 with pytest.raises(KeepstepError, match="save only while"):
                     m.save_checkpoint()
-                assert m.num_participants() == 1, "it is not in the divisor"
+                assert m.num_participants() == veterans, "it is not in the divisor"
                 gate.open.set()
         took_part = m.num_participants()
         gate.open.set()
@@ -221,6 +223,43 @@ def test_a_replay_takes_the_learning_rate_that_the_script_set_for_each_step(ligh
     )
     assert b == a
     assert (followed >= FOLLOWED, took_part) == (True, 2)
+    happened = events(steps)
+    assert happened.count("follows") == happened.count("caught_up") == 1, "it settles at once"
+    assert not {"diverged", "gave_up", "torn"} & set(happened)
+
+
+def test_a_replay_takes_the_learning_rates_of_the_script_also_where_two_groups_took_the_steps(lighthouse, steps):
+    """Two veterans average what the third group replays. They wait at step 3 for its connection."""
+
+    def rate(step: int) -> float:
+        return 0.1 if step % 3 == 0 else 0.1 / (1 + step)
+
+    gate, begun, ahead, joined = Gate(), threading.Barrier(2), threading.Event(), threading.Event()
+
+    def train(name: str, seed: int) -> Any:
+        with manager(lighthouse, name) as m:
+            own = Group(m, seed, inner=sgd, rates=rate)
+            begun.wait(60)
+            change_policy(lighthouse, min_replicas=2)
+            while m.current_step() < 3:
+                own.step()
+            if begun.wait(60) == 0:
+                change_policy(lighthouse, min_replicas=3)  # else they may be at the end before the third one asks
+                ahead.set()
+            assert joined.wait(60)
+            while m.current_step() < LAST_STEP:
+                own.step()
+            took_part = m.num_participants()
+            m.finish()
+            return own.result(), took_part
+
+    (a, _), (c, of_c), (b, followed, took_part) = together(
+        lambda: train("a", 1),
+        lambda: train("c", 3),
+        lambda: joiner(lighthouse, ahead, joined, gate, inner=sgd, rates=rate, veterans=2),
+    )
+    assert a == b == c
+    assert (followed >= FOLLOWED, took_part, of_c) == (True, 3, 3)
     happened = events(steps)
     assert happened.count("follows") == happened.count("caught_up") == 1, "it settles at once"
     assert not {"diverged", "gave_up", "torn"} & set(happened)

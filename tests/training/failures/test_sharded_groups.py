@@ -84,3 +84,21 @@ async def test_three_sharded_groups_survive_the_death_of_any_rank_at_any_moment(
         events = [json.loads(line) for line in (job.logs / "events.jsonl").read_text().splitlines()]
         assert [event for event in events if event["kind"] == "replicas_verified"]
         assert not [event for event in events if event["kind"] == "replicas_differ"]
+
+
+async def test_sharded_groups_clip_the_gradients_of_a_step_that_they_repeat_after_a_loss(tmp_path: Path) -> None:
+    """Slow: three groups of two ranks. The ranks 0 have reduced the second unit with the group that is lost."""
+    variables = {"TRAINER_SHARDED": "1", "TRAINER_GO_ON": str(tmp_path / "go-on"), "KEEPSTEP_RETRY_ALLREDUCE": "1"}
+    async with Job("--initial-replicas", "3", min_replicas=2) as job:
+        a = await job.start("0", ranks=2, **variables)
+        b = await job.start("1", ranks=2, **variables, TRAINER_HOLD_REDUCTION="3")
+        c = await job.start("2", ranks=2, **variables)
+        await job.until(lambda: b.has("reducing", b.ranks[1].pid), "the others wait for rank 1 in an all-reduce")
+        b.kill(rank=1)
+        await ended(b, killed=1)
+        await job.advance(a, c)
+        for group in (a, c):
+            steps = [json.loads(line) for line in (job.logs / f"{group.name}.jsonl").read_text().splitlines()]
+            assert [one["group_rank"] for one in steps if one["event"] == "retried"] in ([0, 1], [1, 0])
+            assert not [one for one in steps if one["event"] == "discarded"], job.report()
+        assert_equal(job)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from keepstep.group.gathering import GatheredVotes
 from keepstep.group.merging import CommitBarrier, DisagreeError, merge_asks
 from keepstep.group.ranks.rank_link import denial, denied
 from keepstep_mesh.errors import (
@@ -165,3 +166,13 @@ def test_every_rank_of_a_group_gets_the_kind_of_error_that_rank_0_got(kind):
     answer = denied(7, kind("the reason"))
     error = denial(answer)
     assert (type(error), str(error), answer.request) == (kind, "the reason", 7)
+
+
+async def test_a_rank_does_not_wait_in_a_poll_that_another_rank_has_left_for_the_next_vote():
+    votes = GatheredVotes(2)
+    poll = votes.cast(0, RankVote(0, 0, 3, 1, True, 1))
+    assert not poll.done()
+    step = votes.cast(1, vote(True, attempt=2))
+    assert poll.result() is False
+    votes.cast(0, vote(True, attempt=2))
+    assert step.result() is True

@@ -8,9 +8,8 @@ the result of the failed one. That is so for
   the reduction ended. The version counter of the tensor shows changes, such as those of gradient clipping.
 * a tensor whose result is used in ``write_back`` alone.
 
-No counter shows that a script has read a result, or has written to it through ``.data`` or numpy. So a group of one
-rank repeats the reductions before the script sees a result (``Attempt.finalize``), and none that it has seen. The ranks
-of a larger group agree in ``should_commit`` only, so their script must not use a gradient before.
+No counter shows that a script has read a result, or has written to it through ``.data`` or numpy. So the reductions are
+repeated before the script sees a result (``Attempt.finalize``), and none that it has seen.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ BATCH_BY_NUMBER = (
     "others"
 )
 HANDED_OUT = "the script has the results of earlier all-reduces of this step, and may have used them"
-CLIP_LATER = (
-    "a gradient was changed after its all-reduce; change gradients in a hook that runs after the commit: "
-    "optimizer.register_step_pre_hook"
+CHANGED = (
+    "a gradient was changed after its all-reduce, and before the script could know its result; change gradients after "
+    "backward(), or after the wait() of their all-reduces"
 )
 
 
@@ -78,7 +77,7 @@ class KeptReduction:
                 f"an all-reduce of a tensor of shape {tuple(tensor.shape)} is of no gradient, so its result may have "
                 "been used already; reduce it after should_commit(), or pass write_back to Manager.allreduce"
             )
-        return "" if _version(tensor) == self._version else CLIP_LATER
+        return "" if _version(tensor) == self._version else CHANGED
 
 
 class KeptReductions:

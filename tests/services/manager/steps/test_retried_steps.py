@@ -137,16 +137,17 @@ def rate_of_the_norm(trainer: Trainer) -> None:
     trainer.optimizer.param_groups[0]["lr"] = trainer.weight.grad.norm().item()
 
 
-@pytest.mark.parametrize(
-    ("use", "weight"),
-    [
-        (clipped, 0.0),
-        (replaced, 0.0),
-        (written_through_data, 0.0),
-        (written_through_numpy, 0.0),
-        (rate_of_the_norm, -8.0),
-    ],
-)
+USES = [
+    (clipped, 0.0),
+    (replaced, 0.0),
+    (written_through_data, 0.0),
+    (written_through_numpy, 0.0),
+    (rate_of_the_norm, -8.0),
+]
+"""What a script does with a gradient of 3, and the weight after its step. It was 1."""
+
+
+@pytest.mark.parametrize(("use", "weight"), USES)
 def test_a_script_may_use_its_gradients_before_the_commit(lighthouse, use, weight):
     """They are the average of the groups that are left, which is 3."""
     one, other = lose_one(lighthouse, 2.0, 4.0, change=use)
@@ -293,21 +294,162 @@ def test_a_step_is_retried_a_few_times_and_then_discarded(lighthouse, failures, 
 
 
 def test_all_ranks_of_a_group_retry_or_none_does(lighthouse):
-    """Rank 1 clips its first gradient, so rank 0 does not reduce its own again."""
+    """Rank 1 may have drawn its first batch by its number, so rank 0 does not reduce its own gradients again."""
     place = place_to_meet()
 
     def rank(number: int) -> list[bool]:
         with manager(lighthouse, "g", rank=number, pg=Lossy(1), **place, **RETRY) as m:
             trainer = Trainer(m)
-            trainer.backward(2.0)
+            trainer.optimizer.zero_grad()
             if number == 1:
-                nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
+                assert m.participating_rank() == 0
+            trainer.backward_again(2.0)
             first = trainer.optimizer.step()
             m._context.reconfigurer.pg.failures = 1  # type: ignore[attr-defined]
             trainer.backward(2.0)
             return [first, trainer.optimizer.step()]
 
     assert together(lambda: rank(0), lambda: rank(1)) == [[False, True]] * 2
+
+
+class ReducedWithTheLost(ProcessGroupDummy):
+    """Its first reduction succeeds, because the group that is lost took part in it. The average is 7."""
+
+    first = True
+
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
+        if self.first:
+            self.first = False
+            for tensor in tensors:
+                tensor.fill_(7.0)
+        return super().allreduce(tensors, opts, timeout)
+
+
+@pytest.mark.parametrize(("use", "weight"), USES)
+def test_a_rank_whose_reductions_succeeded_repeats_them_with_the_others_before_the_script_sees_a_result(
+    lighthouse, use, weight
+):
+    place, of_ranks = place_to_meet(), [Lossy(1), ReducedWithTheLost()]
+
+    def rank(number: int) -> tuple[bool, float]:
+        with manager(lighthouse, "g", rank=number, pg=of_ranks[number], **place, **RETRY) as m:
+            trainer = Trainer(m)
+            trainer.backward(3.0)
+            use(trainer)
+            return trainer.optimizer.step(), trainer.weight.item()
+
+    assert together(lambda: rank(0), lambda: rank(1)) == [(True, pytest.approx(weight, abs=1e-5))] * 2
+
+
+def test_groups_of_two_ranks_use_gradients_without_the_part_of_a_rank_whose_group_is_lost(lighthouse):
+    """Rank 1 of the lost group may take part in the first reductions of the ranks 1; its rank 0 takes part in none."""
+    places = {name: place_to_meet() for name in ("a", "b", "lost")}
+    ready, leaving = threading.Barrier(6), threading.Barrier(2)
+
+    def rank(group: str, number: int, value: float) -> tuple[bool, float]:
+        with manager(lighthouse, group, rank=number, **places[group], **RETRY) as m:
+            trainer = Trainer(m)
+            ready.wait(30)
+            m.start_quorum()
+            assert m.num_participants() == 3
+            ready.wait(30)
+            if (group, number) == ("lost", 0):
+                m.report_error(RuntimeError("bad batch"))
+                committed = m.should_commit()
+            else:
+                trainer.backward(value)
+                rate_of_the_norm(trainer)
+                committed = trainer.optimizer.step()
+            if group == "lost":
+                leaving.wait(30)
+            return committed, trainer.weight.item()
+
+    values = {("a", 0): 2.0, ("a", 1): 1.0, ("b", 0): 4.0, ("b", 1): 3.0, ("lost", 0): 0.0, ("lost", 1): 50.0}
+    results = together(*(lambda who=who, value=value: rank(*who, value) for who, value in values.items()))
+    assert results[:4] == [(True, -8.0), (True, -3.0)] * 2
+    assert not any(committed for committed, _ in results[4:])
+
+
+def votes_no(trainer: Trainer) -> bool:
+    trainer.manager.report_error(RuntimeError("bad batch"))
+    return trainer.optimizer.step()
+
+
+def begins_another(trainer: Trainer) -> bool:
+    """As a script that catches its error of the forward pass."""
+    with pytest.raises(RuntimeError):
+        trainer.ddp(torch.ones(1, 2))
+    trainer.manager.report_error(RuntimeError("bad batch"))
+    trainer.optimizer.zero_grad()
+    return False
+
+
+@pytest.mark.parametrize("ends", [votes_no, begins_another])
+def test_no_rank_waits_at_the_end_of_its_backward_pass_for_a_rank_that_has_left_the_step(lighthouse, ends):
+    place, pgs = place_to_meet(), [ProcessGroupDummy(), ProcessGroupDummy()]
+
+    def rank(number: int) -> list[bool]:
+        with manager(lighthouse, "g", rank=number, pg=pgs[number], **place, **RETRY) as m:
+            trainer = Trainer(m)
+            trainer.optimizer.zero_grad()
+            if number == 1:
+                results = [ends(trainer)]
+            else:
+                trainer.backward_again(2.0)
+                results = [trainer.optimizer.step()]
+            for _ in range(2):
+                trainer.backward(2.0)
+                results.append(trainer.optimizer.step())
+            return results
+
+    assert together(lambda: rank(0), lambda: rank(1)) == [[False, True, True]] * 2
+
+
+@pytest.mark.parametrize("failures", [0, 1])
+def test_a_rank_that_reduces_more_than_the_others_does_not_wait_for_them_and_a_loss_discards_its_step(
+    lighthouse, failures, caplog
+):
+    place, pgs = place_to_meet(), [Lossy(0), Lossy(0)]
+
+    def rank(number: int) -> tuple[bool, float]:
+        with manager(lighthouse, "g", rank=number, pg=pgs[number], **place, **RETRY) as m:
+            trainer = Trainer(m)
+            trainer.backward(2.0)
+            if number == 0:
+                pgs[0].failures = failures
+                assert m.allreduce(torch.ones(1)).wait() is (failures == 0)
+            return trainer.optimizer.step(), trainer.weight.item()
+
+    committed = not failures
+    assert together(lambda: rank(0), lambda: rank(1)) == [(committed, -1.0 if committed else 1.0)] * 2
+    assert ("may have used them" in caplog.text) is not committed
+
+
+def test_a_group_of_several_ranks_does_not_repeat_an_all_reduce_that_its_script_has_waited_for(lighthouse, caplog):
+    """Without a backward pass the ranks do not agree, as only one of them may wait."""
+    place, of_ranks = place_to_meet(), [Lossy(1), ReducedWithTheLost()]
+
+    def rank(number: int) -> tuple[bool, bool, float]:
+        with manager(lighthouse, "g", rank=number, pg=of_ranks[number], **place, **RETRY) as m:
+            trainer = Trainer(m)
+            m.start_quorum()
+            trainer.weight.grad = torch.full((1, 1), 2.0)
+            waited = m.allreduce(trainer.weight.grad).wait()
+            return waited, trainer.optimizer.step(), trainer.weight.item()
+
+    assert together(lambda: rank(0), lambda: rank(1)) == [(False, False, 1.0), (True, False, 1.0)]
+    assert "may have used them" in caplog.text
+
+
+def test_a_gradient_that_was_changed_while_it_was_reduced_keeps_the_step_from_being_retried(lighthouse, caplog):
+    with manager(lighthouse, "a", pg=Lossy(1), **RETRY) as m:
+        trainer = Trainer(m)
+        m.start_quorum()
+        trainer.weight.grad = torch.full((1, 1), 2.0)
+        m.allreduce(trainer.weight.grad)  # and the script does not wait for it
+        clipped(trainer)
+        assert not trainer.optimizer.step()
+    assert "a gradient was changed after its all-reduce" in caplog.text
 
 
 def test_what_takes_more_than_a_batch_is_refused_with_retries(lighthouse):
