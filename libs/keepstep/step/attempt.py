@@ -55,7 +55,7 @@ NOT_REDUCED = (
 )
 
 NO_PIPELINE = (
-    "; with retry_allreduce the ranks of a group wait for each other at the end of each backward pass that reduces: use "
+    "; with retry_allreduce the ranks of a group wait for each other at the end of a backward pass that reduces: use "
     "retry_allreduce=False for stages of a pipeline, and for ranks with different numbers of backward passes"
 )
 
