@@ -144,7 +144,7 @@ USES = [
     (written_through_numpy, 0.0),
     (rate_of_the_norm, -8.0),
 ]
-"""What a script does with a gradient of 3, and the weight after its step. It was 1."""
+"""Uses of a gradient of 3 by a script, and the weight after the step. It was 1."""
 
 
 @pytest.mark.parametrize(("use", "weight"), USES)
