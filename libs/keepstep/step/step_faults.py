@@ -11,8 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
-from keepstep_mesh.faults import fault_orders
-from keepstep_mesh.faults.fault_orders import FaultOrders
+from keepstep_mesh.faults import FaultOrders, accepted_orders
 
 FAULTY_STEP_SECONDS = 30.0
 """Longest wait of an order for a step."""
@@ -35,7 +34,7 @@ class StepFaults:
         """Return the faults of a process that accepts orders; None: it does not."""
         faults = StepFaults()
         acts = {"exception": lambda _: faults.order("exception"), "nan": lambda _: faults.order("nan")}
-        faults._orders = fault_orders.accepted(acts)
+        faults._orders = accepted_orders(acts)
         return None if faults._orders is None else faults
 
     def close(self) -> None:

@@ -8,8 +8,9 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from keepstep_chaos.fault_orders import LONGEST_FAULT_SECONDS, SOCKET_NAME
 from keepstep_chaos.observing.process_table import GONE, PROC
-from keepstep_mesh.faults.fault_orders import CHAOS_ENV, LONGEST_FAULT_SECONDS, SOCKET_NAME
+from keepstep_mesh.faults import CHAOS_ENV
 
 CONNECT_SECONDS = 5.0
 ORDERED_FAULT_SECONDS = 45.0

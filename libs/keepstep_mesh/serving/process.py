@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from keepstep_mesh.config.logging import get_logger
-from keepstep_mesh.faults.fault_orders import accepting_faults
+from keepstep_mesh.faults import accepting_faults
 from keepstep_mesh.net.event_loop import new_event_loop
 from keepstep_mesh.security.reloaded_files import ReloadedFiles
 from keepstep_mesh.serving.listen_settings import ListenSettings

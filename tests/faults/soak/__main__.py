@@ -33,7 +33,7 @@ from pathlib import Path
 
 from keepstep_chaos.histories.reading import check_files
 from keepstep_chaos.histories.report import summary_lines, verdict, violation_lines
-from keepstep_mesh.faults.fault_orders import CHAOS_ENV
+from keepstep_mesh.faults import CHAOS_ENV
 from tests.faults.soak import accounting, total
 from tests.faults.soak.accounting import problems
 from tests.support.network import namespaces

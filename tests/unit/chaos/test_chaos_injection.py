@@ -135,7 +135,7 @@ def obedient(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A process that accepts faults. For each line of input, it prints its clock, and the bytes that it could get."""
     program = (
         "import sys, time\n"
-        "from keepstep_mesh.faults.fault_orders import accepting_faults\n"
+        "from keepstep_mesh.faults import accepting_faults\n"
         "with accepting_faults():\n"
         "    for line in sys.stdin:\n"
         "        try: got = len(bytearray(64 << 20))\n"

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from keepstep_mesh.faults import fault_orders
-from keepstep_mesh.faults.fault_orders import FaultOrders
+from keepstep_chaos import fault_orders
+from keepstep_chaos.fault_orders import FaultOrders
 
 ELSEWHERE = 1 << 22
 """No process here has this id."""

@@ -1,6 +1,6 @@
-"""Accept orders for faults inside this process. Off unless ``KEEPSTEP_CHAOS`` names a folder.
+"""Accept orders for faults inside this process.
 
-The process listens at ``keepstep-chaos-<process id>-<number>.sock`` in that folder. A connection carries one order, a
+The process listens at ``keepstep-chaos-<process id>-<number>.sock`` in the folder. A connection carries one order, a
 line of JSON with ``kind`` and ``seconds``. The answer is a line when the fault is over, with an ``error`` that is empty
 if the fault hit. A fault ends early if its connection closes. Only this user and root may order.
 """
@@ -8,6 +8,7 @@ if the fault hit. A fault ends early if its connection closes. Only this user an
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import json
 import os
@@ -15,23 +16,49 @@ import re
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from itertools import count
 from pathlib import Path
 
 from keepstep_mesh.config.logging import get_logger
-from keepstep_mesh.faults.inside_acts import ACTS, Act
+from keepstep_mesh.faults import CHAOS_ENV, Act
 from keepstep_mesh.threads.starting import Thread
 
 log = get_logger("keepstep.chaos")
 
-CHAOS_ENV = "KEEPSTEP_CHAOS"
 SOCKET_NAME = re.compile(r"keepstep-chaos-(\d+)-\d+\.sock")
 ORDER_SECONDS = 5.0
 MAX_ORDER_BYTES = 1000
 LONGEST_FAULT_SECONDS = 600.0
 ORDERS_STOP_SECONDS = 5.0
+CLOCK_JUMP_SECONDS = 3600.0
+_clock = threading.Lock()
 _numbers = count(1)
+
+
+@contextlib.contextmanager
+def locked_interpreter(seconds: float) -> Iterator[float]:
+    """Hold the GIL, as an extension does that computes without releasing it: no other thread runs Python code."""
+    ctypes.PyDLL(None).usleep(ctypes.c_uint(int(seconds * 1e6)))  # a PyDLL, unlike a CDLL, keeps the GIL
+    yield 0.0
+
+
+@contextlib.contextmanager
+def clock_ahead(seconds: float) -> Iterator[float]:
+    """Let ``time.time`` and ``time.time_ns`` of this process be an hour ahead, and go back at the end."""
+    with _clock:
+        right, right_ns = time.time, time.time_ns
+        time.time = lambda: right() + CLOCK_JUMP_SECONDS
+        time.time_ns = lambda: right_ns() + int(CLOCK_JUMP_SECONDS * 1e9)
+        try:
+            yield seconds
+        finally:
+            time.time, time.time_ns = right, right_ns
+
+
+ACTS: Mapping[str, Act] = {"gil": locked_interpreter, "clock": clock_ahead}
+"""Faults that any process of Python can bring on itself, by kind."""
 
 
 class FaultOrders:
@@ -39,7 +66,7 @@ class FaultOrders:
 
     Args:
         folder: for the socket.
-        acts: what this process can do beside the faults of ``inside_acts``, by kind.
+        acts: what this process can do beside ``ACTS``, by kind.
 
     Raises:
         OSError: the socket cannot be opened.
@@ -171,23 +198,10 @@ def remove_closed_sockets(folder: Path) -> None:
                     path.unlink()
 
 
-def accepted(acts: Mapping[str, Act] | None = None) -> FaultOrders | None:
-    """Return the open ``FaultOrders`` of this process; None: the variable is not set, or its folder does not work."""
-    if not (folder := os.environ.get(CHAOS_ENV)):
-        return None
+def opened(folder: Path, acts: Mapping[str, Act]) -> FaultOrders | None:
+    """Return open ``FaultOrders``; None: the folder does not work."""
     try:
-        return FaultOrders(Path(folder), acts or {})
+        return FaultOrders(folder, acts)
     except OSError as error:
-        log.error("this process accepts no faults of `keepstep chaos`", folder=folder, reason=str(error))
+        log.error("this process accepts no faults of `keepstep chaos`", folder=str(folder), reason=str(error))
         return None
-
-
-@contextlib.contextmanager
-def accepting_faults() -> Iterator[None]:
-    """Accept orders while the context is open, if the variable is set."""
-    orders = accepted()
-    try:
-        yield
-    finally:
-        if orders is not None:
-            orders.close()

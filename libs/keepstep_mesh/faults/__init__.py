@@ -1,1 +1,0 @@
-"""Faults inside this process, on orders of ``keepstep chaos``."""
