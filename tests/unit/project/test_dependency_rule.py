@@ -5,6 +5,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import grimp
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -20,6 +21,12 @@ PACKAGES = {
     "keepstep_metrics",
 }
 MOST_FILES = 14
+ROOMS_OF_WINGS = {
+    "keepstep_chaos": {"keepstep_cli.asking", "keepstep_cli.errors", "keepstep_cli.running"},
+    "keepstep_formats": {"keepstep.checkpoint", "keepstep.state"},
+    "keepstep_megatron": {"keepstep.checkpoint", "keepstep.connection", "keepstep.state", "keepstep_formats"},
+}
+"""Rooms that a wing imports, except those of the mesh. No other package imports a wing (pyproject.toml)."""
 
 
 def test_every_package_is_ruled() -> None:
@@ -100,3 +107,13 @@ def test_the_public_names_load_no_other_package_but_the_mesh() -> None:
     script = "import sys; from keepstep import *; import keepstep.checkpoint; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert {name.partition(".")[0] for name in done.stdout.split()} & PACKAGES == {"keepstep", "keepstep_mesh"}
+
+
+@pytest.mark.parametrize("wing", sorted(ROOMS_OF_WINGS))
+def test_a_wing_imports_only_these_rooms(wing: str) -> None:
+    graph = grimp.build_graph(*sorted(PACKAGES))
+    modules = {wing, *graph.find_descendants(wing)}
+    imported = {name for one in modules for name in graph.find_modules_directly_imported_by(one)} - modules
+    parts = [name.split(".") for name in imported if not name.startswith("keepstep_mesh.")]
+    rooms = {".".join(part[:1] if part[0] in ROOMS_OF_WINGS else part[:2]) for part in parts}
+    assert rooms == ROOMS_OF_WINGS[wing]
