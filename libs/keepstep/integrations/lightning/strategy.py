@@ -167,7 +167,7 @@ class KeepstepStrategy(strategies.DDPStrategy):  # type: ignore[misc]  # its pac
         if len(self.optimizers) != 1:
             raise ValueError(
                 f"configure_optimizers returned {len(self.optimizers)} optimizers: strategy='keepstep' needs one; "
-                f"docs/recipes.md has loops for several"
+                f"docs/training.md has loops for several"
             )
         if self._optimizer is None:
             self._optimizer = ClosureOptimizer(self.manager, self.optimizers[0])

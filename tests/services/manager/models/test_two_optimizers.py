@@ -1,4 +1,4 @@
-"""Two optimizers on one Manager (a GAN), as docs/recipes.md says it."""
+"""Two optimizers on one Manager (a GAN), as docs/training.md says it."""
 
 from __future__ import annotations
 
