@@ -32,10 +32,8 @@ from keepstep_relay.core.events import Facts, Key, Kind
 CHUNK_NAME = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}", re.ASCII)
 MANIFEST_NAME = re.compile(r"manifest-\d+", re.ASCII)
 
-PASSING = frozenset(
-    (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR, errno.ENOBUFS, errno.ETIMEDOUT)
-)
-"""Errors of a read that say nothing about the disk."""
+BAD_DISK = frozenset((errno.EIO, errno.EREMOTEIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN, errno.EILSEQ))
+"""Errors of a read that a bad disk causes: file systems and drivers use different ones for the same."""
 
 log = get_logger("keepstep.relay.disk")
 
@@ -160,7 +158,7 @@ class DiskTier:
         except FileNotFoundError as error:
             raise DamagedError(f"missing file of chunk {digest.hex()}") from error
         except OSError as error:
-            if error.errno not in PASSING:
+            if error.errno in BAD_DISK:
                 raise UnreadableError(f"cannot read the file of chunk {digest.hex()}: {error}") from error
             raise DiskError(f"cannot read chunk {digest.hex()}", error, self.folder) from error
         if done < length or longer or chunk_digest(data) != digest:

@@ -20,9 +20,9 @@ from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.protocol.manifest import chunk_digest
 from keepstep_relay.core.events import Key
 from keepstep_relay.tiers.disk_tier import (
+    BAD_DISK,
     CHUNK_NAME,
     MANIFEST_NAME,
-    PASSING,
     DamagedError,
     Record,
     decode_record,
@@ -104,9 +104,7 @@ class DurableTier:
 
     def _is_damage(self, error: BaseException | None) -> bool:
         """Whether a read failed because of the disk below a folder. Clients of object stores use the same errors."""
-        if not isinstance(error, OSError) or isinstance(error, FileNotFoundError):
-            return False
-        return self._is_folder and error.errno not in PASSING
+        return self._is_folder and isinstance(error, OSError) and error.errno in BAD_DISK
 
     def lengths(self, key: Key) -> dict[bytes, int]:
         """Return the length of each chunk of a checkpoint that is there, by digest. Raises ``DurableError``."""
