@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-from keepstep.state.flattening import Index
-from keepstep.state.flattening import Path as LeafPath
 from keepstep.state.values.leaves import TORCH_DTYPES
 from keepstep_formats.foreign_errors import ForeignCheckpointError
 from keepstep_formats.metadata_pickle import (
@@ -24,6 +22,8 @@ from keepstep_formats.metadata_pickle import (
     read_metadata_pickle,
 )
 from keepstep_mesh.protocol.boxes import Box, Sizes, uncovered
+from keepstep_mesh.protocol.stored_keys import Index
+from keepstep_mesh.protocol.stored_keys import Path as LeafPath
 
 METADATA = ".metadata"
 ORIGINAL_SHAPE = "nd_reformulated_orig_global_shape"

@@ -20,7 +20,7 @@ from keepstep.checkpoint.loading import open_reader
 from keepstep.checkpoint.saving import save_unread
 from keepstep.checkpoint.stored import StoredCheckpoint
 from keepstep.state.errors import CheckpointError, UnsupportedValue
-from keepstep.state.flattening import Leaf, build, flatten, key_of
+from keepstep.state.flattening import Leaf, build, flatten
 from keepstep.state.pack import Unread
 from keepstep.state.pack_layout import describe
 from keepstep_formats.dcp_directory import DcpDirectory, write_dcp_directory
@@ -29,6 +29,7 @@ from keepstep_formats.finished_output import check_free
 from keepstep_formats.foreign_errors import CannotHold, ForeignCheckpointError, RefusedClass
 from keepstep_formats.pickled_items import load_pickled, save_pickled
 from keepstep_formats.safetensors_files import SUFFIX, read_safetensors, safetensors_files, write_safetensors
+from keepstep_mesh.protocol.stored_keys import key_of
 from keepstep_mesh.text import listed
 
 __all__ = [

@@ -34,11 +34,12 @@ from keepstep.checkpoint.places.location import parse
 from keepstep.checkpoint.saving import TIMEOUT, Kind, open_target, pack_of, save_facts
 from keepstep.checkpoint.stored import Piece, StoredCheckpoint, pieces_of
 from keepstep.state.errors import CheckpointError
-from keepstep.state.flattening import Index, Leaf, Path
+from keepstep.state.flattening import Leaf
 from keepstep.state.local_parts import ObjectPart, Part, TensorPart, local_part
 from keepstep.state.values.sharding import is_dtensor
 from keepstep.state.values.tensor_subclasses import is_whole_value
 from keepstep_mesh.protocol.boxes import Box
+from keepstep_mesh.protocol.stored_keys import Index, Path
 
 
 @dataclass(frozen=True)

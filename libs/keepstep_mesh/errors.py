@@ -21,6 +21,10 @@ class ManifestError(ProtocolError):
     """A manifest is damaged, hostile, or of a version that this build does not read. Nothing was allocated for it."""
 
 
+class ContradictingRanks(ManifestError):
+    """The manifests of two ranks of a checkpoint contradict each other, or no rank has a part of a tensor."""
+
+
 class AuthError(KeepstepError):
     """A token is missing or wrong."""
 

@@ -14,8 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from keepstep.checkpoint.stored import StoredCheckpoint
 from keepstep.state.errors import CheckpointError
-from keepstep.state.flattening import Index, Path, key_of
 from keepstep.state.values.sharding import is_dtensor
+from keepstep_mesh.protocol.stored_keys import Index, Path, key_of
 
 
 def complete(owner: object, state: dict[str, Any], path: Path, stored: StoredCheckpoint) -> None:

@@ -26,11 +26,12 @@ from keepstep.state.errors import (
     without_keys,
 )
 from keepstep.state.exact_load import put_back
-from keepstep.state.flattening import Leaf, Path, expand, flatten, list_lengths, place
+from keepstep.state.flattening import Leaf, expand, flatten, list_lengths, place
 from keepstep.state.local_parts import Part, TensorPart, local_parts
 from keepstep.state.values.known_classes import class_name
 from keepstep.state.values.tensor_subclasses import is_whole_value, is_wrapper
 from keepstep_mesh.protocol.boxes import Box
+from keepstep_mesh.protocol.stored_keys import Path
 from keepstep_mesh.text import listed
 
 TIMEOUT = timedelta(minutes=10)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -16,20 +16,19 @@ import torch
 
 from keepstep.checkpoint.reading import Wanted
 from keepstep.state.errors import CheckpointError, StateMismatch
-from keepstep.state.flattening import Index, Leaf, Path, build, key_of, pack_path, unpack_path
+from keepstep.state.flattening import Leaf, build, pack_path
 from keepstep.state.restoring import build_value
 from keepstep.state.state_manifest import read_manifest
 from keepstep.state.values.leaves import TORCH_DTYPES, numpy_dtype
 from keepstep.state.values.tensor_subclasses import PLAIN_TENSORS
-from keepstep_mesh.errors import ManifestError
-from keepstep_mesh.protocol.boxes import Box, Sizes, uncovered, whole
-from keepstep_mesh.protocol.state_content import BYTES, NUMPY, PARTS, TensorEntry, plain_container
+from keepstep_mesh.errors import ContradictingRanks, ManifestError
+from keepstep_mesh.protocol.boxes import Box, Sizes, whole
+from keepstep_mesh.protocol.state_content import BYTES, NUMPY, TensorEntry
+from keepstep_mesh.protocol.stored_keys import FORMAT, Index, Path, StoredShard, TensorShards, read_keys
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
-FORMAT = "keepstep-checkpoint-1"
-"""Marks the tree of a manifest that ``keepstep.checkpoint`` wrote. docs/checkpoint-format.md describes it."""
 MAX_READ_BYTES = 32 << 20
 """A larger part of a tensor is read in pieces of at most this size, or of one index of its outer dimension."""
 
@@ -62,41 +61,22 @@ class CheckpointReader(Protocol):
         """Release connections and files."""
 
 
-@dataclass(frozen=True)
-class StoredShard:
-    """A part of a tensor, in the pack of one rank."""
-
-    rank: int
-    box: Box
-    entry: TensorEntry
-    position: int
-    """Of its first element in the pack, in bytes."""
-
-
-@dataclass
 class StoredTensor:
-    """A tensor. Its shards do not overlap, and cover it."""
+    """A tensor of a checkpoint.
 
-    dtype: torch.dtype
-    shape: Sizes
-    by_box: dict[Box, StoredShard] = field(default_factory=dict)
+    Attributes:
+        dtype: of its elements.
+        shape: of the whole tensor.
+        shards: its shards, which do not overlap, and cover it.
+    """
 
-    @property
-    def shards(self) -> list[StoredShard]:
-        """Its shards. If several ranks stored one, that of the lowest rank."""
-        return list(self.by_box.values())
+    def __init__(self, found: TensorShards) -> None:
+        self.dtype = TORCH_DTYPES[found.dtype]
+        self.shape = found.shape
+        self.shards = list(found.by_box.values())
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')} tensor of shape {self.shape}"
-
-
-@dataclass(frozen=True)
-class StoredObject:
-    """A value that is not a tensor. It may contain tensors."""
-
-    rank: int
-    node: Any
-    """In the tree of the manifest of ``rank``."""
 
 
 class StoredCheckpoint:
@@ -119,87 +99,19 @@ class StoredCheckpoint:
 
     def __init__(self, reader: CheckpointReader) -> None:
         self.reader = reader
-        self.tensors: dict[str, StoredTensor] = {}
-        self.objects: dict[str, StoredObject] = {}
-        self.paths: dict[str, Path] = {}
-        self._contents = []
-        for rank, data in enumerate(reader.manifests()):
-            manifest = read_manifest(data)
-            self._contents.append((manifest.content.tensors, manifest.content.positions()))
-            self._add(rank, manifest.content.tree)
-        for key, tensor in self.tensors.items():
-            if key in self.objects:
-                raise CheckpointError(
-                    f"{key} is a tensor at one rank and another value at rank {self.objects[key].rank}"
-                )
-            if problem := uncovered(tensor.shape, list(tensor.by_box)):
-                raise CheckpointError(f"{key} is incomplete in this checkpoint: {problem}")
-        for key in self.keys():
-            self.paths.setdefault(key, (key,))
+        contents = [read_manifest(data).content for data in reader.manifests()]
+        try:
+            found = read_keys(contents, _read_key)
+        except (ContradictingRanks, StateMismatch) as error:
+            raise CheckpointError(str(error)) from error
+        self.tensors = {key: StoredTensor(one) for key, one in found.tensors.items()}
+        self.objects = found.objects
+        self.paths: dict[str, Path] = found.paths
+        self._contents = [(one.tensors, one.positions()) for one in contents]
 
     def keys(self) -> tuple[str, ...]:
         """Return all keys, tensors first."""
         return (*self.tensors, *self.objects)
-
-    # ---- manifests
-
-    def _add(self, rank: int, tree: Any) -> None:
-        top = _pairs(tree, f"the tree of rank {rank}")
-        if top.get("format") != FORMAT:
-            self._add_natural(rank, tree, ())
-            return
-        for key, node in _section(top, "tensors", rank).items():
-            shards = node[1:] if type(node) is list and node[:1] == ["list"] else [node]
-            if not shards:
-                raise ManifestError(f"tensor {key} has no shard")
-            for one in shards:
-                self._add_shard(rank, key, one)
-        for key, node in _section(top, "objects", rank).items():
-            self.objects.setdefault(key, StoredObject(rank, node))
-        for key, node in _section(top, "paths", rank).items():
-            packed = build_value(node, None, f"path of {key}", _no_tensor)
-            if type(packed) is not tuple or not packed:
-                raise ManifestError(f"path of {key} is a {type(packed).__name__}, expected a tuple of its keys")
-            self.paths.setdefault(key, unpack_path(packed))
-
-    def _add_natural(self, rank: int, node: Any, path: Path) -> None:
-        """Add the leaves of the tree of any state, with the keys of ``flatten``."""
-        node = plain_container(node)
-        kind = node[0] if type(node) is list and node else None
-        if kind in ("dict", "odict") and (len(node) > (1 if kind == "dict" else 2) or not path):
-            for key, item in _pairs(node, key_of(path)).items():
-                self._add_natural(rank, item, (*path, key))
-            return
-        if kind == "list" and any(_is_part(item) for item in node[1:]):
-            for number, item in enumerate(node[1:]):
-                self._add_natural(rank, item, (*path, Index(number)))
-            return
-        key = key_of(path)
-        self.paths.setdefault(key, path)
-        if kind == "tensor" and self._contents[rank][0][node[1]].dtype in TORCH_DTYPES:
-            self._add_shard(rank, key, node)
-        else:
-            self.objects.setdefault(key, StoredObject(rank, node))
-
-    def _add_shard(self, rank: int, key: str, node: Any) -> None:
-        entry, position = self._entry(rank, node)
-        if entry.dtype not in TORCH_DTYPES:
-            raise ManifestError(f"{key} has dtype {entry.dtype}: expected a tensor")
-        shape = entry.shape if entry.sharding is None else entry.sharding.global_shape
-        box = whole(shape) if entry.sharding is None else Box(entry.sharding.global_offset, entry.shape)
-        tensor = self.tensors.setdefault(key, StoredTensor(TORCH_DTYPES[entry.dtype], shape))
-        if (tensor.dtype, tensor.shape) != (TORCH_DTYPES[entry.dtype], shape) or len(box.offset) != len(shape):
-            raise CheckpointError(
-                f"{key} is a {tensor} at one rank, and a {entry.dtype} tensor of shape {shape} at rank {rank}"
-            )
-        tensor.by_box.setdefault(box, StoredShard(rank, box, entry, position))
-
-    def _entry(self, rank: int, node: Any) -> tuple[TensorEntry, int]:
-        entries, positions = self._contents[rank]
-        if type(node) is not list or node[:1] != ["tensor"]:
-            raise ManifestError("expected a tensor in the tree")
-        entry = entries[node[1]]
-        return entry, positions[entry.region] + entry.offset
 
     # ---- values
 
@@ -216,7 +128,7 @@ class StoredCheckpoint:
         stored = self.objects[key]
 
         def deliver(index: int, target: Any, _path: str) -> Any:
-            entry, position = self._entry(stored.rank, ["tensor", index])
+            entry, position = self._entry(stored.rank, index)
             data = self.reader.read(stored.rank, position, math.prod(entry.shape) * entry.itemsize)
             if entry.dtype == BYTES:
                 return bytes(data)
@@ -234,6 +146,11 @@ class StoredCheckpoint:
             return build_value(stored.node, into, key, deliver)
         except StateMismatch as error:
             raise CheckpointError(str(error)) from error
+
+    def _entry(self, rank: int, index: int) -> tuple[TensorEntry, int]:
+        """Return an entry of the manifest of a rank, and its position in the pack in bytes."""
+        entries, positions = self._contents[rank]
+        return entries[index], positions[entries[index].region] + entries[index].offset
 
     def tensor(self, key: str) -> torch.Tensor:
         """Return a whole tensor, in new memory of the CPU."""
@@ -354,43 +271,8 @@ def _contiguous(shape: Sizes) -> Sizes:
     return tuple(strides)
 
 
-# ---- nodes of a tree
-
-
-def _section(top: dict[Any, Any], name: str, rank: int) -> dict[str, Any]:
-    """Return the items of a dict that every tree of ``FORMAT`` has, by key."""
-    node = top.get(name)
-    if type(node) is not list or node[:1] != ["dict"]:
-        raise ManifestError(f"the tree of rank {rank} has no dict of {name}: the manifest is damaged, save it again")
-    found = _pairs(node, f"{name} of rank {rank}")
-    for key in found:
-        if type(key) is not str:
-            raise ManifestError(f"{name} of rank {rank} has the key {str(key)[:100]!r}, expected a string")
-    return found
-
-
-def _pairs(node: Any, what: str) -> dict[Any, Any]:
-    """Return the items of a dict node, with decoded keys."""
-    if type(node) is not list or node[:1] not in (["dict"], ["odict"]):
-        return {}
-    pairs = node[1:] if node[0] == "dict" else node[2:]
-    if len(pairs) % 2:
-        raise ManifestError(f"{what} has a key without a value")
-    try:
-        keys = [build_value(key, None, f"key of {what}", _no_tensor) for key in pairs[::2]]
-        return dict(zip(keys, pairs[1::2], strict=True))
-    except TypeError as error:
-        raise ManifestError(f"{what} has a key that cannot be one: {error}") from error
-    except StateMismatch as error:
-        raise CheckpointError(str(error)) from error
-
-
-def _is_part(node: Any) -> bool:
-    if type(node) is not list or not node:
-        return False
-    node = plain_container(node)
-    kind = node[0] if type(node[0]) is str else None
-    return kind in PARTS or (kind == "list" and any(_is_part(one) for one in node[1:]))
+def _read_key(node: Any, what: str) -> Any:
+    return build_value(node, None, what, _no_tensor)
 
 
 def _no_tensor(_index: int, _target: Any, path: str) -> Any:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from keepstep.state.errors import CheckpointError
+from keepstep_mesh.protocol.stored_keys import Index, Path, key_of
 
 
 @runtime_checkable
@@ -24,16 +25,6 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
         """Restore the state."""
-
-
-@dataclass(frozen=True)
-class Index:
-    """A position in a list. All other steps of a path are keys of dicts."""
-
-    number: int
-
-
-Path: TypeAlias = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -55,11 +46,6 @@ def flatten(state_dict: Mapping[Any, Any]) -> dict[str, Leaf]:
             raise CheckpointError(f"two values of the state have the key {key!r}: rename one of them")
         found[key] = leaf
     return found
-
-
-def key_of(path: Path) -> str:
-    """Return the key of the leaf at ``path``."""
-    return ".".join(str(step.number if isinstance(step, Index) else step) for step in path)
 
 
 def _leaves(value: Any, path: Path) -> Iterator[Leaf]:
@@ -111,14 +97,6 @@ def _child(container: Any, step: Any, default: Any) -> Any:
 def pack_path(path: Path) -> tuple[Any, ...]:
     """Return ``path`` as values that a manifest can store: int for a list, a tuple for a key that is no string."""
     return tuple(step.number if isinstance(step, Index) else step if type(step) is str else (step,) for step in path)
-
-
-def unpack_path(packed: tuple[Any, ...]) -> Path:
-    """Inverse of ``pack_path``."""
-    return tuple(
-        Index(step) if type(step) is int else step[0] if isinstance(step, tuple) and len(step) == 1 else step
-        for step in packed
-    )
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 
 from keepstep.state.errors import CheckpointError, UnsupportedValue
-from keepstep.state.flattening import Leaf, Path, key_of
+from keepstep.state.flattening import Leaf
 from keepstep.state.values.known_classes import class_name
 from keepstep.state.values.leaves import TORCH_DTYPE_NAMES
 from keepstep.state.values.sharding import is_dtensor, sharding_of
 from keepstep.state.values.tensor_subclasses import is_whole_value, plain
 from keepstep_mesh.protocol.boxes import Box, Sizes, whole
+from keepstep_mesh.protocol.stored_keys import Path, key_of
 
 if TYPE_CHECKING:
     from torch.distributed._shard.sharded_tensor import ShardedTensor

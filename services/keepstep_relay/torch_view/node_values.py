@@ -10,6 +10,7 @@ from typing import Any
 from keepstep_mesh.errors import ManifestError
 from keepstep_mesh.protocol.manifest import glimpse
 from keepstep_mesh.protocol.state_content import BYTES, ITEM_BYTES, NUMPY, NUMPY_DTYPE, Content, TensorEntry
+from keepstep_mesh.protocol.stored_keys import kind_of
 from keepstep_relay.torch_view.pickle_writer import (
     BytesOfPack,
     Call,
@@ -18,9 +19,10 @@ from keepstep_relay.torch_view.pickle_writer import (
     PackRange,
     Persistent,
 )
-from keepstep_relay.torch_view.stored_keys import kind_of
 
 MAX_INTEGER_BYTES = 1 << 16
+MAX_KEY_BYTES = 1024
+"""Of an integer that is a key. Python does not convert much longer ones to text."""
 _NUMPY = "numpy.core.multiarray"
 """Known to numpy 1 and 2."""
 
@@ -35,6 +37,19 @@ def torch_dtype(name: str) -> Global:
     if name not in ITEM_BYTES:
         raise ManifestError(f"unknown dtype {glimpse(name)}")
     return Global("torch", name)
+
+
+def read_key(node: Any, what: str) -> Any:
+    """Return the key of a dict, as far as its text needs it: a tuple, or a scalar. Raises ``ManifestError``."""
+    match node:
+        case ["tuple", *items]:
+            return tuple([read_key(item, what) for item in items])
+        case ["int", bytes(data)] if len(data) <= MAX_KEY_BYTES:
+            return int.from_bytes(data, "little", signed=True)
+        case ["int", *fields]:
+            found = f"{len(fields[0])} bytes" if fields and type(fields[0]) is bytes else str(fields)[:40]
+            raise ManifestError(f"invalid integer as a {what}: {found}, expected 1 to {MAX_KEY_BYTES} bytes")
+    return node if type(node) is not list else str(node)
 
 
 def extent(entry: TensorEntry) -> int:

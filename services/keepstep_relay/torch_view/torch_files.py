@@ -16,7 +16,8 @@ from keepstep_mesh.errors import ManifestError
 from keepstep_mesh.protocol.boxes import Box
 from keepstep_mesh.protocol.manifest import chunk_digest
 from keepstep_mesh.protocol.state_content import Content
-from keepstep_relay.torch_view.node_values import NodeValues, extent, tensor_value, torch_dtype, torch_size
+from keepstep_mesh.protocol.stored_keys import Index, TensorShards, is_dict, pairs, read_keys
+from keepstep_relay.torch_view.node_values import NodeValues, extent, read_key, tensor_value, torch_dtype, torch_size
 from keepstep_relay.torch_view.pickle_writer import (
     Call,
     Global,
@@ -28,7 +29,6 @@ from keepstep_relay.torch_view.pickle_writer import (
     cut,
     write_pickle,
 )
-from keepstep_relay.torch_view.stored_keys import StoredKeys, StoredTensor, is_dict, pairs, read_keys
 
 METADATA = ".metadata"
 _MAGIC, _VERSION = 0x1950A86A20F9469CFC6C, 1001
@@ -89,7 +89,7 @@ def torch_directory(roots: Sequence[bytes], contents: Sequence[Content]) -> Torc
 class _Writing:
     def __init__(self, contents: Sequence[Content]) -> None:
         self._contents = contents
-        self._keys: StoredKeys = read_keys(contents)
+        self._keys = read_keys(contents, read_key)
         self._writers = [SegmentWriter() for _ in contents]
         self._where: list[tuple[Instance, Instance]] = []
         """Index and position of each item."""
@@ -99,7 +99,7 @@ class _Writing:
         for key, tensor in self._keys.tensors.items():
             described[key] = self._tensor(key, tensor)
         for key, stored in self._keys.objects.items():
-            if is_dict(stored.node) and not pairs(stored.node):
+            if is_dict(stored.node) and not pairs(stored.node, key):
                 continue  # an empty dict: torch stores none, and takes a checkpoint that has one for one of torch 2.3
             described[key] = Instance(Global(_MODULE, "BytesStorageMetadata"))
             values = NodeValues(stored.rank, self._contents[stored.rank])
@@ -112,8 +112,8 @@ class _Writing:
         write_pickle(metadata, self._metadata(described))
         return {METADATA: metadata, **{file_name(rank): one for rank, one in enumerate(self._writers)}}
 
-    def _tensor(self, key: str, tensor: StoredTensor) -> Instance:
-        for box, shard in tensor.shards.items():
+    def _tensor(self, key: str, tensor: TensorShards) -> Instance:
+        for box, shard in tensor.by_box.items():
             where = PackRange(shard.rank, shard.position, extent(shard.entry))
             self._item(shard.rank, key, torch_size(box.offset), tensor_value(shard.entry, "0"), [where])
         strided = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
@@ -124,7 +124,7 @@ class _Writing:
             {
                 "properties": Instance(Global(_MODULE, "TensorProperties"), properties),
                 "size": torch_size(tensor.shape),
-                "chunks": [_chunk(box) for box in tensor.shards],
+                "chunks": [_chunk(box) for box in tensor.by_box],
             },
         )
 
@@ -142,7 +142,10 @@ class _Writing:
         self._where.append((index, Instance(_POSITION, position)))
 
     def _metadata(self, described: Mapping[str, Any]) -> Instance:
-        paths = {key: self._keys.paths[key] for key in described}
+        paths = {
+            key: tuple([step.number if isinstance(step, Index) else str(step) for step in self._keys.paths[key]])
+            for key in described
+        }
         return Instance(
             Global(_MODULE, "Metadata"),
             {"state_dict_metadata": dict(described), "planner_data": paths, "storage_data": Items(tuple(self._where))},

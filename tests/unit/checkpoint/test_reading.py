@@ -19,7 +19,6 @@ from keepstep.checkpoint.loading import load_leaves
 from keepstep.checkpoint.places.directory import DirectorySource
 from keepstep.checkpoint.reading import VerifiedReader, Wanted
 from keepstep.checkpoint.saving import pack_of
-from keepstep.checkpoint.stored import FORMAT
 from keepstep_mesh.errors import ManifestError
 from keepstep_mesh.protocol.manifest import (
     CHUNK_BYTES,
@@ -31,6 +30,7 @@ from keepstep_mesh.protocol.manifest import (
     part_size,
     read_envelope,
 )
+from keepstep_mesh.protocol.stored_keys import FORMAT
 from tests.support.checkpoints.sharded_worlds import parts_of
 from tests.support.services.relay_driver import flip
 
@@ -167,7 +167,7 @@ TREE = {"format": FORMAT, "tensors": EMPTY, "objects": EMPTY, "paths": EMPTY}
         ({"tensors": ["dict", "w", ["list"]]}, "tensor w has no shard"),
         ({"tensors": ["dict", "w", []]}, "expected a tensor"),
         ({"tensors": ["dict", "w", 5]}, "expected a tensor"),
-        ({"paths": ["dict", "w", 5]}, "path of w is a int, expected a tuple"),
+        ({"paths": ["dict", "w", 5]}, "path of w is 5, expected a tuple"),
     ],
 )
 def test_a_damaged_tree_is_refused_by_name(change, message):

@@ -25,11 +25,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from keepstep.state.flattening import Index
 from keepstep_formats.dcp_metadata import ByteRange, read_dcp_metadata
 from keepstep_formats.foreign_errors import ForeignCheckpointError, RefusedClass
 from keepstep_formats.metadata_pickle import read_metadata_pickle
 from keepstep_mesh.protocol.boxes import Box
+from keepstep_mesh.protocol.stored_keys import Index
 
 
 def metadata(**changed: Any) -> Metadata:
