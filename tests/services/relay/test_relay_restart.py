@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import threading
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES
@@ -254,7 +256,12 @@ async def test_a_chunk_that_the_disk_cannot_read_is_counted_as_damaged_and_its_f
         assert await worker.pack() == ONE.pack, "the upload replaced the file"
 
 
-async def test_a_chunk_that_the_disk_cannot_read_comes_from_the_durable_tier(tmp_path: Path) -> None:
+async def test_a_chunk_that_the_disk_cannot_read_comes_from_the_durable_tier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreadable(*_: object) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
     how = {"data_dir": tmp_path / "local", "durable": f"file://{tmp_path}/bucket"}
     async with relay(**how) as one, client(one.address) as worker:
         await worker.begin(kind="durable")
@@ -268,7 +275,7 @@ async def test_a_chunk_that_the_disk_cannot_read_comes_from_the_durable_tier(tmp
         make_unreadable(file_of(tmp_path / "local", ONE.digests[1]))
         assert await worker.chunk(ONE.digests[1]) == ONE.chunks[1]
         make_unreadable(file_of(tmp_path / "local", ONE.digests[2]))
-        make_unreadable(tmp_path / "bucket" / "job" / "c1" / "chunks" / ONE.digests[2])
+        monkeypatch.setattr(LocalFileSystem, "cat_file", unreadable)  # it seeks first, which a real such file refuses
         await worker.chunk(ONE.digests[2], 410)
         assert one.chunks.damaged == {"disk": 2, "durable": 1}
 
