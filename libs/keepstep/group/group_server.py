@@ -88,7 +88,9 @@ class GroupServer:
         self._job = session.job
         self._job_settings = ""
         """Of the last request."""
-        self._session = LighthouseSession(session, self._on_lighthouse_push)
+        self._tasks = OwnedTasks(self.on_broken)
+        self._connections = RankConnections(self, settings, self._tasks)
+        self._session = LighthouseSession(session, self._on_lighthouse_push, self._connections.timing_changed)
         self._on_failed = on_failed
         self._on_push = on_push
         self._info = MemberInfo()
@@ -104,11 +106,9 @@ class GroupServer:
         self._requesting = False
         self._left_early = ""
         """Why the group left in the middle of a request."""
-        self._tasks = OwnedTasks(self._on_task_error)
         self._asks = GatheredAsks(settings, self._request_of_ranks, self._tasks.start)
         self._votes = GatheredVotes(settings.world_size)
         self._slow_quorum_log = SlowQuorumLog(self._session, session.replica_id, self._tasks.start)
-        self._connections = RankConnections(self, settings, self._tasks)
         routes = [
             web.get("/healthz", self._healthz),
             web.get("/v1/ranks", self._connections.serve),
@@ -126,8 +126,6 @@ class GroupServer:
             self.address = await self._listener.start()
             if connect:
                 await self._session.start()
-            if self._settings.world_size > 1:
-                self._tasks.start(self._connections.watch())
         except BaseException:
             await self.close()
             raise
@@ -146,7 +144,8 @@ class GroupServer:
         await self._session.close()
         await self._listener.close()
 
-    def _on_task_error(self, error: BaseException) -> None:
+    def on_broken(self, error: BaseException) -> None:
+        """See ``RankHost``."""
         log.error("group server failed", replica_id=self.replica_id, exc_info=error)
         self._tasks.start(self.fail(f"the group server failed: {error!r}"))
 
@@ -244,7 +243,7 @@ class GroupServer:
             return
         self._failed = reason
         log.error("group lost", replica_id=self.replica_id, reason=reason)
-        await self._connections.send(Failed(reason))
+        self._connections.send(Failed(reason))
         try:
             await self._session.failed(reason, 0.3)
         except (TimeoutError, KeepstepError, OSError) as error:
@@ -380,7 +379,7 @@ class GroupServer:
             self._leaving = True  # the ranks end one after the other, and none has failed
         self._on_push(push)
         if not isinstance(push, (Connected, Disconnected)):
-            self._connections.push(push)
+            self._connections.send(push)
 
     # ---- requests of other groups
 

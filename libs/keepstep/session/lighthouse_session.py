@@ -1,9 +1,7 @@
-"""A worker's session with the lighthouse: connect, fail over, resend requests, send heartbeats, deliver pushes.
+"""A group's session with the lighthouse: quorum requests, heals, pushes.
 
-The shell of ``session_machine``. A ``Connector`` owns the connection and opens the next one when it ends; an
-``OpenRequest`` holds the request that waits for a quorum. The read callback decodes a frame and hands it on. One alarm
-sends heartbeats, detects a silent lighthouse, and ends the request at its deadline, so a request needs neither a task
-nor a timer of its own.
+The ``Dialogue`` of a ``Session``, which owns the connection, and the shell of ``session_machine``. The read callback
+decodes a frame and hands it on, so an answer needs no task.
 """
 
 from __future__ import annotations
@@ -13,10 +11,8 @@ from collections.abc import Callable
 from urllib.parse import quote
 
 from keepstep.session import session_events
-from keepstep.session.alarm import Alarm
-from keepstep.session.connector import Connector
 from keepstep.session.liveness import Liveness
-from keepstep.session.open_request import OpenRequest
+from keepstep.session.session import Session
 from keepstep.session.session_events import Connected, Disconnected, Push
 from keepstep.session.session_machine import SessionCore, StaleLighthouseError
 from keepstep.session.session_settings import SessionSettings
@@ -24,7 +20,6 @@ from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.config.settings import base_url
 from keepstep_mesh.errors import KeepstepError, ProtocolError, SessionClosed, VersionError
 from keepstep_mesh.net.http import Identity
-from keepstep_mesh.net.websocket import Link
 from keepstep_mesh.protocol import codec
 from keepstep_mesh.protocol.membership import Quorum
 from keepstep_mesh.protocol.messages import (
@@ -37,7 +32,6 @@ from keepstep_mesh.protocol.messages import (
     Failed,
     Goodbye,
     Healing,
-    Heartbeat,
     Leave,
     MemberLost,
     Moved,
@@ -49,14 +43,12 @@ from keepstep_mesh.protocol.messages import (
     ServiceAddress,
     Services,
     Timing,
-    ToLighthouse,
     Welcome,
 )
+from keepstep_mesh.security.tls import as_safe
 
 log = get_logger("keepstep.session")
 
-ANSWER_MARGIN = 0.25
-"""Time after the deadline of a request in which a connected lighthouse may still answer with a reason."""
 LIVENESS_POLL_SECONDS = 0.01
 """Interval at which ``probe`` checks for a message."""
 
@@ -67,11 +59,15 @@ class LighthouseSession:
     Args:
         settings: lighthouses, job, replica_id, token, certificates.
         on_push: called on the event loop with each push; must neither block nor raise.
+        on_timing: called when the lighthouse has set the heartbeat timeout of the job; ``liveness`` has it.
     """
 
-    def __init__(self, settings: SessionSettings, on_push: Callable[[Push], None]) -> None:
+    def __init__(
+        self, settings: SessionSettings, on_push: Callable[[Push], None], on_timing: Callable[[], None] = lambda: None
+    ) -> None:
         self._settings = settings
         self._on_push = on_push
+        self._on_timing = on_timing
         self._core = SessionCore(
             settings.replica_id,
             settings.library,
@@ -91,24 +87,15 @@ class LighthouseSession:
         """Version of the protocol that the lighthouse speaks."""
         self.heal_timeout_ms = 0
         """Time that the next quorum waits for a group that heals; 0: unknown."""
-
-        addresses = [base_url(one) for one in settings.addresses]
-        self._connector = Connector(addresses, f"{self.job_path}/session", self, self.liveness, settings.replica_id)
-        self._request = OpenRequest(self._core, self._send)
-        self._farewell: Leave | None = None
-        self._left: asyncio.Future[None] | None = None
-        self._ended: KeepstepError | None = None
-        self._alarm = Alarm(self._tick)
         self.identity: Identity
         """Token and certificate; set by ``start``."""
-        self._loop: asyncio.AbstractEventLoop
-        self._started: asyncio.Future[None]
-        self._runner: asyncio.Task[None] | None = None
+        addresses = [base_url(one) for one in settings.addresses]
+        self._session = Session(self, "lighthouse", self._log, addresses, f"{self.job_path}/session", self.liveness)
 
     @property
     def lighthouse(self) -> str | None:
         """Address of the current lighthouse; None while disconnected."""
-        return self._connector.lighthouse
+        return self._session.server
 
     @property
     def job_path(self) -> str:
@@ -143,35 +130,16 @@ class LighthouseSession:
             VersionError: the worker or the lighthouse is too old.
             Banned: the group is banned.
         """
-        if self._ended is not None:
-            raise self._ended
         self.identity = Identity(self._settings.token, self._settings.tls)
-        self._loop = asyncio.get_running_loop()
-        self._started = self._loop.create_future()
-        self._runner = self._loop.create_task(
-            self._connector.run(self.identity), name=f"lighthouse session of {self._settings.replica_id}"
+        await self._session.start(
+            lambda: self.identity.session(timeout=None, kind="lighthouse"),
+            self._settings.connect_timeout,
+            f"no lighthouse welcomed {self._settings.replica_id}",
         )
-        self._runner.add_done_callback(self._runner_done)
-        try:
-            async with asyncio.timeout(self._settings.connect_timeout):
-                await self._started
-        except TimeoutError:
-            problem = self._connector.last_problem
-            await self.close()
-            limit = self._settings.connect_timeout
-            raise TimeoutError(
-                f"no lighthouse welcomed {self._settings.replica_id} within {limit:g} s: {problem}"
-            ) from None
-        except BaseException:
-            await self.close()
-            raise
 
     async def close(self) -> None:
         """Close the session without a graceful leave. Call ``leave`` before it. May be called repeatedly."""
-        self._end(SessionClosed("the lighthouse session was closed"))
-        if self._runner is not None and not self._runner.done():
-            self._runner.cancel()
-            await asyncio.wait([self._runner])
+        await self._session.close()
 
     async def leave(self, reason: str, timeout: float, *, cause: str = "", step: int | None = None) -> None:
         """Leave gracefully: send ``Leave``, again after each reconnect, until the lighthouse confirms it.
@@ -179,45 +147,39 @@ class LighthouseSession:
         Does nothing if the session has ended. Raises ``TimeoutError`` after ``timeout`` seconds without a confirmation.
         ``cause`` and ``step``: as in ``Leave``.
         """
-        if self._ended is not None:
-            return
-        self._farewell = Leave(reason, cause, step)
-        self._left = self._loop.create_future()
-        self._send(self._farewell)
-        try:
-            async with asyncio.timeout(timeout):
-                await self._left
-        except TimeoutError:
-            raise TimeoutError(f"no lighthouse confirmed the leave within {timeout:g} s: {self.why()}") from None
-        finally:
-            self._farewell = None
+        await self._session.leave(Leave(reason, cause, step), timeout)
 
     async def failed(self, reason: str, timeout: float) -> None:
         """Report that the whole group is lost, and end the session. Never raises: the process is about to exit."""
-        link = self._connector.link
+        channel = self._session.channel
         if not self.lighthouse:
             self._log.warning("could not report that the group failed", reason=self.why())
-        self._send(Failed(reason))
-        self._end(SessionClosed(f"the group failed: {reason}"))
-        if link is not None:
-            await asyncio.wait([link.closed], timeout=timeout)
+        self._session.send(Failed(reason))
+        self._session.end(SessionClosed(f"the group failed: {reason}"))
+        if channel is not None:
+            await asyncio.wait([channel.link.closed], timeout=timeout)
 
     async def probe(self, timeout: float) -> None:
         """Wait for a message of a lighthouse. Raises ``TimeoutError`` with the reason after ``timeout`` seconds."""
-        began, asked = self._loop.time(), None
+        began, asked = asyncio.get_running_loop().time(), None
         try:
             async with asyncio.timeout(timeout):
-                while self._ended is None:
-                    if self.lighthouse and self._connector.link is not None:
-                        if self._connector.link is not asked:
-                            asked = self._connector.link
+                while self._session.error is None:
+                    if self.lighthouse and self._session.channel is not None:
+                        link = self._session.channel.link
+                        if link is not asked:
+                            asked = link
                             asked.ping()
                         elif asked.last_received >= began:
                             return
                     await asyncio.sleep(LIVENESS_POLL_SECONDS)
         except TimeoutError:
             raise TimeoutError(f"no answer within {timeout:g} s: {self.why()}") from None
-        raise self._ended
+        raise self._session.error
+
+    def why(self) -> str:
+        """Return why no answer has arrived, as far as the worker knows."""
+        return self._session.why()
 
     # ---- the step
 
@@ -240,15 +202,17 @@ class LighthouseSession:
         Args:
             request: with its info and settings, which are sent only when they have changed; the session numbers it.
         """
-        if self._ended is not None:
-            raise self._ended
-        now = self._loop.time()
-        deadline = now + request.timeout_ms / 1000
-        future = self._request.open(request, deadline)
-        if self.lighthouse:
-            self._request.send(now)
-        self._alarm.set_by(deadline)
-        return future
+        session = self._session
+        if session.error is not None:
+            raise session.error
+        if self._core.open is not None and session.requests.any_open():
+            raise KeepstepError("a quorum request is already open; wait for it or cancel it")
+        number = self._core.ask(request)
+        now = asyncio.get_running_loop().time()
+        answer = session.requests.open(number, now + request.timeout_ms / 1000, self._late, self._withdraw)
+        if session.server is not None:
+            self._send_request(request.timeout_ms)
+        return answer
 
     def finished_step(self) -> None:
         """Forget the last answer, because its step was committed or has failed. May be called from any thread."""
@@ -258,167 +222,112 @@ class LighthouseSession:
         """Let the lighthouse end the quorum of the last answer, unless its step is over: this group takes no part."""
         if self._core.held is not None:
             self._core.finished_step()
-            self._send(CancelRequest(self._core.number))
+            self._session.send(CancelRequest(self._core.number))
 
     def healing(self, progress: Healing) -> None:
         """Report the progress of a heal. Dropped while disconnected; the next report replaces it."""
-        self._send(progress)
+        self._session.send(progress)
 
-    # ---- the connection
+    def _send_request(self, timeout_ms: int) -> None:
+        """Send the open request, if any, on a connection that does not have it."""
+        request = self._core.to_send(max(1, timeout_ms))
+        if request is not None:
+            self._session.send(request)
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether the session has ended for good."""
-        return self._ended is not None
+    def _withdraw(self, number: int) -> None:
+        self._core.finished_step()
+        if self._core.withdraw(number):
+            self._session.send(CancelRequest(number))
+
+    def _late(self) -> str:
+        return f"no quorum in time: {self.why()}"
+
+    # ---- the dialogue
 
     def hello(self) -> codec.Message:
-        """See ``ConnectionOwner``."""
+        """See ``Dialogue``."""
         return self._core.hello()
 
-    def on_disconnected(self, lighthouse: str, reason: str) -> None:
-        """See ``ConnectionOwner``."""
-        self._on_push(Disconnected(lighthouse, reason))
+    def on_disconnected(self, address: str, reason: str) -> None:
+        """See ``Dialogue``."""
+        self._on_push(Disconnected(address, reason))
 
-    def on_failed_attempt(self, error: Exception, problem: str) -> None:
-        """End the session if the first connection failed with an error that a retry does not fix."""
-        final = None if self._started.done() else session_events.of_connecting(error, problem)
-        if final is not None:
-            self._end(final)
+    def final_error(self, error: Exception, problem: str) -> KeepstepError | None:
+        """See ``Dialogue``."""
+        return session_events.of_connecting(error, problem)
 
-    def _end(self, error: KeepstepError) -> None:
-        """End the session for good, and fail whatever waits for it."""
-        if self._ended is None:
-            self._ended = error
-        self._alarm.set(None)
-        if self._runner is None:
-            return
-        self._request.fail(error)
-        if not self._started.done():
-            self._started.set_exception(error)
-        if self._left is not None and not self._left.done():
-            self._left.set_result(None)
-        self._connector.close(str(error))
-
-    def _runner_done(self, runner: asyncio.Task[None]) -> None:
-        if not runner.cancelled() and (error := runner.exception()) is not None:
-            self._log.error("lighthouse session failed", exc_info=error)
-            self._end(SessionClosed(f"the lighthouse session failed: {error!r}"))
-
-    # ---- out
-
-    def _send(self, message: ToLighthouse) -> None:
-        """Send a message. While disconnected it is dropped; ``_on_welcome`` repeats requests and leaves."""
-        if self.lighthouse and self._connector.link is not None:
-            self.liveness.sent(self._loop.time())
-            self._connector.link.send(codec.encode(message))
-
-    def _tick(self) -> None:
-        """Check the deadline of the request, the heartbeat and the lighthouse; then set the next tick."""
-        now = self._loop.time()
-        stalled = self._alarm.due is not None and self.liveness.is_late(now, self._alarm.due)
-        due = []
-        deadline = self._request.deadline
-        if deadline is not None:
-            deadline += ANSWER_MARGIN if self.lighthouse else 0.0
-            if now >= deadline:
-                self._request.fail(TimeoutError(f"no quorum in time: {self.why()}"))
-            else:
-                due.append(deadline)
-        if self.lighthouse and self._connector.link is not None:
-            if now >= self.liveness.beat_due:
-                self._send(Heartbeat())
-            due.append(self.liveness.beat_due)
-            self._watch(self._connector.link, now, stalled=stalled)
-        self._alarm.set(min(due, default=None))
-
-    def _watch(self, link: Link, now: float, *, stalled: bool) -> None:
-        match self.liveness.judge(now, link.last_received, stalled=stalled):
-            case "ask":
-                link.ping()
-            case "silent":
-                link.abort(f"silent for {now - link.last_received:.1f} s")
-
-    def why(self) -> str:
-        """Return why no answer has arrived, as far as the worker knows."""
-        if self.lighthouse:
-            return f"the lighthouse {self.lighthouse} did not answer"
-        return f"no lighthouse is reachable ({self._connector.last_problem})"
-
-    # ---- in
-
-    def on_frame(self, frame: bytes) -> None:
-        try:
-            message = codec.decode(frame, codec.MAX_SERVER_FRAME_BYTES)
-            self._on_message(message)
-        except StaleLighthouseError as error:
+    def on_bad(self, error: Exception) -> None:
+        """See ``Dialogue``."""
+        if not isinstance(error, ProtocolError):
+            raise error
+        if isinstance(error, StaleLighthouseError):
             self._move(str(error))
-        except VersionError as error:
-            self._end(error)
-        except ProtocolError as error:
-            self._log.error("bad message from the lighthouse", lighthouse=self._connector.address, reason=str(error))
-            self._connector.close(f"bad message: {error}")
+        elif isinstance(error, VersionError):
+            self._session.end(error)
+        else:
+            self._session.refuse(error)
 
-    def _on_message(self, message: codec.Message) -> None:
+    def on_message(self, message: codec.Message) -> None:
+        """See ``Dialogue``."""
         match message:
             case QuorumAnswer():
-                if self.lighthouse is None:
+                if self._session.server is None:
                     raise ProtocolError("answer before the welcome")
-                self._request.answered(message)
+                quorum = self._core.answered(message)
+                if quorum is not None:
+                    self._session.requests.answer(message.request, quorum)
             case MemberLost() | RoundBroken() | Drain():
                 self._on_push(message)
             case Welcome():
                 self._on_welcome(message)
             case Timing():
                 self._set_timing(message)
-                if self._ended is None:
-                    self._tick()
+                if self.lighthouse and self._session.channel is not None:
+                    self._session.channel.tick()
             case Services(services):
                 self._set_services(services)
-            case Closed():
-                self._request.closed(message)
-            case Denied():
-                self._request.denied(message)
+            case Closed(request=request):
+                if self._core.withdraw(request):
+                    self._session.requests.fail(request, session_events.of_closed(message))
+            case Denied(request=request):
+                if self._core.withdraw(request):
+                    self._session.requests.fail(request, session_events.of_request(message))
             case Goodbye():
-                self._end(SessionClosed("the group left the job"))
+                self._session.end(SessionClosed("the group left the job"))
             case NotLeader(leader=leader):
-                self._connector.follow(leader)
+                self._session.follow(as_safe(base_url(leader), self._session.address) if leader else "")
                 self._move(f"it is not the leader; {leader or 'no lighthouse'} is")
             case Evicted(reason=reason):
                 self._on_push(message)
-                self._end(SessionClosed(f"evicted: {reason}"))
+                self._session.end(SessionClosed(f"evicted: {reason}"))
             case Refused(reason=reason):
                 if (final := session_events.of_session(message)) is not None:
-                    self._end(final)
+                    self._session.end(final)
                 else:
                     self._move(reason)
             case _:
                 raise ProtocolError(f"unexpected message {message.kind!r} from a lighthouse")
 
     def _on_welcome(self, welcome: Welcome) -> None:
-        if self._connector.is_welcomed:
+        if self._session.is_answered:
             raise ProtocolError("second welcome in one session")
         self._core.welcomed(welcome)
         self._set_timing(welcome)
         self.live_step, self.version = welcome.live_step, welcome.version
         self.durable_relays = welcome.durable_relays
-        now = self._loop.time()
-        self.liveness.begins(now)
-        self._connector.welcome()
-        if self._farewell is not None:
-            self._send(self._farewell)
-        else:
-            self._request.send(now)
-        self._tick()
-        self._log.info("session with a lighthouse opened", lighthouse=self._connector.address, epoch=self.epoch)
-        self._on_push(Connected(self._connector.address, self.epoch))
+        if self._session.welcome():
+            deadline = self._session.requests.deadline(self._core.number)
+            left = 0.0 if deadline is None else deadline - asyncio.get_running_loop().time()
+            self._send_request(round(left * 1000))
+        self._log.info("session with a lighthouse opened", lighthouse=self._session.address, epoch=self.epoch)
+        self._on_push(Connected(self._session.address, self.epoch))
         self._set_services(welcome.services)
-        if not self._started.done():
-            self._started.set_result(None)
 
     def _set_timing(self, message: Welcome | Timing) -> None:
         self.liveness.interval = message.heartbeat_interval_ms / 1000 or self._settings.heartbeat_interval
         self.liveness.timeout = message.heartbeat_timeout_ms / 1000 or self.liveness.timeout
         self.heal_timeout_ms = message.heal_timeout_ms
+        self._on_timing()
 
     def _set_services(self, services: tuple[ServiceAddress, ...]) -> None:
         if services != self.services:
@@ -427,5 +336,5 @@ class LighthouseSession:
 
     def _move(self, reason: str) -> None:
         """Move to another lighthouse."""
-        self._send(Moved())
-        self._connector.move(reason)
+        self._session.send(Moved())
+        self._session.move(reason)

@@ -1,4 +1,4 @@
-"""WebSocket frames straight from the transport, for lighthouse sessions.
+"""WebSocket frames straight from the transport, for sessions.
 
 aiohttp does what is rare: HTTP, the upgrade, TLS, the authorization in front of it. Once the upgrade is answered a
 ``Link`` takes the place of aiohttp's protocol on the same transport (``transport.set_protocol``), so that a frame is
@@ -6,7 +6,8 @@ handled inside the read callback of the loop. aiohttp's own reader puts every fr
 it: 1.3 to 2.5 times the time of a quorum round. The wire is plain RFC 6455 without extensions: any WebSocket client can
 open a session.
 
-Usage: ``connect`` (worker) or ``accept`` (lighthouse), then ``send``, from the thread of the event loop only.
+Usage: ``connect`` (worker) or ``accept`` (lighthouse, group server), then ``send``, from the thread of the event loop
+only.
 """
 
 from __future__ import annotations
@@ -227,7 +228,7 @@ class Link(asyncio.Protocol):
         if first & 0x70:
             raise ProtocolError("reserved bits are set; no extension was agreed")
         if bool(second & _MASKED) == self._client:
-            raise ProtocolError("frames to the lighthouse are masked, frames to the worker are not")
+            raise ProtocolError("frames of a client are masked, frames of a server are not")
         size, start = second & 0x7F, 2
         if opcode >= _CLOSE and (size > 125 or not first & _FIN):
             raise ProtocolError("control frames are short and whole")

@@ -8,8 +8,8 @@ import pytest
 
 from keepstep.session.session_events import Connected, Disconnected
 from keepstep_mesh.errors import KeepstepError, LayoutMismatch
-from keepstep_mesh.protocol.membership import HeldAnswer, MemberInfo
-from keepstep_mesh.protocol.messages import CancelRequest, Denied, MemberLost, Moved, QuorumAnswer, QuorumRequest
+from keepstep_mesh.protocol.membership import HeldAnswer, MemberInfo, Quorum
+from keepstep_mesh.protocol.messages import CancelRequest, Denied, MemberLost, Moved, QuorumRequest
 from keepstep_mesh.testing import scripted_lighthouse
 from tests.services.session.worker import INFO, cut_off, in_session
 from tests.support.services.asking_group import quorum_request
@@ -113,14 +113,14 @@ async def test_a_request_cancelled_after_its_answer_arrived_holds_no_answer_and_
     async with scripted_lighthouse() as lighthouse, in_session(lighthouse) as (worker, peer):
         asking = worker.ask()
         request = await peer.next(QuorumRequest)
-        open_request = worker.session._request
-        answered = open_request.answered
+        requests = worker.session._session.requests
+        answer = requests.answer
 
-        def cancelled_at_once(answer: QuorumAnswer) -> None:
-            answered(answer)
+        def cancelled_at_once(number: int, quorum: Quorum) -> None:
+            answer(number, quorum)
             asking.cancel()
 
-        monkeypatch.setattr(open_request, "answered", cancelled_at_once)
+        monkeypatch.setattr(requests, "answer", cancelled_at_once)
         peer.answer(request)
         with pytest.raises(asyncio.CancelledError):
             await asking

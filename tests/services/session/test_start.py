@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from keepstep.session import connector
+from keepstep.session import session
 from keepstep_mesh.errors import AuthError, SessionClosed, VersionError
 from keepstep_mesh.net import lighthouse_addresses
 from keepstep_mesh.protocol.messages import OLDEST_PROTOCOL_VERSION, NotLeader, QuorumRequest, Refused, Welcome
@@ -123,7 +123,7 @@ async def test_a_start_without_any_lighthouse_says_why() -> None:
 
 
 async def test_a_start_where_nobody_welcomes_says_so(monkeypatch) -> None:
-    monkeypatch.setattr(connector, "WELCOME_SECONDS", 0.05)
+    monkeypatch.setattr(session, "WELCOME_SECONDS", 0.05)
     async with scripted_lighthouse() as lighthouse:
         worker = Worker(lighthouse.url, connect_timeout=2.0)
         with pytest.raises(TimeoutError, match=r"connected, but no welcome within 0\.05 s"):

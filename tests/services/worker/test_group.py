@@ -23,7 +23,8 @@ from keepstep_lighthouse.quorum.views.replicas import HealView
 from keepstep_lighthouse.registry.service_registry import new_record
 from keepstep_mesh.errors import JobClosed, KeepstepError, LayoutMismatch, SessionClosed, StartRefused
 from keepstep_mesh.protocol.group_messages import RankAsk, RankVote
-from keepstep_mesh.protocol.messages import Evicted, Healing, QuorumAnswer, RoundBroken, ServiceAddress
+from keepstep_mesh.protocol.membership import Quorum
+from keepstep_mesh.protocol.messages import Evicted, Healing, RoundBroken, ServiceAddress
 from tests.services.worker.group_driver import DEADLINE, Group, ask
 from tests.support.services.lighthouse_driver import eventually
 from tests.support.services.lighthouse_driver import lighthouse as in_loop
@@ -157,13 +158,14 @@ async def test_a_quorum_that_forms_while_rank_0_withdraws_is_ended_by_the_lighth
     async with background_pair() as (lighthouse, pair, other):
         asking = [begin_ask(pair, 0), begin_ask(pair, 1)]
         await eventually(lambda: is_asking(lighthouse))
-        answered = pair.server._session._request.answered
+        requests = pair.server._session._session.requests
+        answer = requests.answer
 
-        def withdrawn_at_once(answer: QuorumAnswer) -> None:
-            answered(answer)
+        def withdrawn_at_once(number: int, quorum: Quorum) -> None:
+            answer(number, quorum)
             asking[0].cancel()
 
-        monkeypatch.setattr(pair.server._session._request, "answered", withdrawn_at_once)
+        monkeypatch.setattr(requests, "answer", withdrawn_at_once)
         await other.ask(**BACKGROUND)
         await eventually(lambda: any(isinstance(one, RoundBroken) for one in other.pushes))
         assert asking[0].cancelled()
@@ -215,7 +217,7 @@ async def test_a_rank_whose_connection_ends_fails_the_group_and_the_lighthouse_h
     await other.start()
     answers = await asyncio.gather(pair.ask(), other.ask())
     assert [m.replica_id for m in answers[1][0].quorum.members] == ["a:1", "b:1"]
-    pair.clients[0]._socket._writer.transport.abort()
+    pair.clients[0]._session.channel.link.abort("test")
     assert (await asyncio.wait_for(other.lost, DEADLINE)).replica_id == "a:1"
     assert any("rank 1 of 2 died" in reason for reason in pair.failed)
     await other.close()
@@ -223,8 +225,7 @@ async def test_a_rank_whose_connection_ends_fails_the_group_and_the_lighthouse_h
 
 async def test_ranks_that_were_all_frozen_go_on_together(monkeypatch, lighthouse):
     monkeypatch.setattr("keepstep.group.ranks.rank_link.RANK_BEAT", 0.05)
-    for where in ("rank_link", "rank_connections", "rank_client"):
-        monkeypatch.setattr(f"keepstep.group.ranks.{where}.RANK_SILENCE", 0.5)
+    monkeypatch.setattr("keepstep.group.ranks.rank_link.RANK_SILENCE", 0.5)
     group = Group(lighthouse, 2)
     await group.start()
     time.sleep(1)  # noqa: ASYNC251  as a container that is paused
@@ -323,7 +324,7 @@ async def test_the_first_difference_of_two_layouts_is_named(pair):
 
 async def assert_not_failed_by_the_end_of_a_rank(group: Group) -> None:
     idle = len(group.server._tasks._running)
-    await group.clients[0]._socket.close()  # a process that ends says no goodbye
+    group.clients[0]._session.disconnect("test")  # a process that ends says no goodbye
     await eventually(lambda: not group.server._connections._ranks)
     await eventually(lambda: len(group.server._tasks._running) == idle)
     assert not [reason for reason in group.failed if "died" in reason]
@@ -357,7 +358,7 @@ async def test_a_group_that_lost_a_rank_after_its_start_was_refused_does_not_wai
         assert [type(answer) for answer in await pair.ask()] == [StartRefused] * 2
     asking = asyncio.create_task(pair.server.ask(ask(request=2)))
     await eventually(lambda: list(pair.server._asks.waiting) == [0])
-    await pair.clients[0]._socket.close()
+    pair.clients[0]._session.disconnect("test")
     with pytest.raises(SessionClosed, match="rank 1 has left this group: rank 1 of 2 died"):
         await asyncio.wait_for(asking, DEADLINE)
     with pytest.raises(SessionClosed, match=r"ranks \[1\] of this group have left it"):

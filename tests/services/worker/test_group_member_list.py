@@ -43,9 +43,9 @@ def members(count: int, step: int = 0) -> tuple[Member, ...]:
 
 def received(client: RankClient) -> int:
     """Bytes that came over a rank's connection so far."""
-    response = client._socket._response
-    assert response.connection is not None
-    sock: socket.socket = response.connection.transport.get_extra_info("socket")
+    channel = client._session.channel
+    assert channel is not None
+    sock: socket.socket = channel.link._transport.get_extra_info("socket")
     (count,) = _BYTES_RECEIVED.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED.size))
     return int(count)
 

@@ -30,8 +30,7 @@ LEAST = 0.5
 @pytest.fixture(autouse=True)
 def short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("keepstep.group.ranks.rank_link.RANK_BEAT", 0.05)
-    for where in ("rank_link", "rank_connections", "rank_client"):
-        monkeypatch.setattr(f"keepstep.group.ranks.{where}.RANK_SILENCE", LEAST)
+    monkeypatch.setattr("keepstep.group.ranks.rank_link.RANK_SILENCE", LEAST)
 
 
 class Pair:
@@ -60,7 +59,7 @@ class Pair:
         return over.set
 
     async def told(self, heartbeat_timeout: float) -> None:
-        await eventually(lambda: self.client._heartbeat_timeout == heartbeat_timeout)
+        await eventually(lambda: self.client._session.liveness.timeout == max(LEAST, heartbeat_timeout))
 
     async def ask(self) -> list[object]:
         ask = RankAsk(1, 0, "", False, 0, 10_000)

@@ -22,7 +22,7 @@ from keepstep.lifecycle import membership
 from keepstep.manager import SHUTDOWN_SECONDS, Manager
 from keepstep.relay_client import relay_link, upload_share
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS
-from keepstep.session import connector, lighthouse_session
+from keepstep.session import open_requests, session
 from keepstep.session.session_settings import SessionSettings
 from keepstep.step import agreeing, healing
 from keepstep.step.catching_up import catch_up
@@ -112,16 +112,16 @@ RULES = {
     "the lighthouse sees a late heal, not a broken one": (0 < healing.GIVE_UP_SECONDS < POLICY.heal_timeout),
     # the session
     "a session outlives the search for a lighthouse": (
-        lighthouse_addresses.SESSION_CONNECT_SECONDS + connector.WELCOME_SECONDS < of_manager("connect_timeout")
+        lighthouse_addresses.SESSION_CONNECT_SECONDS + session.WELCOME_SECONDS < of_manager("connect_timeout")
     ),
     "the lighthouse waits for a hello longer than a worker for its welcome": (
-        connector.WELCOME_SECONDS < sessions.HELLO_SECONDS
+        session.WELCOME_SECONDS < sessions.HELLO_SECONDS
     ),
     "a slow connection is not closed while it connects": (
         lighthouse_addresses.SESSION_CONNECT_SECONDS < open_port.FIRST_REQUEST_SECONDS
     ),
     "a call from another thread outlives what it calls": (
-        lighthouse_addresses.SESSION_CONNECT_SECONDS + connector.WELCOME_SECONDS + lighthouse_session.ANSWER_MARGIN
+        lighthouse_addresses.SESSION_CONNECT_SECONDS + session.WELCOME_SECONDS + open_requests.ANSWER_MARGIN
         < CALL_MARGIN_SECONDS
         and rank_link.RANK_CLOSE_SECONDS < CALL_MARGIN_SECONDS
     ),

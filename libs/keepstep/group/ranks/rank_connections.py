@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+from functools import partial
 from typing import Protocol
 
-from aiohttp import WSMsgType, web
+from aiohttp import web
 
 from keepstep.group.quorum_plan import QuorumPlan
-from keepstep.group.ranks.rank_link import RANK_CLOSE_SECONDS, RANK_SILENCE, GroupSettings, denied, rank_beats
+from keepstep.group.ranks.rank_link import RANK_CLOSE_SECONDS, GroupSettings, denied, rank_liveness, silence_limit
 from keepstep.group.ranks.rank_lists import ListSender
 from keepstep.runtime.owned_tasks import OwnedTasks
+from keepstep.session.message_channel import MessageChannel
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import ProtocolError
 from keepstep_mesh.protocol import codec
@@ -22,7 +23,6 @@ from keepstep_mesh.protocol.messages import (
     Failed,
     Goodbye,
     Healing,
-    Heartbeat,
     Leave,
     Refused,
     ServiceAddress,
@@ -73,31 +73,8 @@ class RankHost(Protocol):
     async def fail(self, reason: str) -> None:
         """The group is lost."""
 
-
-class _Rank:
-    """One connected rank."""
-
-    def __init__(self, hello: RankHello, socket: web.WebSocketResponse, now: float) -> None:
-        self.rank = hello.group_rank
-        self.socket = socket
-        self.heard = now
-        self.said_goodbye = False
-        self._keeps_list = hello.keeps_list
-        self._list_sent = 0
-        """Number of the member list that was last sent on this connection; 0: none."""
-
-    async def send(self, message: codec.Message) -> None:
-        await self._send_frame(codec.encode(message))
-
-    async def send_quorum(self, answer: RankQuorum, lists: ListSender) -> None:
-        frame, number = lists.frame(answer, self._list_sent)
-        if self._keeps_list:
-            self._list_sent = number
-        await self._send_frame(frame)
-
-    async def _send_frame(self, frame: bytes) -> None:
-        with contextlib.suppress(ConnectionError):  # the reader of this connection reports it
-            await self.socket.send_bytes(frame)
+    def on_broken(self, error: BaseException) -> None:
+        """The group is lost by a bug of the group server."""
 
 
 class RankConnections:
@@ -110,101 +87,89 @@ class RankConnections:
     """
 
     def __init__(self, host: RankHost, settings: GroupSettings, tasks: OwnedTasks) -> None:
-        self._host = host
+        self.host = host
+        self.tasks = tasks
+        self.lists = ListSender()
         self._settings = settings
-        self._tasks = tasks
-        self._lists = ListSender()
         self._ranks: dict[int, _Rank] = {}
+        self._sent_timing: Timing | None = None
 
     # ---- to all ranks
 
-    async def send(self, message: codec.Message) -> None:
+    def send(self, message: codec.Message) -> None:
         """Send ``message`` to every connected rank."""
         for peer in tuple(self._ranks.values()):
-            await peer.send(message)
+            peer.channel.send(message)
 
-    def push(self, message: codec.Message) -> None:
-        """Send ``message`` to every connected rank in the background, so that a slow rank delays no other."""
-        for peer in tuple(self._ranks.values()):
-            self._tasks.start(peer.send(message))
+    def timing_changed(self) -> None:
+        """Tell all ranks the heartbeat timeout of the job, if it has changed."""
+        timing = self._timing()
+        if timing != self._sent_timing:
+            self._sent_timing = timing
+            for peer in self._ranks.values():
+                peer.channel.liveness.timeout = self.silence
+            self.send(timing)
 
     async def close(self, *, goodbye: bool) -> None:
         """Close every connection, after a goodbye if ``goodbye``."""
+        links = []
         for peer in tuple(self._ranks.values()):
             if goodbye:
-                await peer.send(Goodbye())
-            await peer.socket.close()
+                peer.channel.send(Goodbye())
+            peer.channel.link.close()
+            links.append(peer.channel.link)
+        if links:
+            await asyncio.wait([link.closed for link in links], timeout=RANK_CLOSE_SECONDS)
+        for link in links:
+            link.abort("the rank does not read the last messages")
 
     @property
     def silence(self) -> float:
         """Seconds without a message after which a rank counts as dead; follows the job's policy."""
-        return max(RANK_SILENCE, self._host.heartbeat_timeout)
-
-    async def watch(self) -> None:
-        """Send heartbeats, and fail the group when a rank is silent for too long. Runs until it is cancelled."""
-        loop = asyncio.get_running_loop()
-        sent = self._timing()
-        async for slept in rank_beats():
-            before, sent = sent, self._timing()
-            for peer in tuple(self._ranks.values()):
-                if slept:
-                    peer.heard = loop.time()
-                silent = loop.time() - peer.heard
-                if silent > self.silence:
-                    await self._lost(peer.rank, f"rank {peer.rank} was silent for {silent:.1f} s")
-                    if not self._host.leaving:
-                        return
-                await peer.send(Heartbeat())
-                if sent != before:
-                    await peer.send(sent)
+        return silence_limit(self.host.heartbeat_timeout)
 
     def _timing(self) -> Timing:
-        return Timing(0, round(self._host.heartbeat_timeout * 1000), 0)
+        return Timing(0, round(self.host.heartbeat_timeout * 1000), 0)
 
     # ---- one rank
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
         """Handle the connection of one rank, until it ends."""
-        socket = web.WebSocketResponse(timeout=RANK_CLOSE_SECONDS, max_msg_size=codec.MAX_FRAME_BYTES, compress=False)
-        await socket.prepare(request)
-        loop = asyncio.get_running_loop()
+        peer = _Rank(self)
+        response = await peer.channel.link.accept(request)
+        late = f"no rank_hello within {HELLO_DEADLINE:g} s"
+        timer = asyncio.get_running_loop().call_later(HELLO_DEADLINE, peer.refuse, late)
         try:
-            async with asyncio.timeout(HELLO_DEADLINE):
-                hello = codec.decode(await socket.receive_bytes())
-            self._check_hello(hello)
-        except (ProtocolError, TimeoutError, TypeError) as error:
-            with contextlib.suppress(ConnectionError):  # it has hung up
-                reason = str(error) or f"no rank_hello within {HELLO_DEADLINE:g} s"
-                await socket.send_bytes(codec.encode(Refused("bad_message", reason)))
-            await socket.close()
-            return socket
-        assert isinstance(hello, RankHello)
-        peer = _Rank(hello, socket, loop.time())
-        self._ranks[peer.rank] = peer
-        self._host.rank_came(peer.rank)
-        await peer.send(RankReady(PROTOCOL_VERSION, self._host.replica_id))
-        await peer.send(Services(self._host.services))
-        await peer.send(self._timing())
-        try:
-            await self._read(peer)
+            await peer.channel.link.closed
         finally:
-            if self._ranks.get(peer.rank) is peer:
-                del self._ranks[peer.rank]
-            if not peer.said_goodbye:
-                died = f"rank {peer.rank} of {self._settings.world_size} died: its connection ended"
-                self._tasks.start(self._lost(peer.rank, died))
-        return socket
+            timer.cancel()
+            peer.channel.link.abort("the group server ends")
+        return response
 
-    async def _lost(self, rank: int, reason: str) -> None:
+    def greet(self, peer: _Rank, hello: RankHello) -> None:
+        """Take the rank into the group. Raises ``ProtocolError`` if it does not belong to it."""
+        self._check_hello(hello)
+        self._ranks[hello.group_rank] = peer
+        self.host.rank_came(hello.group_rank)
+        peer.channel.send(RankReady(PROTOCOL_VERSION, self.host.replica_id))
+        peer.channel.send(Services(self.host.services))
+        peer.channel.send(self._timing())
+        peer.channel.watch()
+
+    def ended(self, rank: int, *, said_goodbye: bool) -> None:
+        """Note that the connection of a rank has ended."""
+        del self._ranks[rank]
+        if not said_goodbye:
+            self.lost(rank, f"rank {rank} of {self._settings.world_size} died: its connection ended")
+
+    def lost(self, rank: int, reason: str) -> None:
         """Fail the group. A group that ends or was refused has not failed, but cannot ask again without this rank."""
-        if self._host.leaving:
-            self._host.rank_left(rank, reason)
+        if self.host.leaving:
+            self.host.rank_left(rank, reason)
         else:
-            await self._host.fail(reason)
+            self.tasks.start(self.host.fail(reason))
 
-    def _check_hello(self, hello: object) -> None:
-        if not isinstance(hello, RankHello):
-            raise ProtocolError(f"first message of a rank is {type(hello).__name__}, expected RankHello")
+    def _check_hello(self, hello: RankHello) -> None:
         if hello.version != PROTOCOL_VERSION:
             raise ProtocolError(
                 f"rank {hello.group_rank} speaks protocol {hello.version}, rank 0 {PROTOCOL_VERSION}: install the same "
@@ -221,45 +186,93 @@ class RankConnections:
         if hello.group_rank in self._ranks:
             raise ProtocolError(f"rank {hello.group_rank} is connected already; two processes have the same RANK")
 
-    async def _read(self, peer: _Rank) -> None:
-        loop = asyncio.get_running_loop()
-        async for frame in peer.socket:
-            if frame.type is not WSMsgType.BINARY:
-                return
-            peer.heard = loop.time()
-            try:
-                message = codec.decode(frame.data)
-            except ProtocolError as error:
-                log.error("bad message from a rank", rank=peer.rank, error=str(error))
-                return
-            match message:
-                case RankAsk():
-                    self._tasks.start(self._answer_ask(peer, message))
-                case CancelRequest(request):
-                    self._host.withdraw_of(peer.rank, request)
-                case RankVote():
-                    self._tasks.start(self._answer_vote(peer, message))
-                case Healing():
-                    self._host.healing_of(peer.rank, message)
-                case Leave():
-                    peer.said_goodbye = True
-                    self._host.rank_left(peer.rank, message.reason)
-                    await peer.send(Goodbye())
-                    return
-                case Failed():
-                    await self._host.fail(message.reason)
-                case _:
-                    pass
 
-    async def _answer_ask(self, peer: _Rank, ask: RankAsk) -> None:
+class _Rank:
+    """The connection of one rank."""
+
+    def __init__(self, group: RankConnections) -> None:
+        self._group = group
+        self._host = group.host
+        self._rank = -1
+        """Set by the hello."""
+        self._said_goodbye = False
+        self._keeps_list = False
+        self._list_sent = 0
+        """Number of the member list that was last sent on this connection; 0: none."""
+        self.channel = MessageChannel(
+            rank_liveness(group.host.heartbeat_timeout),
+            on_message=self._on_message,
+            on_bad=self._on_bad,
+            on_silent=self._on_silent,
+            on_lost=self._on_lost,
+            limit_bytes=codec.MAX_FRAME_BYTES,
+            unsent_bytes=codec.MAX_SERVER_FRAME_BYTES,
+        )
+
+    def refuse(self, reason: str) -> None:
+        """Close the connection of a rank that has not said a valid hello."""
+        if self._rank < 0:
+            self.channel.send(Refused("bad_message", reason))
+            self.channel.link.close(reason=reason)
+
+    def _on_message(self, message: codec.Message) -> None:
+        match message:
+            case _ if self._rank < 0:
+                self._greet(message)
+            case RankAsk():
+                self._group.tasks.start(self._answer_ask(message))
+            case RankVote():
+                decision = self._host.vote_of(self._rank, message)
+                decision.add_done_callback(partial(self._answer_vote, message))
+            case CancelRequest(request):
+                self._host.withdraw_of(self._rank, request)
+            case Healing():
+                self._host.healing_of(self._rank, message)
+            case Leave():
+                self._said_goodbye = True
+                self._host.rank_left(self._rank, message.reason)
+                self.channel.send(Goodbye())
+                self.channel.link.close()
+            case Failed():
+                self._group.tasks.start(self._host.fail(message.reason))
+            case _:
+                pass
+
+    def _greet(self, message: codec.Message) -> None:
+        if not isinstance(message, RankHello):
+            raise ProtocolError(f"first message of a rank is {type(message).__name__}, expected RankHello")
+        self._group.greet(self, message)
+        self._rank, self._keeps_list = message.group_rank, message.keeps_list
+
+    def _on_bad(self, error: Exception) -> None:
+        if not isinstance(error, ProtocolError):
+            self._host.on_broken(error)
+        elif self._rank < 0:
+            self.refuse(str(error))
+        else:
+            log.error("bad message from a rank", rank=self._rank, error=str(error))
+            self.channel.link.close(reason=f"bad message: {error}")
+
+    def _on_silent(self, seconds: float) -> None:
+        self._group.lost(self._rank, f"rank {self._rank} was silent for {seconds:.1f} s")
+
+    def _on_lost(self, _reason: str) -> None:
+        if self._rank >= 0:
+            self._group.ended(self._rank, said_goodbye=self._said_goodbye)
+
+    async def _answer_ask(self, ask: RankAsk) -> None:
         try:
-            plan = await self._host.ask_of(peer.rank, ask)
+            plan = await self._host.ask_of(self._rank, ask)
         except Exception as error:  # noqa: BLE001  the rank waits for an answer, whatever the error is
-            await peer.send(denied(ask.request, error))
+            self.channel.send(denied(ask.request, error))
         else:
             answer = RankQuorum(ask.request, plan.attempt, plan.quorum, heal_timeout_ms=plan.heal_timeout_ms)
-            await peer.send_quorum(answer, self._lists)
+            frame, number = self._group.lists.frame(answer, self._list_sent)
+            if self._keeps_list:
+                self._list_sent = number
+            self.channel.send_frame(frame)
 
-    async def _answer_vote(self, peer: _Rank, vote: RankVote) -> None:
-        ok = await self._host.vote_of(peer.rank, vote)
-        await peer.send(RankDecision(vote.epoch, vote.quorum_id, vote.step, vote.attempt, ok, vote.poll))
+    def _answer_vote(self, vote: RankVote, decision: asyncio.Future[bool]) -> None:
+        if not decision.cancelled():
+            ok = decision.result()
+            self.channel.send(RankDecision(vote.epoch, vote.quorum_id, vote.step, vote.attempt, ok, vote.poll))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,6 +9,7 @@ from keepstep.group.merging import DisagreeError
 from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.group.step_values import StepValues
 from keepstep.rendezvous.key_value_server import KeyValueServer
+from keepstep.session.liveness import Liveness
 from keepstep_mesh.errors import (
     Banned,
     CollectivesMismatch,
@@ -33,17 +32,14 @@ RANK_SILENCE = 5.0
 """Seconds of silence after which a rank counts as dead, unless the job's ``heartbeat_timeout`` is longer."""
 
 
-async def rank_beats() -> AsyncIterator[bool]:
-    """Yield every ``RANK_BEAT`` seconds.
+def silence_limit(heartbeat_timeout: float) -> float:
+    """Return the seconds of silence after which a rank counts as dead, for the job's ``heartbeat_timeout``."""
+    return max(RANK_SILENCE, heartbeat_timeout)
 
-    Yields:
-        Whether this process was suspended since the last beat. Then a silence is no sign that the peer is dead.
-    """
-    loop = asyncio.get_running_loop()
-    while True:
-        due = loop.time() + RANK_BEAT
-        await asyncio.sleep(RANK_BEAT)
-        yield loop.time() - due > RANK_SILENCE / 4
+
+def rank_liveness(heartbeat_timeout: float = 0.0) -> Liveness:
+    """Return the schedule of heartbeats within a group, at either end of a connection."""
+    return Liveness(RANK_BEAT, silence_limit(heartbeat_timeout))
 
 
 class RankLink(Protocol):
