@@ -28,6 +28,7 @@ from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.step import another_try
 from keepstep.step.agreeing import all_ready, root_of, vote
 from keepstep.step.context import StepContext
+from keepstep.step.evidence.repeated_error import OwnError
 from keepstep.step.first_error import FirstError
 from keepstep.step.quorums.quorum_round import HealRules, QuorumRound
 from keepstep.step.quorums.rounds import Rounds
@@ -140,7 +141,7 @@ class Attempt:
         return self._first_error.error
 
     @property
-    def own_error(self) -> Exception | None:
+    def own_error(self) -> OwnError | None:
         """``error``, if this group caused it in a quorum."""
         return self._first_error.of_this_group if self.plan is not None else None
 

@@ -22,7 +22,7 @@ from keepstep.runtime.held_signals import HeldSignals
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS, LoopThread
 from keepstep.state.errors import StateMismatch
 from keepstep.step.evidence.failure_evidence import FailureEvidence
-from keepstep.step.evidence.repeated_error import LIMIT, RepeatedError
+from keepstep.step.evidence.repeated_error import LIMIT, OwnError, RepeatedError
 from keepstep.step.following import Follower
 from keepstep.step.live_state import LiveState
 from keepstep.step.progress import GroupProgress
@@ -228,7 +228,7 @@ class StepContext:
         self.fatal = error
         raise error
 
-    def end_if_repeated(self, own: Exception | None) -> None:
+    def end_if_repeated(self, own: OwnError | None) -> None:
         """End training if the step that ended now failed with the same error of this group as those before it.
 
         Args:
@@ -237,12 +237,12 @@ class StepContext:
         Raises:
             RuntimeError: it did, and training on does not help. Its cause is the error.
         """
-        if self.repeated.step_ended(own):
+        if self.repeated.step_ended(own) and own is not None:
             self.fatal = RuntimeError(
                 f"{LIMIT} steps in a row failed with the same error of this group, so training on does not help: "
-                f"{type(own).__name__}: {own}"
+                f"{type(own.error).__name__}: {own.error}"
             )
-            raise self.fatal from own
+            raise self.fatal from own.error
 
     def raise_fatal(self) -> None:
         """Raise the error that ended training in this process, if any."""

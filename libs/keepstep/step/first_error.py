@@ -6,9 +6,12 @@ keeps a group out that fails by itself again and again, so ``failure_evidence`` 
 
 from __future__ import annotations
 
+import sys
+
 from keepstep.process_group.base import UnsupportedCollectiveError
 from keepstep.runtime.exits import must_succeed
 from keepstep.step.context import StepContext
+from keepstep.step.evidence.repeated_error import OwnError
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.protocol.membership import OWN, UNKNOWN
 
@@ -21,6 +24,8 @@ class FirstError:
         self.own = False
         """Whether an error was reported that did not come from the other groups."""
         self._context = context
+        self.of_this_group: OwnError | None = None
+        """The error, if this group caused it."""
         self._cause = ""
         """Of ``error``, as in ``StepFailure``; empty: every group fails for this reason."""
         self._abort = ""
@@ -49,15 +54,11 @@ class FirstError:
         context = self._context
         if not self._ended and self.error is None:
             self.error, self._cause = error, cause
+            self.of_this_group = OwnError.reported(error, sys._getframe(1)) if cause == OWN else None  # noqa: SLF001
             reason = f"{type(error).__name__}: {error}"
             context.log.warning("step will not commit", step=context.progress.step, reason=reason)
             self._abort = f"this group reported {reason}"
             self.abort()
-
-    @property
-    def of_this_group(self) -> Exception | None:
-        """The error, if this group caused it."""
-        return self.error if self._cause == OWN else None
 
     def abort(self) -> None:
         """Abort the process group, if an error was reported: again, because one that is being built stays."""
@@ -66,17 +67,18 @@ class FirstError:
 
     def vote_no(self, error: Exception) -> None:
         """Keep this step from committing. The process group stays, because every group votes no for this reason."""
-        self.error, self.own, self._cause = error, True, ""
+        self.error, self.own, self._cause, self.of_this_group = error, True, "", None
         self._context.log.warning("step will not commit", step=self._context.progress.step, reason=str(error))
 
     def outvoted(self, reason: str = "another rank of this group voted no") -> None:
         """Note that the step does not commit because of another rank of this group."""
         self.error, self._cause = KeepstepError(reason), ""
+        self.of_this_group = None
 
     def forget(self) -> None:
         """Forget the error, because the step goes on with another quorum."""
         self._leave_evidence()
-        self.error, self._cause, self._abort = None, "", ""
+        self.error, self._cause, self._abort, self.of_this_group = None, "", "", None
 
     def retry(self) -> None:
         """Forget the error, because the step is tried again."""

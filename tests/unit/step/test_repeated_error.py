@@ -2,19 +2,47 @@
 
 from __future__ import annotations
 
-from keepstep.step.evidence.repeated_error import LIMIT, RepeatedError
+import itertools
+import sys
+from collections.abc import Callable
+
+from keepstep.step.evidence.repeated_error import LIMIT, OwnError, RepeatedError
+
+numbers = itertools.count()
 
 
-def test_the_same_error_ends_the_group_when_no_other_step_lies_between() -> None:
-    errors = RepeatedError()
-    assert [errors.step_ended(ValueError("a")) for _ in range(LIMIT)] == [False] * (LIMIT - 1) + [True]
+def raised(kind: type[Exception] = ValueError) -> OwnError:
+    try:
+        raise kind(f"number {next(numbers)}")
+    except kind as error:
+        return OwnError.reported(error, sys._getframe())
+
+
+def reported() -> OwnError:
+    return OwnError.reported(ValueError(f"number {next(numbers)}"), sys._getframe())
+
+
+def reported_elsewhere() -> OwnError:
+    return OwnError.reported(ValueError("number 0"), sys._getframe())
+
+
+def test_errors_of_one_type_and_place_end_the_group_whatever_they_say() -> None:
+    for fails in (raised, reported):
+        errors = RepeatedError()
+        assert [errors.step_ended(fails()) for _ in range(LIMIT)] == [False] * (LIMIT - 1) + [True]
 
 
 def test_steps_that_commit_or_fail_for_another_reason_do_not() -> None:
-    for between in (None, ValueError("b"), TypeError("a")):
+    others: list[Callable[[], OwnError | None]] = [
+        lambda: None,
+        reported,
+        reported_elsewhere,
+        lambda: raised(TypeError),
+    ]
+    for other in others:
         errors = RepeatedError()
         for _ in range(3):
             for _ in range(LIMIT - 1):
-                assert not errors.step_ended(ValueError("a"))
-            assert not errors.step_ended(between)
+                assert not errors.step_ended(raised())
+            assert not errors.step_ended(other())
     assert not any(RepeatedError().step_ended(None) for _ in range(2 * LIMIT))

@@ -1,31 +1,69 @@
-"""Tell an error that a script makes in every step from one that passes. Pure.
+"""Tell an error that a script makes in every step from one that passes.
 
 A step that fails because a group was lost commits in its next attempt. An error of the script itself, such as a tensor
 that cannot be reduced, comes again in every attempt, and the group would discard steps for ever. So the same error of
 this group in ``LIMIT`` steps in a row ends the group, whose launcher and user then see its traceback.
+
+Errors are the same if they have one type and come from one place. Their text may have a loss, an address or the number
+of a step, and differ each time.
 """
 
 from __future__ import annotations
 
+import sysconfig
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+
 LIMIT = 3
 """Steps in a row."""
+
+_LIBRARIES = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent), sysconfig.get_path("stdlib"))
+"""Folders of code that no user wrote for this training; installed packages are in the last one."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnError:
+    """An error of this group."""
+
+    error: Exception
+    place: tuple[tuple[str, int, str], ...]
+    """File, line and function where it was raised or reported, and of the innermost frame of the script before that."""
+
+    @classmethod
+    def reported(cls, error: Exception, frame: FrameType) -> OwnError:
+        """Return the error with its place. ``frame``: of the code that reports it."""
+        frames = [(one.f_code.co_filename, line, one.f_code.co_name) for one, line in traceback.walk_stack(frame)]
+        frames.reverse()
+        raised = traceback.walk_tb(error.__traceback__)
+        frames += [(one.f_code.co_filename, line, one.f_code.co_name) for one, line in raised]
+        of_script = [one for one in frames if not one[0].startswith(("<", *_LIBRARIES))]
+        return cls(error, (*of_script[-1:], frames[-1]))
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Type and place, which the same errors have in common."""
+        return type(self.error), self.place
 
 
 class RepeatedError:
     """Counts the steps in a row that failed with one error of this group."""
 
     def __init__(self) -> None:
-        self._error: tuple[type[Exception], str] | None = None
+        self._kind: tuple[object, ...] | None = None
         self._count = 0
 
-    def step_ended(self, own: Exception | None) -> bool:
+    def step_ended(self, own: OwnError | None) -> bool:
         """Count a step, and return whether its error ends the group.
 
         Args:
             own: the error of this group for which the step did not commit; None: the step committed, or failed for
                 another reason.
         """
-        error = None if own is None else (type(own), str(own))
-        self._count = self._count + 1 if error == self._error else 1
-        self._error = error
-        return error is not None and self._count >= LIMIT
+        kind = None if own is None else own.kind
+        self._count = self._count + 1 if kind == self._kind else 1
+        self._kind = kind
+        return kind is not None and self._count >= LIMIT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from collections.abc import Callable
@@ -52,8 +53,32 @@ def reports(m: Manager) -> None:
     m.report_error(ValueError("a bad batch"))
 
 
+numbers = itertools.count()
+
+
+def reports_a_loss(m: Manager) -> None:
+    m.report_error(ValueError(f"the loss is {next(numbers) * 0.5} of {object()}"))
+
+
+def raises_with_a_number(m: Manager) -> None:
+    def write_back() -> None:
+        raise ValueError(f"no batch {next(numbers)}")
+
+    m.allreduce(torch.ones(1), write_back=write_back)
+
+
 @pytest.mark.parametrize(
-    "act", [fails_in_write_back, fails_to_start, fails_in_gloo, has_no_such_dtype, codec_fails, reports]
+    "act",
+    [
+        fails_in_write_back,
+        fails_to_start,
+        fails_in_gloo,
+        has_no_such_dtype,
+        codec_fails,
+        reports,
+        reports_a_loss,
+        raises_with_a_number,
+    ],
 )
 def test_the_same_error_of_the_script_ends_the_group(lighthouse, act: Act):
     with manager(lighthouse, "a") as m:
@@ -131,7 +156,7 @@ model = torch.nn.BatchNorm1d(2)
 manager = Manager(ProcessGroupGloo(), model.load_state_dict, model.state_dict, lighthouse_addr=sys.argv[1])
 ddp = DistributedDataParallel(manager, model)
 optimizer = Optimizer(manager, torch.optim.SGD(model.parameters(), lr=1.0))
-def gone(): raise ValueError("the buffer is gone")
+def gone(): raise ValueError(f"the buffer {object()} is gone")
 while manager.current_step() < 5:
     optimizer.zero_grad()
     ddp(torch.randn(4, 2)).sum().backward()
@@ -147,4 +172,4 @@ def test_a_script_ends_with_code_1_and_the_traceback_of_its_error(lighthouse):
     )
     assert done.returncode == 1
     assert "in gone\n" in done.stderr
-    assert done.stderr.index("ValueError: the buffer is gone") < done.stderr.index("steps in a row failed")
+    assert done.stderr.index("ValueError: the buffer <object") < done.stderr.index("steps in a row failed")
