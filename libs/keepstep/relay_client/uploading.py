@@ -20,7 +20,7 @@ from keepstep.relay_client.relay_requests import Plan, RelayCheckpoint, View, pu
 from keepstep.relay_client.upload_share import UploadShare
 from keepstep.state.errors import TransferError
 from keepstep_mesh.config.logging import get_logger
-from keepstep_mesh.protocol.manifest import Envelope
+from keepstep_mesh.protocol.manifest import CHUNK_BYTES, Envelope, read_envelope
 from keepstep_mesh.threads.starting import ThreadPoolExecutor
 
 STREAMS = 4
@@ -45,6 +45,15 @@ class Packed:
     """Of the manifest."""
     chunk: Callable[[int], memoryview]
     """Returns the bytes of a chunk. Called from several threads."""
+
+    @classmethod
+    def of(cls, manifest: bytes, data: memoryview) -> Packed:
+        """Return a state whose pack is in memory."""
+        return cls(
+            manifest,
+            read_envelope(manifest),
+            lambda number: data[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES],
+        )
 
 
 class StatesDiffer(TransferError):

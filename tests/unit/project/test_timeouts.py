@@ -168,7 +168,7 @@ RULES = {
     "a checkpoint is kept while a heal may read it": POLICY.heal_timeout <= UPLOADS.reading_seconds,
     # checkpoints
     "the writer of a durable checkpoint reconnects before the write fails": (
-        durable_upload.DURABLE_STALL_SECONDS + durable_upload.DURABLE_ERROR_BACKOFF.most
+        durable_upload.DURABLE_STALL_SECONDS + relay_link.REQUEST_BACKOFF.most
         < min(of_manager("timeout"), UPLOADS.upload_seconds)
     ),
     "the share of a dead group is uploaded before the write fails": (

@@ -5,38 +5,36 @@ Several groups upload a share each of an equal state. A group that only follows 
 
 from __future__ import annotations
 
-import contextlib
-import threading
+import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
 from keepstep.connection.deadline import Deadline
-from keepstep.connection.http_connection import BrokenConnection, Connection, Endpoint, Refusal
+from keepstep.connection.http_connection import BrokenConnection, Endpoint, Refusal
 from keepstep.connection.rate_limiter import RateLimiter
-from keepstep.relay_client.relay_requests import Plan, RelayCheckpoint, put_chunk
+from keepstep.relay_client.relay_link import RelayLink
+from keepstep.relay_client.relay_requests import RelayCheckpoint, View
 from keepstep.relay_client.upload_share import UploadShare
+from keepstep.relay_client.uploading import Packed, RelayUpload, StatesDiffer
 from keepstep.state.errors import TransferError, TransferTimeout
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.net.backoff import Backoff
-from keepstep_mesh.protocol.manifest import CHUNK_BYTES, Envelope
 from keepstep_mesh.threads.starting import Thread
 
 DURABLE_STALL_SECONDS = 20.0
 """Without a byte for this long, a connection is closed and opened again."""
 DURABLE_POLL = Backoff(first=0.02, most=0.5)
 """Pause before the relay is asked again, while other ranks and groups upload."""
-DURABLE_ERROR_BACKOFF = Backoff(first=0.1, most=5.0)
 COPY_PATIENCE_SECONDS = 5.0
 """When a relay has committed a checkpoint, further copies fail after so long without progress: training may wait."""
 COMMIT_SECONDS = 600.0
 """A relay may take this long to write a complete checkpoint to its tiers."""
 DURABLE_ABORT_SECONDS = 2.0
 """To tell the relays that checkpoints have failed."""
-FINAL = frozenset({400, 401, 403, 410, 413, 507})
-"""Answers that do not change when the request is sent again."""
 
 log = get_logger("keepstep.durable")
 
@@ -64,22 +62,13 @@ class Ticket:
         return self.producer in self.uploaders
 
 
-@dataclass(frozen=True, slots=True)
-class StagedState:
-    """The bytes of this rank's state."""
-
-    manifest: bytes
-    envelope: Envelope
-    pack: memoryview
-
-
 class DurableUpload:
     """Call ``run`` once, ``abort`` from any thread.
 
     Args:
         ticket: names the checkpoint.
         relay: stores it.
-        staged: the state; None: only follow the upload of other groups.
+        packed: the state of this rank; None: only follow the upload of other groups.
         seconds: time without progress, of any rank, after which the upload fails.
         limiter: of the bandwidth.
         spare_relays: whether other relays could store it: one that accepts no connection fails soon then.
@@ -89,7 +78,7 @@ class DurableUpload:
         self,
         ticket: Ticket,
         relay: Endpoint,
-        staged: StagedState | None,
+        packed: Packed | None,
         seconds: float,
         limiter: RateLimiter,
         *,
@@ -97,33 +86,29 @@ class DurableUpload:
     ) -> None:
         self.address = relay.address
         self._ticket = ticket
-        self._checkpoint = ticket.checkpoint
-        self._relay = relay
-        self._staged = staged
-        self._limiter = limiter
+        self._packed = packed
         self._seconds = seconds
-        self._reached = False
         first = min(seconds, COPY_PATIENCE_SECONDS) if spare_relays else seconds
-        self._deadline = Deadline(first, f"step {ticket.step} was not stored at {relay.address}", float("inf"))
-        self._ended = threading.Event()
-        self._lock = threading.Lock()
-        self._connection: Connection | None = None
-        self._share: UploadShare | None = None
-        if staged is not None:
-            place = ticket.uploaders.index(ticket.producer)
-            self._share = UploadShare(place, len(ticket.uploaders), len(staged.envelope.chunk_digests))
-        self._begun = False
+        self._deadline = Deadline(first, f"step {ticket.step} was not stored at {relay.address}", math.inf)
+        self._reached = False
+        self._link = RelayLink(
+            [relay], self._deadline, patience=DURABLE_STALL_SECONDS, on_connected=self._note_connection
+        )
+        # another rank may have aborted it
+        self._upload = RelayUpload(self._link, ticket.checkpoint, ticket.facts, again=False, limiter=limiter)
         self._seen: object = None
         self._idle = 0
         self._complete_since: float | None = None
         self._problem = ""
 
+    def _note_connection(self) -> None:
+        if not self._reached:
+            self._reached, self._deadline.seconds = True, self._seconds
+            self._deadline.progressed()
+
     def abort(self) -> None:
         """End the upload soon. Does not wait."""
-        self._ended.set()
-        with self._lock:
-            if self._connection is not None:
-                self._connection.interrupt()
+        self._link.interrupt()
 
     def hurry(self) -> None:
         """Fail soon without progress, because another relay has committed the checkpoint. From any thread."""
@@ -136,94 +121,48 @@ class DurableUpload:
         Raises:
             TransferError: it will not. TransferTimeout: no progress was made.
         """
-        failures = 0
-        while True:
-            try:
-                with self._connected() as connection:
-                    while not self._advance(connection):
-                        failures = 0
-                        self._pause()
-                    return
-            except TransferTimeout as error:
-                raise TransferTimeout(
-                    f"{error}{f'; last problem: {self._problem}' if self._problem else ''}"
-                ) from error
-            except (BrokenConnection, TransferError) as error:
-                if self._ended.is_set() or (isinstance(error, Refusal) and self._is_final(error)):
-                    raise TransferError(f"{self.address}: {error}") from error
-                failures += 1
-                self._problem = str(error)
-                log.info("relay failed a durable checkpoint; retrying", relay=self.address, reason=str(error))
-                pause = max(getattr(error, "retry_after", 0.0), DURABLE_ERROR_BACKOFF.seconds(failures))
-                self._ended.wait(min(pause, self._deadline.remaining()))
-
-    def _is_final(self, error: Refusal) -> bool:
-        conflict = not self._begun and error.status == HTTPStatus.CONFLICT
-        return error.status in FINAL or conflict
-
-    # ---- one request after the other
-
-    def _advance(self, connection: Connection) -> bool:
-        """Do what is to be done next. Return whether the relay has committed the checkpoint."""
-        if self._staged is None or self._share is None:
-            return self._look(connection)
-        if not self._begun:
-            self._checkpoint.begin(connection, self._ticket.facts, again=False)  # another rank may have aborted it
-            self._begun = True
-        plan = self._plan(connection, self._staged)
-        if not plan.agrees:
-            self._share = None
-            return False
-        now = time.monotonic()
-        if chunks := self._share.choose(plan.missing, now) if plan.missing else 0:
-            self._put(connection, self._staged, chunks)
-            self._share.sent(chunks, time.monotonic() - now)
-            return False
-        if plan.missing:
-            self._note(plan.missing)
-            return False
-        return self._is_committed(self._checkpoint.report(connection))
-
-    def _plan(self, connection: Connection, staged: StagedState) -> Plan:
         try:
-            plan = self._checkpoint.plan(connection, staged.envelope.root)
-            if plan.agrees and not plan.has_manifest:
-                plan = self._checkpoint.put_manifest(connection, staged.manifest)
-        except Refusal as refusal:
-            self._begun = self._begun and refusal.status != HTTPStatus.NOT_FOUND  # a relay that restarted forgot it
-            raise
-        if not plan.agrees:
+            while not self._is_committed(self._look() if self._packed is None else self._send(self._packed)):
+                self._pause()
+        except TransferTimeout as error:
+            raise TransferTimeout(f"{error}{f'; last problem: {self._problem}' if self._problem else ''}") from error
+        except TransferError as error:
+            raise TransferError(f"{self.address}: {error}") from error
+        finally:
+            self._link.close()
+
+    def _send(self, packed: Packed) -> View | None:
+        """Upload until the relay has all of this rank, and return its view. None: it has another state."""
+        ticket = self._ticket
+        place = ticket.uploaders.index(ticket.producer)
+        share = UploadShare(place, len(ticket.uploaders), len(packed.envelope.chunk_digests))
+        try:
+            return self._upload.send(packed, share, self._wait)
+        except StatesDiffer:
             log.error(
                 "state differs from that of the group that stores it; following it",
-                step=self._ticket.step,
-                replica_id=self._ticket.producer,
+                step=ticket.step,
+                replica_id=ticket.producer,
             )
-        return plan
+            self._packed = None
+            return None
 
-    def _put(self, connection: Connection, staged: StagedState, chunks: int) -> None:
-        sent: set[bytes] = set()
-        for chunk, digest in enumerate(staged.envelope.chunk_digests):
-            if not chunks >> chunk & 1 or digest in sent:
-                continue
-            data = staged.pack[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]
-            delay = self._limiter.delay(data.nbytes, time.monotonic())
-            if self._ended.wait(min(delay, self._deadline.remaining())):
-                raise TransferError("the upload was aborted")
-            put_chunk(connection, digest, data)
-            sent.add(digest)
-            self._deadline.progressed()
-            self._idle = 0
+    def _wait(self, missing: int) -> None:
+        self._note(missing)
+        self._pause()
 
-    def _look(self, connection: Connection) -> bool:
+    def _look(self) -> View | None:
         try:
-            return self._is_committed(self._checkpoint.show(connection))
+            return self._link.ask(self._ticket.checkpoint.show)
         except Refusal as refusal:
             if refusal.status != HTTPStatus.NOT_FOUND:
                 raise
             self._problem = "no group has begun to upload it"
-            return False
+            return None
 
-    def _is_committed(self, view: dict[str, Any]) -> bool:
+    def _is_committed(self, view: View | None) -> bool:
+        if view is None:
+            return False
         if view["committed"] is not None:
             return True
         if view["state"] != "begun" and not view["lacking"]:
@@ -241,33 +180,12 @@ class DurableUpload:
             self._seen, self._idle = seen, 0
             self._deadline.progressed()
 
-    # ---- the connection
-
     def _pause(self) -> None:
         self._idle += 1
         pause = DURABLE_POLL.seconds(self._idle)
-        if self._share is None:
+        if self._packed is None:
             pause = max(pause, self._ticket.follow_seconds)
-        if self._ended.wait(min(pause, self._deadline.remaining())):
-            raise TransferError("the upload was aborted")
-
-    @contextlib.contextmanager
-    def _connected(self) -> Iterator[Connection]:
-        connection = Connection(self._relay, self._deadline, DURABLE_STALL_SECONDS)
-        with self._lock:
-            self._connection = connection
-        try:
-            if self._ended.is_set():
-                raise BrokenConnection("the upload was aborted")
-            connection.connect()
-            if not self._reached:
-                self._reached, self._deadline.seconds = True, self._seconds
-                self._deadline.progressed()
-            yield connection
-        finally:
-            with self._lock:
-                self._connection = None
-            connection.close()
+        self._link.pause(pause)
 
 
 def tell_failures(relays: Mapping[str, Endpoint], failures: Sequence[tuple[Ticket, str]]) -> None:
@@ -290,28 +208,29 @@ def tell_failures(relays: Mapping[str, Endpoint], failures: Sequence[tuple[Ticke
 
 
 def _tell(relay: Endpoint, failures: Sequence[tuple[Ticket, str]]) -> None:
-    connection = Connection(relay, Deadline(DURABLE_ABORT_SECONDS, "no answer to an abort"), DURABLE_ABORT_SECONDS)
+    deadline = Deadline(DURABLE_ABORT_SECONDS, "no answer to an abort")
+    link = RelayLink([relay], deadline, patience=DURABLE_ABORT_SECONDS, once=True)
     try:
-        connection.connect()
         for ticket, reason in sorted(failures, key=lambda one: one[0].step, reverse=True):
             try:
-                _abort(connection, ticket, reason)
+                _abort(link, ticket, reason)
             except Refusal as refusal:  # it is committed, another rank has aborted it, or the disk is full
                 log.info("relay refused an abort", relay=relay.address, step=ticket.step, reason=str(refusal))
     except (BrokenConnection, TransferError) as error:
         log.info("failures of durable checkpoints did not reach a relay", relay=relay.address, reason=str(error))
     finally:
-        connection.close()
+        link.close()
 
 
-def _abort(connection: Connection, ticket: Ticket, reason: str) -> None:
+def _abort(link: RelayLink, ticket: Ticket, reason: str) -> None:
+    abort = partial(ticket.checkpoint.abort, reason=reason)
     try:
-        ticket.checkpoint.abort(connection, reason)
+        link.ask(abort)
     except Refusal as refusal:
         if refusal.status != HTTPStatus.NOT_FOUND:
             raise
-        ticket.checkpoint.begin(connection, ticket.facts, again=False)  # a rank that is slower finds it aborted
-        ticket.checkpoint.abort(connection, reason)
+        link.ask(partial(ticket.checkpoint.begin, facts=ticket.facts, again=False))  # a slower rank finds it aborted
+        link.ask(abort)
 
 
 def run_all(uploads: list[DurableUpload]) -> dict[str, Exception | None]:

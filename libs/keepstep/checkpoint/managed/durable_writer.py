@@ -14,13 +14,14 @@ from http import HTTPStatus
 from typing import Any
 
 from keepstep.checkpoint.managed.due_checkpoints import RelayHealth
-from keepstep.checkpoint.managed.durable_upload import DurableUpload, StagedState, Ticket, run_all, tell_failures
+from keepstep.checkpoint.managed.durable_upload import DurableUpload, Ticket, run_all, tell_failures
 from keepstep.connection.http_connection import Endpoint, Refusal
 from keepstep.connection.rate_limiter import RateLimiter
+from keepstep.relay_client.uploading import Packed
 from keepstep.state.staging import Snapshot, StagingArea
 from keepstep.state.state_manifest import build_manifest
 from keepstep_mesh.config.logging import get_logger
-from keepstep_mesh.protocol.manifest import Origin, read_envelope
+from keepstep_mesh.protocol.manifest import Origin
 from keepstep_mesh.threads.starting import Thread
 
 FAILING_WAIT_SECONDS = 2.0
@@ -225,10 +226,10 @@ class DurableWriter:
 
     def _write(self, work: _Work) -> None:
         started, ticket = time.monotonic(), work.ticket
-        staged = None if work.snapshot is None else _described(work.snapshot, ticket)
+        packed = None if work.snapshot is None else _packed(work.snapshot, ticket)
         with self._changed:
             work.uploads = [
-                DurableUpload(ticket, relay, staged, self._seconds, self._limiter, spare_relays=ticket.spare_relays)
+                DurableUpload(ticket, relay, packed, self._seconds, self._limiter, spare_relays=ticket.spare_relays)
                 for relay in work.relays
             ]
             if work.withdrawn:
@@ -285,8 +286,7 @@ class DurableWriter:
         tell_failures(relays, [(work.ticket, work.withdrawn) for work in failed])
 
 
-def _described(snapshot: Snapshot, ticket: Ticket) -> StagedState:
+def _packed(snapshot: Snapshot, ticket: Ticket) -> Packed:
     quorum_id = int(ticket.facts["quorum_id"])
     origin = Origin(ticket.checkpoint.id, ticket.job, ticket.step, quorum_id, ticket.producer)
-    manifest = build_manifest(origin, snapshot.content_bytes, snapshot.pack)
-    return StagedState(manifest, read_envelope(manifest), snapshot.pack)
+    return Packed.of(build_manifest(origin, snapshot.content_bytes, snapshot.pack), snapshot.pack)

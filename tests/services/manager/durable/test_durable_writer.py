@@ -17,7 +17,7 @@ from keepstep.checkpoint.managed.durable_upload import Ticket, tell_failures
 from keepstep.checkpoint.managed.durable_writer import DurableWriter
 from keepstep.connection.http_connection import Connection, Endpoint
 from keepstep.connection.rate_limiter import RateLimiter
-from keepstep.relay_client.relay_requests import RelayCheckpoint
+from keepstep.relay_client.relay_requests import RelayCheckpoint, View
 from tests.services.relay_transport.scene import switched_off
 from tests.support.checkpoints.checkpoint_ends import eventually
 from tests.support.services.relay_driver import client, relay
@@ -42,9 +42,9 @@ class AbortedBefore(RelayCheckpoint):
 
     url = ""
 
-    def begin(self, connection: Connection, facts: Mapping[str, Any], *, again: bool = True) -> None:
+    def begin(self, connection: Connection, facts: Mapping[str, Any], *, again: bool = True) -> View:
         tell_failures({self.url: Endpoint.of(self.url, dict)}, [(ticket(1), "no memory")])
-        super().begin(connection, facts, again=again)
+        return super().begin(connection, facts, again=again)
 
 
 def offer(one: DurableWriter, url: str, step: int, uploader: str = "a") -> None:
