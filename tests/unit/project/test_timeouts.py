@@ -162,7 +162,7 @@ RULES = {
         further_process.FINISH_SECONDS < main_process.STOP_PROCESS_SECONDS < service.STOP_SECONDS
     ),
     "an upload reconnects before the relay aborts it": (
-        relay_upload.STALL_SECONDS + relay_upload.UPLOAD_BACKOFF.most < UPLOADS.upload_seconds
+        relay_upload.STALL_SECONDS + relay_link.REQUEST_BACKOFF.most < UPLOADS.upload_seconds
         and relay_upload.END_SECONDS < UPLOADS.upload_seconds
     ),
     "a checkpoint is kept while a heal may read it": POLICY.heal_timeout <= UPLOADS.reading_seconds,

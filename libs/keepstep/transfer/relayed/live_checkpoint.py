@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from keepstep.connection.http_connection import Connection
-from keepstep.relay_client.relay_requests import Plan, RelayCheckpoint
+from keepstep.relay_client.relay_requests import RelayCheckpoint
 from keepstep.transfer.exchange import Exchange
 
 
@@ -13,19 +12,11 @@ class LiveCheckpoint(RelayCheckpoint):
     """The state of one step at the relays. All groups of the quorum derive the same ``id``."""
 
     def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
         world = hashlib.blake2b(
             repr((exchange.epoch, exchange.sources, exchange.joiners)).encode(), digest_size=6
         ).hexdigest()
         name = f"live-{exchange.quorum_id}-{exchange.step}-{world}"
         super().__init__(exchange.job, name, exchange.rank, exchange.replica_id)
-
-    def announce(self, connection: Connection, root: bytes) -> Plan:
-        """Announce the upload of the state with the digest ``root``."""
-        exchange = self._exchange
-        facts = {"step": exchange.step, "kind": "live", "ranks": exchange.world_size}
-        self.begin(connection, facts | {"quorum_id": exchange.quorum_id})
-        return self.plan(connection, root)
 
 
 def home(digest: bytes, relays: list[str]) -> str:
