@@ -10,35 +10,27 @@ With ``finish(publish=True)`` the groups write one of the final state too. A gro
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
-from typing import Any
 
-from torch.distributed import DistStoreError, Store
-
-from keepstep.checkpoint import CheckpointDamaged
 from keepstep.checkpoint.managed.due_checkpoints import (
     MAX_UPLOADERS,
     Commit,
     Held,
-    Stored,
     choose_relays,
     follow_seconds,
     is_due,
 )
 from keepstep.checkpoint.managed.durable_upload import COMMIT_SECONDS, Ticket
 from keepstep.checkpoint.managed.durable_writer import DurableWriter, LastCheckpoint
-from keepstep.checkpoint.managed.newest_checkpoint import LIST_SECONDS, find_final, find_newest
-from keepstep.checkpoint.managed.rank_loading import load_rank
+from keepstep.checkpoint.managed.newest_checkpoint import LIST_SECONDS
+from keepstep.checkpoint.managed.rank_agreement import Choice, RankAgreement
+from keepstep.checkpoint.managed.stored_states import StoredStates
 from keepstep.connection.http_connection import Endpoint
 from keepstep.connection.rate_limiter import RateLimiter
 from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.lifecycle.manager_settings import ManagerSettings
-from keepstep.lifecycle.resharding import load_resharded
 from keepstep.relay_client.credentials import Credentials
-from keepstep.relay_client.relay_paths import AtRelay
 from keepstep.relay_client.relay_requests import RelayCheckpoint
 from keepstep.runtime.exits import JobClosedExit
 from keepstep.state.errors import StateDamaged
@@ -47,11 +39,6 @@ from keepstep_mesh.errors import Drained, JobClosed, KeepstepError
 from keepstep_mesh.protocol.lineage import NEW, Soundness, is_diverged, origin, same_weights, soundness
 from keepstep_mesh.security.tls import TlsFiles, as_safe
 from keepstep_mesh.security.tokens import ClientToken
-
-Choice = dict[str, Any]
-"""The checkpoint to load; empty: none. Plain values, for the other ranks."""
-RANK_ROUNDS = 10
-"""Waits of a rank for another one of its group, such as rank 0, which may prepare its data before its first step."""
 
 
 class Durability:
@@ -63,11 +50,10 @@ class Durability:
     """
 
     def __init__(self, settings: ManagerSettings, context: StepContext) -> None:
-        own = settings.link
+        own, token = settings.link, ClientToken.of(settings.link.token)
         self._settings = settings.durable
-        self._connect_seconds = own.session.connect_timeout
         self._context = context
-        self._credentials = Credentials(ClientToken.of(own.token), own.session.tls or TlsFiles())
+        self._credentials = Credentials(token, own.session.tls or TlsFiles())
         self._seconds = settings.timeout.total_seconds()
         self._writer = DurableWriter(
             seconds=self._seconds,
@@ -83,11 +69,21 @@ class Durability:
         """The state of the last checkpoint that this process staged, or was loaded from."""
         self._told_of_end = False
         """Whether the script learned in a step that the job is closed, at the state that it has since then."""
-        self._damage: dict[tuple[str, str], str] = {}
-        """Copies of checkpoints that this group could not load. Only rank 0 knows them."""
         self._looked = False
-        self._rounds = 0
-        """Number of values that the ranks of this group agreed on."""
+        self._agreement = RankAgreement(
+            lambda: context.store, own.rank, own.world_size, own.restart, self._still_waiting
+        )
+        self._stored = StoredStates(
+            *(own.job, own.rank, own.world_size),
+            relays=self._relays,
+            absent=self._absent,
+            endpoint=self._credentials.endpoint,
+            token=token.latest,
+            copies=self._settings.copies,
+            connect_seconds=own.session.connect_timeout,
+            resume_wait=self._settings.resume_wait,
+            seconds=self._seconds,
+        )
         context.find_final = self.find_final
 
     @property
@@ -265,7 +261,7 @@ class Durability:
         """Return {"live": step} if another group has a live state: this group heals from it."""
         if live_step := self._context.link.live_step:
             return {"live": live_step}
-        return self._choose()
+        return self._stored.newest()
 
     def _resume_in_quorum(self, plan: QuorumPlan | None) -> bool:
         """Load the newest checkpoint, if it is newer than the states of a quorum that has no live one.
@@ -275,7 +271,7 @@ class Durability:
         known = (0, 0) if plan is None else (origin(plan.lineage).quorum_id, plan.max_step)  # as in ``newest``
 
         def choose() -> Choice:
-            choice = self._choose()
+            choice = self._stored.newest()
             if choice and (choice["quorum_id"], choice["step"]) > known:
                 return choice
             if self._context.progress.torn:
@@ -285,26 +281,6 @@ class Durability:
             return {}
 
         return bool(self._load_first_whole(choose))
-
-    def _choose(self) -> Choice:
-        job = self._context.settings.job
-        settings = self._settings
-        found, skipped = find_newest(
-            lambda: list(self._relays().values()),
-            job,
-            seconds=self._connect_seconds,
-            wait=settings.resume_wait,
-            copies=settings.copies,
-            absent=self._absent,
-            damage=self._damage,
-        )
-        return {**self._choice(found), "skipped": skipped} if found else {}
-
-    @staticmethod
-    def _choice(found: list[Stored]) -> Choice:
-        one, relays = found[0], sorted(each.relay for each in found)
-        facts = {"step": one.step, "quorum_id": one.quorum_id, "ranks": one.ranks, "committed": one.committed}
-        return {"id": one.id, "relays": relays, **facts}
 
     def find_final(self, closed: JobClosed) -> None:
         """Find the final state of a closed job at a relay. The attempt then loads it. In all ranks of the group.
@@ -335,70 +311,16 @@ class Durability:
     def _choose_final(self, closed: JobClosed) -> Choice:
         if self._settings.resume is False:
             return {"why_not": "resume=False (KEEPSTEP_RESUME=0)"}
-        where = list(self._relays().values())
-        found, silent = find_final(where, self._context.settings.job, closed.step, origin(closed.lineage).quorum_id)
-        if found:
-            return self._choice(found)
-        why_not = "no relay has it; finish(publish=True) in all groups stores it there"
-        return {"why_not": "; ".join((why_not, *silent))}
+        return self._stored.final(closed.step, origin(closed.lineage).quorum_id)
 
     def _agree(self, choose: Callable[[], Choice]) -> Choice:
         """Return the choice of rank 0 in every rank of this group."""
-        own, store = self._context.settings, self._context.store
-        if store is None:
-            return choose()
-        key = f"keepstep/{own.restart}/resume/{self._rounds}"
-        self._rounds += 1
-        if own.rank == 0:
-            try:
-                choice = choose()
-            except Exception as error:
-                store.set(key, json.dumps({"error": str(error)}))
-                raise
-            store.set(key, json.dumps(choice))
-            return choice
-        seconds = max(self._connect_seconds, self._settings.resume_wait) + 2 * LIST_SECONDS
-        answer: Choice = json.loads(value_of_rank(0, store, key, seconds, self._still_waiting))
-        if "error" in answer:
-            raise KeepstepError(f"rank 0: {answer['error']}")
-        return answer
+        seconds = max(self._stored.connect_seconds, self._settings.resume_wait) + 2 * LIST_SECONDS
+        return self._agreement.choice(choose, seconds)
 
-    def _agree_on_damage(self, damage: str = "", error: str = "") -> str:
-        """Tell the other ranks of this group how the load of a checkpoint ended, and return the damage of any rank.
-
-        Args:
-            damage: why no relay could send the part of this rank; empty: it is here.
-            error: the other error that ends this group; then this does not wait.
-
-        Raises:
-            KeepstepError: another rank told an error, or nothing.
-        """
-        own, store = self._context.settings, self._context.store
-        if store is None:
-            return damage
-        key, outcome = f"keepstep/{own.restart}/loaded/{self._rounds}", {"damage": damage, "error": error}
-        self._rounds += 1
-        if own.rank:
-            store.set(f"{key}/{own.rank}", json.dumps(outcome))
-        elif not error:
-            for rank in range(1, own.world_size):
-                other = json.loads(value_of_rank(rank, store, f"{key}/{rank}", self._seconds, self._still_loading))
-                outcome = {"damage": outcome["damage"] or other["damage"], "error": outcome["error"] or other["error"]}
-        if own.rank == 0:
-            store.set(key, json.dumps(outcome))
-        elif not error:
-            outcome = json.loads(value_of_rank(0, store, key, self._seconds, self._still_loading))
-        if outcome["error"] and not error:
-            raise KeepstepError(f"another rank of this group could not load the checkpoint: {outcome['error']}")
-        return outcome["damage"]
-
-    def _still_loading(self) -> None:
+    def _still_waiting(self, why: str) -> None:
         self._context.raise_fatal()
-        self._context.log.warning("waiting for ranks of this group that still load the durable checkpoint")
-
-    def _still_waiting(self) -> None:
-        self._context.raise_fatal()
-        self._context.log.warning("rank 0 has not chosen a durable checkpoint yet: it is not at its first step")
+        self._context.log.warning(why)
 
     def _load_first_whole(self, choose: Callable[[], Choice]) -> Choice:
         """Load the checkpoint that ``choose`` returns in rank 0; again if it is damaged. Return what it chose last."""
@@ -411,7 +333,7 @@ class Durability:
             try:
                 self._load(choice)
             except StateDamaged as error:
-                self._damage |= {(relay, choice["id"]): str(error) for relay in choice["relays"]}
+                self._stored.note_damage(choice, str(error))
                 self._context.log.error(
                     "durable checkpoint is damaged", step=choice["step"], id=choice["id"], reason=str(error)
                 )
@@ -420,27 +342,18 @@ class Durability:
 
     def _load(self, choice: Choice) -> None:
         """Load a checkpoint. Raises ``StateDamaged`` in all ranks if it is damaged for one of them."""
-        context, own = self._context, self._context.settings
-        name, ranks, addresses = str(choice["id"]), int(choice["ranks"]), tuple(choice["relays"])
-        relays = [self._credentials.endpoint(address) for address in addresses]
+        context = self._context
         try:
-            into = context.state.snapshot()
-            if ranks == own.world_size:
-                state = load_rank(*(relays, own.job, name, own.rank), into=into, seconds=self._seconds)
-            else:
-                first = own.rank % len(addresses)  # ranks begin at different relays
-                location = AtRelay(addresses[first], own.job, name, (*addresses[first + 1 :], *addresses[:first]))
-                token = ClientToken.of(own.token).latest()
-                state = load_resharded(location, into, seconds=self._seconds, token=token)
-        except (StateDamaged, CheckpointDamaged) as error:
+            state = self._stored.load(choice, context.state.snapshot())
+        except StateDamaged as error:
             context.tear()  # the state may be half written
-            raise StateDamaged(self._agree_on_damage(str(error))) from error
+            raise StateDamaged(self._agreement.damage(str(error), seconds=self._seconds)) from error
         except BaseException as error:
             context.tear()
-            self._agree_on_damage(error=f"{type(error).__name__}: {error}")
+            self._agreement.damage(error=f"{type(error).__name__}: {error}", seconds=self._seconds)
             raise
         try:
-            if damage := self._agree_on_damage():
+            if damage := self._agreement.damage(seconds=self._seconds):
                 raise StateDamaged(damage)
             context.state.load_user_state(state["user"])
         except BaseException:
@@ -450,7 +363,7 @@ class Durability:
         context.state.check_loaded(state["user"])
         context.log_progress("loaded")
         self._saved = self._held
-        skipped: dict[str, str] = choice.get("skipped", {})
+        name, addresses, skipped = str(choice["id"]), tuple(choice["relays"]), choice.get("skipped", {})
         self._writer.resumed(context.progress.step, name, addresses, tuple(skipped.values()))
         self._tell_lighthouse()
         committed = float(choice["committed"])
@@ -476,28 +389,3 @@ class Durability:
                 what = f"last durable checkpoint not committed within {COMMIT_SECONDS:g} s; check the relays"
                 self._context.log.error(what, step=self._writer.last.uploading)
         self._writer.close()
-
-
-def value_of_rank(rank: int, store: Store, key: str, seconds: float, still_waiting: Callable[[], None]) -> bytes:
-    """Wait until ``rank`` has set ``key``. Rank 0 may come to its first step later than the other ranks.
-
-    Args:
-        rank: that sets ``key``.
-        store: of the ranks of this group.
-        key: name of the value.
-        seconds: of each of ``RANK_ROUNDS`` waits.
-        still_waiting: called after each of them; raises the error that ended the group, if one has.
-
-    Raises:
-        KeepstepError: the rank has not set it.
-    """
-    for _ in range(RANK_ROUNDS):
-        try:
-            store.wait([key], timedelta(seconds=seconds))
-        except DistStoreError:
-            still_waiting()
-        else:
-            return store.get(key)
-    raise KeepstepError(
-        f"rank {rank} of this group did not begin its first step within {RANK_ROUNDS * seconds:g} s; its log says why"
-    )

@@ -12,8 +12,8 @@ from torch.distributed import HashStore
 from keepstep.checkpoint.managed import newest_checkpoint
 from keepstep.checkpoint.managed.due_checkpoints import Stored
 from keepstep.checkpoint.managed.newest_checkpoint import find_newest
+from keepstep.checkpoint.managed.rank_agreement import RANK_ROUNDS, value_of_rank
 from keepstep.connection.http_connection import BrokenConnection, Endpoint
-from keepstep.lifecycle.durability import RANK_ROUNDS, value_of_rank
 from keepstep_mesh.errors import KeepstepError
 
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from keepstep.checkpoint import CheckpointDamaged
-from keepstep.lifecycle.resharding import load_resharded
+from keepstep.checkpoint.managed.resharding import load_resharded
 from keepstep.relay_client.relay_paths import AtRelay
 from keepstep.state.errors import StateMismatch
 from keepstep.state.state_bytes import save_state

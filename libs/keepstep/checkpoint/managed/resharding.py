@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from keepstep.checkpoint import CheckpointDamaged, StoredCheckpoint
 from keepstep.checkpoint.loading import load_leaves, reader_at_relay
+from keepstep.checkpoint.stored import StoredCheckpoint
 from keepstep.connection.deadline import Deadline
 from keepstep.relay_client.relay_paths import AtRelay
-from keepstep.state.errors import StateMismatch
+from keepstep.state.errors import CheckpointDamaged, StateMismatch
 from keepstep.state.flattening import Leaf, build, flatten
 from keepstep.state.values.sharding import is_dtensor
 from keepstep_mesh.config.logging import get_logger
