@@ -81,6 +81,7 @@ OPTIONS = (
     "cannot reach",
     "names none",
     "from",
+    "on its machine",
     "port",
     "a spare of",
     "has to leave",
@@ -225,7 +226,7 @@ class Dialogue:
             held = HeldAnswer(1, int(quorum_id), int(step))
         seen = int(options.get("has seen quorum", "0"))
         spares = {"groups": int(options["a spare of"]), "standby": True} if "a spare of" in options else {}
-        facts = {"seen": seen, "host": options.get("from", ""), **spares}
+        facts = {"seen": seen, "host": options.get("from", ""), "local": "on its machine" in options, **spares}
         return self._each(match, lambda one: self.driver.opens(one, held=held, **facts))
 
     def asks(self, match: re.Match[str]) -> list[Decision]:

@@ -150,7 +150,7 @@ class Job:
             return
         self.sessions[session.number] = session
         self._connected[name_of(session.replica_id)] += 1
-        facts = hello.quorum_id_seen, hello.held, hello.groups, session.host, hello.standby
+        facts = hello.quorum_id_seen, hello.held, hello.groups, session.host, hello.standby, session.local
         event = Opened(session.number, session.replica_id, *facts)
         self._process(event, welcomed)
         if session.number in self.sessions:

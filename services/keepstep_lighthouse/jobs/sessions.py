@@ -94,6 +94,8 @@ class Session:
         self.replica_id = ""
         self.host = ""
         """Address from which the peer connected."""
+        self.local = False
+        """The peer is on this machine: it connected from the address that it connected to."""
         self.listed: tuple[int, int] | None = None
         """(epoch, version) of the member list that the peer has."""
         self.link = websocket.Link(
@@ -116,6 +118,8 @@ class Session:
     async def accept(self, request: web.Request) -> web.StreamResponse:
         """Answer the upgrade. If ``Link.accept`` raises, no session exists."""
         self.host = request.remote or ""
+        own = request.transport.get_extra_info("sockname") if request.transport is not None else None
+        self.local = own is not None and self.host == own[0]
         response = await self.link.accept(request)
         self._set_timer(HELLO_SECONDS, self._hello_is_late)
         return response

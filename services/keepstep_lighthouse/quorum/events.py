@@ -30,6 +30,8 @@ class Opened:
     """Address from which the group connected; empty: unknown."""
     standby: bool = False
     """As in ``Hello``."""
+    local: bool = False
+    """It connected from an address of the lighthouse's own machine, also if that is not loopback."""
 
 
 @dataclass(frozen=True, slots=True)

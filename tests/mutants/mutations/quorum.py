@@ -20,6 +20,13 @@ LOSSES = "tests/unit/quorum/changes/test_core_losses.py"
 
 MUTATIONS = (
     Mutation(
+        "groups on the machine of the lighthouse are refused if one of them uses loopback",
+        f"{LIGHTHOUSE}/quorum/agreement/agreements.py",
+        "        if near.local and far.local:\n",
+        "        if near.local and far.local and near.host == far.host:\n",
+        Test(f"{SCENARIO}[26_layout]"),
+    ),
+    Mutation(
         "a loss that an operator ordered counts as a failure",
         f"{LIGHTHOUSE}/quorum/presence/losses.py",
         "in state.were_members and not ordered and not over:\n",

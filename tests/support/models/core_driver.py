@@ -106,11 +106,12 @@ class Driver:
         groups: int = 0,
         host: str = "",
         standby: bool = False,
+        local: bool = False,
     ) -> list[Decision]:
         session = len(self.replica_of) + 1
         self.replica_of[session] = replica_id
         self.session_of[replica_id] = session
-        return self.feed(Opened(session, replica_id, seen, held, groups, host, standby))
+        return self.feed(Opened(session, replica_id, seen, held, groups, host, standby, local))
 
     def open_all(self, *replica_ids: str) -> None:
         for replica_id in replica_ids:

@@ -7,7 +7,8 @@
   more than half of them is right. Without a majority, the value before is. If none of them has that, all are denied,
   because the right value is unknown.
 * A group that gives an address of loopback can be reached from its own machine only. It is denied beside a group that
-  connected from another address, and so is a group that joins such a member.
+  connected from another address, and so is a group that joins such a member, unless both are on the machine of the
+  lighthouse.
 
 Unknown values fit all: a Manager may ask before its model is wrapped, and a client without a Manager has neither
 settings nor parameters.
@@ -110,6 +111,8 @@ def _unreachable(state: JobState, group: Group) -> str:
     for other in state.groups:
         near, far = (group, other) if _is_near(group) else (other, group)
         if other.session is None or near.host == far.host:  # one machine, perhaps behind an address of containers
+            continue
+        if near.local and far.local:
             continue
         if far.host and not _LOOPBACK.match(f"//{far.host}") and _is_near(near):
             return (

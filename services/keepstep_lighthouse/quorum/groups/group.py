@@ -160,6 +160,8 @@ class Group:
 
     host: str = ""
     """Address from which it connected; empty: unknown."""
+    local: bool = False
+    """As in ``Opened``."""
     port: Port | None = None
     """None: unknown; see ``presence.ports``."""
     info: MemberInfo = field(default_factory=MemberInfo)

@@ -47,7 +47,7 @@ def open_session(state: JobState, event: Opened, now: float, now_unix: float) ->
             state.tell(group.session, Refused("replaced", f"{group.replica_id} opened another session"))
             state.end(group.session)
         state.groups.connect(group, event.session, now)
-    group.host, group.groups = event.host, event.groups
+    group.host, group.local, group.groups = event.host, event.local, event.groups
     if group.replica_id in state.takeover.absent:
         state.no_longer_absent(group.replica_id, now)
     if group.draining is not None:

@@ -15,6 +15,7 @@ from keepstep_lighthouse.jobs import sessions, welcomed
 from keepstep_lighthouse.jobs.lighthouse_node import HIGHEST_EPOCH_SEEN
 from keepstep_lighthouse.quorum.events import PolicyOrdered
 from keepstep_lighthouse.quorum.job_record import Policy
+from keepstep_mesh.net.addresses import outward_address
 from keepstep_mesh.protocol import codec
 from keepstep_mesh.protocol.membership import HeldAnswer, MemberInfo
 from keepstep_mesh.protocol.messages import (
@@ -49,6 +50,20 @@ PATIENT = Policy(min_replicas=1, reconnect_grace=DEADLINE)
 
 
 # ---- quorums
+
+
+async def test_a_group_at_loopback_and_one_at_the_address_of_the_machine_train_together() -> None:
+    own = outward_address()
+    async with lighthouse(bind="0.0.0.0:0", insecure=True, policy=Policy(min_replicas=2)) as one:
+        port = one.address.rpartition(":")[2]
+        async with (
+            worker(f"http://127.0.0.1:{port}", "r0:1") as near,
+            worker(f"http://{own}:{port}", "r1:1") as far,
+        ):
+            await near.ask(info=MemberInfo("http://127.0.0.1:1"))
+            await far.ask(info=MemberInfo(f"http://{own}:1"))
+            for group in (near, far):
+                assert len((await group.until(QuorumAnswer)).members or ()) == 2
 
 
 async def test_the_member_list_travels_only_when_it_changed() -> None:
