@@ -27,7 +27,7 @@ from torch.futures import Future
 from keepstep.checkpointing.transport import CheckpointTransport
 from keepstep.collectives.codecs.codec import Round
 from keepstep.futures import future_timeout
-from keepstep.group.layout_parts import FixedLines, LayoutChanges, PartsMissing
+from keepstep.group.agreement import FixedLines, LayoutChanges, PartsMissing
 from keepstep.group.quorum_plan import WorldSizeMode
 from keepstep.lifecycle import wiring
 from keepstep.lifecycle.background_quorum import BackgroundQuorum

@@ -8,7 +8,7 @@ from keepstep.data_parallel.trained_parameters import TrainedParameters
 
 
 class ModuleLayout:
-    """Implements ``keepstep.group.layout_parts.LayoutPart``.
+    """Implements ``keepstep.group.agreement.LayoutPart``.
 
     Args:
         header: the first line: how the gradients are reduced.

@@ -1,16 +1,26 @@
-"""Settings and parameters that all groups of a job must have in common.
+"""Settings, parameters, and optimizer values that all groups of a job must have in common. Pure.
 
-Groups send the settings that decide the arithmetic as text; the lighthouse compares them from the first request on, and
-names the difference. Parameters, one line each, are known after a model is wrapped. Groups send a digest of them; a
-group whose digest differs reads the lines of another group.
+* Settings that decide the arithmetic travel as text; the lighthouse compares them from the first request on, and names
+  the difference.
+* The layout: lines that describe the parameters of a rank, known after a model is wrapped, from parts that may change
+  between two steps. Groups send a digest of them; a group whose digest differs reads the lines of another group. A
+  group that starts may know less than the job. The groups may have unfrozen parameters since: if its own parts could
+  have the lines of the job, it adopts them with its next request. Or the groups may have added parts since, such as a
+  second model: then the group takes over the step of the job, and its script comes to the lines that add them.
+* The values with which the optimizers of a rank took its last steps. Each group sends a digest of them with its next
+  request, and the lighthouse compares the digests of a step. A group that differs reads the values of another group to
+  name the difference.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol, TypeAlias
 
 from keepstep.group.quorum_plan import WorldSizeMode
+from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.protocol.job_settings import differ, difference, settings_text
 
 ARITHMETIC = 4
@@ -20,6 +30,16 @@ Increase it with every change after which a step computes other numbers from the
 the precision or order of a reduction, the choice of averaged buffers, the encoding of values or of a state. Groups
 of different versions then refuse to train together instead of drifting apart.
 """
+Values: TypeAlias = tuple[tuple[str, str], ...]
+"""The name of what has values, and a line for each value: its name, a tab, and its text."""
+
+REMEMBERED_STEPS = 8
+"""Steps of which the values are kept for groups that look for a difference."""
+MAX_SHOWN = 200
+"""Limit of a name or a value in a sentence, in characters."""
+
+
+# ---- settings
 
 
 def group_settings(
@@ -58,6 +78,99 @@ def group_settings(
     )
 
 
+# ---- parameters
+
+
+class LayoutChanges(KeepstepError):
+    """No quorum formed, because this group has other lines than the job, which it adopts with its next request."""
+
+
+class PartsMissing(LayoutChanges):
+    """No quorum formed, because the job has parts that the script of this group may add later."""
+
+
+class LayoutPart(Protocol):
+    """Lines that may change between two steps. Its methods are called on the training thread."""
+
+    def lines(self) -> list[str]:
+        """Return the present lines."""
+
+    def matching(self, lines: Sequence[str]) -> int:
+        """Return how many of the first ``lines`` this part could have instead of its own. 0: it cannot have them."""
+
+    def adopt(self, lines: Sequence[str]) -> None:
+        """Change to ``lines``, which ``matching`` found to fit."""
+
+
+class FixedLines:
+    """Lines that never change."""
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        self._lines = list(lines)
+
+    def lines(self) -> list[str]:
+        """Return the lines."""
+        return self._lines
+
+    def matching(self, lines: Sequence[str]) -> int:
+        """Return their number, if they are the first ``lines``."""
+        return len(self._lines) if list(lines[: len(self._lines)]) == self._lines else 0
+
+    def adopt(self, lines: Sequence[str]) -> None:
+        """Keep the lines, which are equal."""
+
+
+class Layout:
+    """The parts of one rank.
+
+    First those that may change, in the order in which the script made them; then the fixed ones, sorted: a group that
+    starts later may make in one step, and in another order, what the others have made one after the other.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[LayoutPart] = []
+
+    def add(self, part: LayoutPart) -> None:
+        """Add a part."""
+        self._parts.append(part)
+        self._parts.sort(key=lambda one: (1, one.lines()) if isinstance(one, FixedLines) else (0, []))
+
+    def lines(self) -> list[str]:
+        """Return the present lines of all parts."""
+        return [line for part in self._parts for line in part.lines()]
+
+    def could_be(self, lines: Sequence[str]) -> bool:
+        """Return whether the parts could have the ``lines`` of another group, and have others now."""
+        found, missing = self._split(lines)
+        return len(found) == len(self._parts) and not missing and self.lines() != list(lines)
+
+    def missing(self, lines: Sequence[str]) -> list[str]:
+        """Return the ``lines`` of another group that no part could have, if each part could have some of the others."""
+        found, missing = self._split(lines)
+        return missing if len(found) == len(self._parts) else []
+
+    def adopt(self, lines: Sequence[str]) -> None:
+        """Change to those ``lines`` of another group that the parts could have, if each part could have some."""
+        found, _ = self._split(lines)
+        if len(found) == len(self._parts):
+            for part, its in zip(self._parts, found, strict=True):
+                part.adopt(its)
+
+    def _split(self, lines: Sequence[str]) -> tuple[list[Sequence[str]], list[str]]:
+        """Return the lines that each part could have, one part after the other, and the lines between them."""
+        found: list[Sequence[str]] = []
+        missing: list[str] = []
+        at = 0
+        while at < len(lines):
+            count = self._parts[len(found)].matching(lines[at:]) if len(found) < len(self._parts) else 0
+            if count:
+                found.append(lines[at : at + count])
+            else:
+                missing.append(lines[at])
+            at += count or 1
+        return found, missing
+
+
 def layout_digest(settings: str, lines: list[str]) -> str:
     """Return the digest of settings and layout lines, which all groups must have in common; empty for no lines.
 
@@ -82,3 +195,56 @@ def first_difference(settings: str, lines: list[str], their_settings: str, their
         "rank 0's parameters are equal, and those of another rank differ; use the same number of ranks, in the same "
         "order on the device mesh, in all groups"
     )
+
+
+# ---- values
+
+
+class StepValues:
+    """The values of the last steps of one rank."""
+
+    def __init__(self) -> None:
+        self._steps: OrderedDict[str, Values] = OrderedDict()
+
+    def add(self, quorum_id: int, step: int, values: Values) -> str:
+        """Keep the values of a committed step, and return their digest.
+
+        Args:
+            quorum_id: of the step.
+            step: number of committed steps before it.
+            values: equal ones have equal digests, in every process.
+        """
+        self._steps[f"{quorum_id}/{step}"] = values
+        while len(self._steps) > REMEMBERED_STEPS:
+            self._steps.popitem(last=False)
+        text = "\n\n".join(f"{owner}\n{lines}" for owner, lines in values)
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+    def lines(self) -> dict[str, dict[str, str]]:
+        """Return the values as text, by name, of each step that is kept; the newest step last. From any thread."""
+        return {step: dict(_pairs(values)) for step, values in list(self._steps.items())}
+
+
+def _pairs(values: Values) -> Iterator[tuple[str, str]]:
+    for owner, lines in values:
+        for line in lines.splitlines():
+            name, _, text = line.partition("\t")
+            yield f"{owner} {name}".strip(), text
+
+
+def values_difference(ours: dict[str, dict[str, str]], theirs: object, peer: str) -> str:
+    """Describe the first difference of the newest step that differs; empty: none is known.
+
+    Args:
+        ours: ``StepValues.lines`` here.
+        theirs: the same of ``peer``, as received.
+        peer: name of the other group.
+    """
+    for step in reversed(ours):
+        other = theirs.get(step) if isinstance(theirs, Mapping) else None
+        if isinstance(other, Mapping) and other != ours[step]:
+            for name in [*ours[step], *(str(one) for one in other)]:
+                here, there = ours[step].get(name, "unknown"), str(other.get(name, "unknown"))
+                if here != there:
+                    return f"{name[:MAX_SHOWN]}: {here[:MAX_SHOWN]} here, {there[:MAX_SHOWN]} in {peer}"
+    return ""

@@ -7,8 +7,7 @@ from typing import Any
 
 import aiohttp
 
-from keepstep.group.agreement import first_difference
-from keepstep.group.step_values import values_difference
+from keepstep.group.agreement import first_difference, values_difference
 from keepstep_mesh.errors import AuthError, KeepstepError
 from keepstep_mesh.net.http import Problem, client_session, raise_for_problem, read_json_answer
 from keepstep_mesh.protocol.job_settings import differ

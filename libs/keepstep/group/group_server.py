@@ -14,6 +14,7 @@ from http import HTTPStatus
 
 from aiohttp import web
 
+from keepstep.group.agreement import StepValues
 from keepstep.group.gathering import GatheredAsks, GatheredVotes
 from keepstep.group.group_listener import GroupListener
 from keepstep.group.merging import DisagreeError, merge_asks, merge_healing
@@ -21,7 +22,6 @@ from keepstep.group.quorum_plan import QuorumPlan, make_plan
 from keepstep.group.ranks.rank_connections import RankConnections
 from keepstep.group.ranks.rank_link import GroupSettings, Leaving
 from keepstep.group.slow_quorum_log import SlowQuorumLog
-from keepstep.group.step_values import StepValues
 from keepstep.rendezvous.key_value_server import VERSION as RENDEZVOUS_VERSION
 from keepstep.rendezvous.key_value_server import KeyValueServer
 from keepstep.runtime.exits import leave_cause

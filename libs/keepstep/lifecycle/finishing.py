@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from datetime import timedelta
 
-from keepstep.group.layout_parts import LayoutChanges
+from keepstep.group.agreement import LayoutChanges
 from keepstep.lifecycle.background_quorum import BackgroundQuorum
 from keepstep.step.agreeing import final_root_of
 from keepstep_mesh.errors import JobClosed, KeepstepError

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torch.optim import Optimizer
 
 from keepstep.checkpoint.managed.durable_writer import LastCheckpoint
-from keepstep.group.layout_parts import FixedLines, LayoutPart
+from keepstep.group.agreement import FixedLines, LayoutPart
 from keepstep.lifecycle.durability import Durability
 from keepstep.step.catching_up.catch_up import CatchUp
 from keepstep.step.context import StepContext

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from keepstep.group.step_values import Values
+from keepstep.group.agreement import Values
 
 _NO_VALUES = frozenset({"params", "param_names"})
 _SKIPPED = object()

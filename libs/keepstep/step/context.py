@@ -11,10 +11,9 @@ from typing import Any, NoReturn
 from torch.distributed import Store
 
 from keepstep.checkpointing.transport import CheckpointTransport
-from keepstep.group.agreement import layout_digest
+from keepstep.group.agreement import Layout, LayoutChanges, LayoutPart, PartsMissing, layout_digest
 from keepstep.group.group_link import LinkSettings
 from keepstep.group.group_peers import first_layout_difference, first_values_difference
-from keepstep.group.layout_parts import Layout, LayoutChanges, LayoutPart, PartsMissing
 from keepstep.group.quorum_plan import QuorumPlan, WorldSizeMode
 from keepstep.group.ranks.rank_link import RankLink
 from keepstep.runtime.exits import StateMismatchExit

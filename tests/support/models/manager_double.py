@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from keepstep.group.layout_parts import LayoutPart
+from keepstep.group.agreement import LayoutPart
 from keepstep.script_checks.script_checker import ScriptChecker
 from keepstep.step.live_state import LiveState
 from keepstep_mesh.config.logging import get_logger

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep.group.agreement import ARITHMETIC, first_difference, group_settings, layout_digest
-from keepstep.group.layout_parts import FixedLines, Layout
+from keepstep.group.agreement import ARITHMETIC, FixedLines, Layout, first_difference, group_settings, layout_digest
 from keepstep.group.quorum_plan import WorldSizeMode
 from keepstep_mesh.protocol.job_settings import MAX_SHOWN, differ, difference, settings_text
 

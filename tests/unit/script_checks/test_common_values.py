@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from keepstep.group.step_values import REMEMBERED_STEPS, StepValues, values_difference
+from keepstep.group.agreement import REMEMBERED_STEPS, StepValues, values_difference
 from keepstep.script_checks.common_values import CommonValues, plain
 
 

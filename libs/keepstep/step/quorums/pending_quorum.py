@@ -9,7 +9,7 @@ import time
 from collections.abc import Coroutine
 from typing import Any, NoReturn
 
-from keepstep.group.layout_parts import LayoutChanges
+from keepstep.group.agreement import LayoutChanges
 from keepstep.group.merging import DisagreeError
 from keepstep.group.quorum_plan import QuorumPlan, plan_of_closed_job
 from keepstep.group.ranks.rank_link import Leaving
