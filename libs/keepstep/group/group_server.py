@@ -15,10 +15,10 @@ from http import HTTPStatus
 from aiohttp import web
 
 from keepstep.group.agreement import StepValues
-from keepstep.group.gathering import GatheredAsks, GatheredVotes
 from keepstep.group.group_listener import GroupListener
-from keepstep.group.merging import DisagreeError, merge_asks, merge_healing
 from keepstep.group.quorum_plan import QuorumPlan, make_plan
+from keepstep.group.ranks.gathering import GatheredAsks, GatheredVotes
+from keepstep.group.ranks.merging import DisagreeError, merge_asks, merge_healing
 from keepstep.group.ranks.rank_connections import RankConnections
 from keepstep.group.ranks.rank_link import GroupSettings, Leaving
 from keepstep.group.slow_quorum_log import SlowQuorumLog
@@ -89,7 +89,9 @@ class GroupServer:
         self._job_settings = ""
         """Of the last request."""
         self._tasks = OwnedTasks(self.on_broken)
-        self._connections = RankConnections(self, settings, self._tasks)
+        self._asks = GatheredAsks(settings, self._request_of_ranks, self._tasks.start)
+        self._votes = GatheredVotes(settings.world_size)
+        self._connections = RankConnections(self, settings, self._asks, self._votes, self._tasks)
         self._session = LighthouseSession(session, self._on_lighthouse_push, self._connections.timing_changed)
         self._on_failed = on_failed
         self._on_push = on_push
@@ -106,8 +108,6 @@ class GroupServer:
         self._requesting = False
         self._left_early = ""
         """Why the group left in the middle of a request."""
-        self._asks = GatheredAsks(settings, self._request_of_ranks, self._tasks.start)
-        self._votes = GatheredVotes(settings.world_size)
         self._slow_quorum_log = SlowQuorumLog(self._session, session.replica_id, self._tasks.start)
         routes = [
             web.get("/healthz", self._healthz),
@@ -186,14 +186,14 @@ class GroupServer:
         try:
             return await self.ask_of(0, ask)
         except asyncio.CancelledError:
-            self.withdraw_of(0, ask.request)
+            self._asks.withdraw(0, ask.request)
             if self._attempt > before:
                 self._session.give_up_answer()
             raise
 
     async def vote(self, vote: RankVote, timeout: float) -> bool:
         """See ``RankLink``."""
-        future = self.vote_of(0, vote)
+        future = self._votes.cast(0, vote)
         try:
             async with asyncio.timeout(timeout):
                 return await future
@@ -258,10 +258,6 @@ class GroupServer:
         if self._settings.world_size == 1:
             return await self._request({0: ask})
         return await self._asks.ask(rank, ask)
-
-    def withdraw_of(self, rank: int, request: int) -> None:
-        """Take back a request of ``rank``."""
-        self._asks.withdraw(rank, request)
 
     async def _request_of_ranks(self, asks: dict[int, RankAsk]) -> QuorumPlan:
         self._refused = False
@@ -358,21 +354,7 @@ class GroupServer:
                 raise
             return merge_asks(asks, self.replica_id, healed=True)
 
-    # ---- votes
-
-    def vote_of(self, rank: int, vote: RankVote) -> asyncio.Future[bool]:
-        """Take the vote of ``rank``; the future completes with the group's decision."""
-        return self._votes.cast(rank, vote)
-
-    # ---- the other ranks (RankHost)
-
-    def rank_came(self, rank: int) -> None:
-        """See ``RankHost``."""
-        self._asks.rank_came(rank)
-
-    def rank_left(self, rank: int, reason: str) -> None:
-        """Deny all requests from now on: a group does not train without one of its ranks."""
-        self._asks.rank_left(rank, reason)
+    # ---- pushes
 
     def _on_lighthouse_push(self, push: Push) -> None:
         if isinstance(push, Evicted):

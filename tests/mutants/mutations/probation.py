@@ -89,7 +89,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an error of one rank is lost among those of the others",
-        "libs/keepstep/group/merging.py",
+        "libs/keepstep/group/ranks/merging.py",
         "    if own := [one for one in known if one.cause == OWN]:\n",
         "    if own := [one for one in known[:1] if one.cause == OWN]:\n",
         Test(f"{EVIDENCE}::test_the_failures_of_the_ranks_become_that_of_the_group"),

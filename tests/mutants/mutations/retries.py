@@ -73,7 +73,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a rank waits in its backward pass for a rank that has left the step",
-        "libs/keepstep/group/gathering.py",
+        "libs/keepstep/group/ranks/gathering.py",
         "            if decided or self._barrier.has_ended(cast):\n",
         "            if decided:\n",
         Test(
@@ -125,7 +125,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a slow rank does not learn the no of the others, who poll already",
-        "libs/keepstep/group/merging.py",
+        "libs/keepstep/group/ranks/merging.py",
         "        if key == self._refused:\n",
         "        if key == self._refused and vote.poll:\n",
         Test("tests/unit/group/test_group_core.py::test_a_slow_rank_learns_the_no_after_the_others_have_polled"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep.group.merging import DisagreeError, merge_asks
+from keepstep.group.ranks.merging import DisagreeError, merge_asks
 from keepstep_mesh.protocol.group_messages import RankAsk
 from keepstep_mesh.protocol.membership import PUBLISHED, TO_PUBLISH, UNPUBLISHED
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from keepstep.group.gathering import GatheredVotes
-from keepstep.group.merging import CommitBarrier, DisagreeError, merge_asks
+from keepstep.group.ranks.gathering import GatheredVotes
+from keepstep.group.ranks.merging import CommitBarrier, DisagreeError, merge_asks
 from keepstep.group.ranks.rank_link import denial, denied
 from keepstep_mesh.errors import (
     Banned,

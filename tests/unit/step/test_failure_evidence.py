@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import pytest
 
-from keepstep.group.merging import merge_asks
 from keepstep.group.quorum_plan import QuorumPlan, make_plan
+from keepstep.group.ranks.merging import merge_asks
 from keepstep.step.evidence import failure_evidence
 from keepstep.step.evidence.failure_evidence import FailureEvidence
 from keepstep.step.reporting.step_telemetry import StepTimes

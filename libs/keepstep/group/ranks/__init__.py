@@ -1,1 +1,1 @@
-"""Connect rank 0 with the other ranks of its group: both ends, and their messages."""
+"""Join the ranks of a group into one: both ends of their connections, and their merged requests and votes."""

@@ -10,8 +10,8 @@ from typing import Any
 import aiohttp
 
 from keepstep.group.agreement import StepValues
-from keepstep.group.merging import key_of
 from keepstep.group.quorum_plan import QuorumPlan, make_plan
+from keepstep.group.ranks.merging import key_of
 from keepstep.group.ranks.rank_link import denial, rank_liveness, silence_limit
 from keepstep.group.ranks.rank_lists import ListKeeper
 from keepstep.rendezvous.key_value_server import KeyValueServer

@@ -9,6 +9,7 @@ from typing import Protocol
 from aiohttp import web
 
 from keepstep.group.quorum_plan import QuorumPlan
+from keepstep.group.ranks.gathering import GatheredAsks, GatheredVotes
 from keepstep.group.ranks.rank_link import RANK_CLOSE_SECONDS, GroupSettings, denied, rank_liveness, silence_limit
 from keepstep.group.ranks.rank_lists import ListSender
 from keepstep.runtime.owned_tasks import OwnedTasks
@@ -55,20 +56,8 @@ class RankHost(Protocol):
     async def ask_of(self, rank: int, ask: RankAsk) -> QuorumPlan:
         """Add the request of a rank, and wait for the group's plan."""
 
-    def withdraw_of(self, rank: int, request: int) -> None:
-        """Take back a request of a rank."""
-
-    def vote_of(self, rank: int, vote: RankVote) -> asyncio.Future[bool]:
-        """Count the vote of a rank. The future completes with the group's decision."""
-
     def healing_of(self, rank: int, progress: Healing) -> None:
         """Take a rank's report on its heal."""
-
-    def rank_came(self, rank: int) -> None:
-        """A rank has connected."""
-
-    def rank_left(self, rank: int, reason: str) -> None:
-        """A rank has said goodbye, or is lost while the group ends."""
 
     async def fail(self, reason: str) -> None:
         """The group is lost."""
@@ -83,11 +72,16 @@ class RankConnections:
     Args:
         host: the group server.
         settings: of the group.
+        asks, votes: of all ranks.
         tasks: owns the tasks that are started here.
     """
 
-    def __init__(self, host: RankHost, settings: GroupSettings, tasks: OwnedTasks) -> None:
+    def __init__(
+        self, host: RankHost, settings: GroupSettings, asks: GatheredAsks, votes: GatheredVotes, tasks: OwnedTasks
+    ) -> None:
         self.host = host
+        self.asks = asks
+        self.votes = votes
         self.tasks = tasks
         self.lists = ListSender()
         self._settings = settings
@@ -150,7 +144,7 @@ class RankConnections:
         """Take the rank into the group. Raises ``ProtocolError`` if it does not belong to it."""
         self._check_hello(hello)
         self._ranks[hello.group_rank] = peer
-        self.host.rank_came(hello.group_rank)
+        self.asks.rank_came(hello.group_rank)
         peer.channel.send(RankReady(PROTOCOL_VERSION, self.host.replica_id))
         peer.channel.send(Services(self.host.services))
         peer.channel.send(self._timing())
@@ -165,7 +159,7 @@ class RankConnections:
     def lost(self, rank: int, reason: str) -> None:
         """Fail the group. A group that ends or was refused has not failed, but cannot ask again without this rank."""
         if self.host.leaving:
-            self.host.rank_left(rank, reason)
+            self.asks.rank_left(rank, reason)
         else:
             self.tasks.start(self.host.fail(reason))
 
@@ -222,15 +216,15 @@ class _Rank:
             case RankAsk():
                 self._group.tasks.start(self._answer_ask(message))
             case RankVote():
-                decision = self._host.vote_of(self._rank, message)
+                decision = self._group.votes.cast(self._rank, message)
                 decision.add_done_callback(partial(self._answer_vote, message))
             case CancelRequest(request):
-                self._host.withdraw_of(self._rank, request)
+                self._group.asks.withdraw(self._rank, request)
             case Healing():
                 self._host.healing_of(self._rank, message)
             case Leave():
                 self._said_goodbye = True
-                self._host.rank_left(self._rank, message.reason)
+                self._group.asks.rank_left(self._rank, message.reason)
                 self.channel.send(Goodbye())
                 self.channel.link.close()
             case Failed():

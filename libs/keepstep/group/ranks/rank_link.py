@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from keepstep.group.agreement import StepValues
-from keepstep.group.merging import DisagreeError
 from keepstep.group.quorum_plan import QuorumPlan
+from keepstep.group.ranks.merging import DisagreeError
 from keepstep.rendezvous.key_value_server import KeyValueServer
 from keepstep.session.liveness import Liveness
 from keepstep_mesh.errors import (

@@ -10,8 +10,8 @@ from collections.abc import Coroutine
 from typing import Any, NoReturn
 
 from keepstep.group.agreement import LayoutChanges
-from keepstep.group.merging import DisagreeError
 from keepstep.group.quorum_plan import QuorumPlan, plan_of_closed_job
+from keepstep.group.ranks.merging import DisagreeError
 from keepstep.group.ranks.rank_link import Leaving
 from keepstep.runtime.exits import (
     CollectivesExit,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 
-from keepstep.group.merging import CommitBarrier, key_of
 from keepstep.group.quorum_plan import QuorumPlan
+from keepstep.group.ranks.merging import CommitBarrier, key_of
 from keepstep.group.ranks.rank_link import GroupSettings, denial
 from keepstep_mesh.errors import SessionClosed
 from keepstep_mesh.protocol.group_messages import RankAsk, RankDenied, RankVote
