@@ -23,9 +23,8 @@ from keepstep_chaos.injecting.interruption import cancel_at_signals
 from keepstep_chaos.observing import observation
 from keepstep_chaos.observing.targets import Places, find, find_elsewhere
 from keepstep_chaos.recovery import Recovery
-from keepstep_chaos.result_pages import markdown
 from keepstep_chaos.schedule import Limits, Schedule, choices
-from keepstep_chaos.verdict import COLUMNS, GROWTH_COLUMNS, Outcome, fault_rows, growth_rows, summary
+from keepstep_chaos.verdict import COLUMNS, GROWTH_COLUMNS, Outcome, fault_rows, growth_rows, markdown, summary
 from keepstep_chaos.vocabulary import KINDS, Role, Target
 from keepstep_cli.asking import tables
 from keepstep_cli.asking.rest import Lighthouse

@@ -1,8 +1,8 @@
-"""The result of a run: its figures, the promises that were broken, and the tables. Pure."""
+"""The result of a run: its figures, the promises that were broken, the tables, and the report in Markdown. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -173,6 +173,28 @@ def summary(outcome: Outcome) -> list[str]:
     lines += [f"recovery of {target} not seen: this machine cannot reach it" for target in outcome.unseen]
     broken = outcome.broken()
     return [*lines, *(f"BROKEN: {one}" for one in broken)] if broken else [*lines, "no promise was broken"]
+
+
+def markdown(outcome: Outcome, job: str) -> str:
+    """Return the figures of ``results.json``, except those of each fault, as a page of Markdown."""
+    verdict = "A promise was broken" if outcome.broken() else "No promise was broken"
+    parts = [
+        f"# Faults in job {job}",
+        f"{verdict}. Seed {outcome.seed}. `results.json` has the times of each fault.",
+        "\n".join(f"* {line}" for line in summary(outcome)),
+        "## Faults",
+        _table(COLUMNS, fault_rows(outcome.injected)),
+    ]
+    if rows := growth_rows(outcome.growth):
+        parts += ["## Processes", _table(GROWTH_COLUMNS, rows)]
+    if outcome.left_out:
+        parts += ["## Kinds that were left out", _table(("kind", "reason"), outcome.left_out.items())]
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
 def _seconds(costs: Sequence[Cost], figure: str, share: float) -> str:

@@ -16,9 +16,8 @@ from typing import Any
 
 from click import ClickException
 
-from keepstep_chaos.injecting import full_disk, inside, network
+from keepstep_chaos.injecting import exhausting, inside, network
 from keepstep_chaos.injecting.elsewhere import Templates, command
-from keepstep_chaos.injecting.memory_limit import memory_limited
 from keepstep_chaos.injecting.remote_command import CommandError, run_command
 from keepstep_chaos.observing import process_table
 from keepstep_chaos.observing.targets import Place, Places, process_at
@@ -61,7 +60,7 @@ def unavailable(place: Place, permissions: Permissions) -> dict[str, str]:
         elif KINDS[name].inside:
             reason = inside.why_not(place.pids)
         elif name == "fill-disk":
-            reason = full_disk.why_not(place.data_folder, shared=permissions.fill_shared_disks)
+            reason = exhausting.why_not(place.data_folder, shared=permissions.fill_shared_disks)
         if reason is not None:
             reasons[name] = reason
     return reasons
@@ -210,7 +209,7 @@ class Injector:
     async def _memory(self, place: Place, fault: Fault) -> None:
         if _started_here(place):
             self._starved[place.target] = _Starved(place.pids, self._start_again(place))
-        with memory_limited(place.pids):
+        with exhausting.memory_limited(place.pids):
             await asyncio.sleep(fault.seconds)
         self._start_if_ended(place.target)
 
@@ -256,7 +255,7 @@ class Injector:
     async def _fill_disk(self, place: Place, fault: Fault) -> None:
         if place.data_folder is None:
             raise InjectionError("it has no data directory")
-        disk = full_disk.FullDisk(place.data_folder)
+        disk = exhausting.FullDisk(place.data_folder)
         await _within(disk, fault.seconds, disk.stop)
 
     # ---- orders

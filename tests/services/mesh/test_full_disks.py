@@ -20,7 +20,7 @@ import pytest
 
 from keepstep.step.reporting.step_log import STEP_LOG_ENV, StepLog
 from keepstep_chaos.histories.reading import check_files
-from keepstep_chaos.injecting.full_disk import FullDisk
+from keepstep_chaos.injecting.exhausting import FullDisk
 from keepstep_cli.running.console.log_folder import LogFolder
 from keepstep_relay.core.events import Limits
 from keepstep_relay.tiers.disk_tier import DiskError

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from keepstep_chaos.engine import Duration, Engine
-from keepstep_chaos.injecting import full_disk, inside, network
+from keepstep_chaos.injecting import exhausting, inside, network
 from keepstep_chaos.injecting.injection import InjectionError, Injector, Permissions, available, unavailable
 from keepstep_chaos.observing import process_table
 from keepstep_chaos.observing.targets import Place, Places
@@ -109,22 +109,22 @@ def test_kinds_that_cannot_hit_a_service_have_a_reason(place, tmp_path):
 
 
 async def test_a_command_that_ends_does_not_wait_until_the_disk_is_full(tmp_path, monkeypatch):
-    monkeypatch.setattr(full_disk, "PIECES", (1,))  # it would take days
+    monkeypatch.setattr(exhausting, "PIECES", (1,))  # it would take days
     folder = process_table.Program(("--data-dir", str(tmp_path)), {}, str(tmp_path))
     place = Place(SERVICE, [os.getpid()], program=folder)
     filling = asyncio.create_task(injector(place, tmp_path).inject(Fault(1, KINDS["fill-disk"], SERVICE, 60.0)))
     async with asyncio.timeout(20):
-        while not (tmp_path / full_disk.NAME).exists():  # noqa: ASYNC110 - nothing to wait on
+        while not (tmp_path / exhausting.NAME).exists():  # noqa: ASYNC110 - nothing to wait on
             await asyncio.sleep(0.01)
         filling.cancel()
         await asyncio.wait([filling])
-    assert not (tmp_path / full_disk.NAME).exists()
+    assert not (tmp_path / exhausting.NAME).exists()
 
 
 def test_only_a_small_filesystem_of_its_own_is_filled(tmp_path):
-    assert full_disk.why_not(None, shared=True) == "it has no data directory"
-    assert "--fill-shared-disks" in full_disk.why_not(Path("/usr"), shared=False)
-    assert full_disk.why_not(tmp_path, shared=True) is None
+    assert exhausting.why_not(None, shared=True) == "it has no data directory"
+    assert "--fill-shared-disks" in exhausting.why_not(Path("/usr"), shared=False)
+    assert exhausting.why_not(tmp_path, shared=True) is None
 
 
 # ---- faults inside a process, and limits from outside

@@ -10,8 +10,7 @@ from keepstep_chaos.observing.observation import differing_weights
 from keepstep_chaos.observing.resources import Sample, growth, joint
 from keepstep_chaos.pace import Pace
 from keepstep_chaos.recovery import Cost
-from keepstep_chaos.result_pages import markdown
-from keepstep_chaos.verdict import COLUMNS, Outcome, fault_rows, summary
+from keepstep_chaos.verdict import COLUMNS, Outcome, fault_rows, markdown, summary
 from keepstep_chaos.vocabulary import KINDS, Fault, Role, Target
 
 R0 = Target(Role.GROUP, "r0")

@@ -2,21 +2,22 @@
 
 Tensors of other accelerators go through shared memory, and the child process copies them to its device.
 
-A message names tensors by place, type and shape; nothing is pickled. The first argument of every operation has the
-tensors that the operation writes, except for ``send``.
+A message names tensors by place, type and shape; nothing is pickled. A CUDA IPC handle is torch's tuple of numbers and
+bytes: the exporting process must keep the tensor until the other process has released it.
+
+The first argument of every operation has the tensors that the operation writes, except for ``send``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from keepstep.process_group.baby import device_memory
 from keepstep.process_group.baby.shared_memory import Segment, aligned
 
 _READS_FIRST = frozenset({"allreduce", "allreduce_coalesced", "broadcast", "send"})
@@ -51,7 +52,7 @@ class PackedCall:
         self.segment: Segment | None = None
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._keep: list[torch.Tensor] = []
-        size = sum(aligned(tensor.nbytes) for tensor in _tensors(args) if not device_memory.can_export(tensor))
+        size = sum(aligned(tensor.nbytes) for tensor in _tensors(args) if not _can_export(tensor))
         if size:
             self.segment = take_segment(size)
         self._offset = 0
@@ -79,9 +80,9 @@ class PackedCall:
 
     def _place(self, tensor: torch.Tensor, *, reads: bool, writes: bool) -> dict[str, Any]:
         described: dict[str, Any] = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
-        if device_memory.can_export(tensor):
+        if _can_export(tensor):
             self._keep.append(tensor)
-            return described | {"handle": device_memory.export(tensor)}
+            return described | {"handle": _export(tensor)}
         described |= {"offset": self._offset, "device": str(tensor.device), "writes": writes}
         if self.segment is not None:
             shared = self.segment.tensor(self._offset, tensor.dtype, tensor.shape)
@@ -125,7 +126,7 @@ class UnpackedCall:
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"invalid type of a tensor in a message: {place['dtype']!r}")
         if "handle" in place:
-            return device_memory.attach(place["handle"], dtype, place["shape"])
+            return _attach(place["handle"], dtype, place["shape"])
         if self._segment is None:
             return torch.empty(place["shape"], dtype=dtype, device=place["device"])
         shared = self._segment.tensor(place["offset"], dtype, place["shape"])
@@ -135,6 +136,26 @@ class UnpackedCall:
         if place["writes"]:
             self._copies.append((tensor, shared))
         return tensor
+
+
+def _can_export(tensor: torch.Tensor) -> bool:
+    """Return whether another process can map the tensor's device memory."""
+    return tensor.device.type == "cuda"
+
+
+def _export(tensor: torch.Tensor) -> list[Any]:
+    """Return a handle of the tensor's memory, after the work that the current stream has for it."""
+    torch.cuda.current_stream(tensor.device).synchronize()  # the child's stream does not follow this one
+    storage: Any = tensor.untyped_storage()
+    return [list(storage._share_cuda_()), tensor.storage_offset(), list(tensor.stride())]
+
+
+def _attach(handle: Sequence[Any], dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """Return the memory of a handle as a tensor of this process."""
+    shared, offset, stride = handle
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    storage = cast("Any", torch.UntypedStorage)._new_shared_cuda(*shared)  # noqa: SLF001  no public name
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, tuple(shape), tuple(stride))
 
 
 def _tensors(arg: Any) -> Iterator[torch.Tensor]:

@@ -1,10 +1,15 @@
-"""Fill the filesystem of a data directory with one file, and remove it."""
+"""Let a process run out of memory, or out of space in its data directory."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import resource
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from keepstep_chaos.observing.process_table import GONE, PAGE_BYTES, PROC
 
 LARGEST_BYTES = 1 << 30
 """Of a filesystem that is filled without being asked for."""
@@ -29,7 +34,7 @@ def why_not(folder: Path | None, *, shared: bool) -> str | None:
 
 
 class FullDisk:
-    """A full filesystem: a context manager."""
+    """A filesystem that one file fills, which the end removes: a context manager."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / NAME
@@ -60,3 +65,23 @@ class FullDisk:
                 if error.errno in (errno.ENOSPC, errno.EDQUOT):
                     return
                 raise
+
+
+@contextlib.contextmanager
+def memory_limited(pids: Sequence[int]) -> Iterator[None]:
+    """Let the next allocation of new memory fail: set the soft limit of each address space to its present size.
+
+    Memory that a process has freed inside of itself stays usable for it. The end sets the limits back.
+    """
+    before: dict[int, tuple[int, int]] = {}
+    try:
+        for pid in pids:
+            with contextlib.suppress(*GONE):
+                size = int((PROC / str(pid) / "statm").read_text().split()[0]) * PAGE_BYTES
+                hard = resource.prlimit(pid, resource.RLIMIT_AS)[1]
+                before[pid] = resource.prlimit(pid, resource.RLIMIT_AS, (size, hard))
+        yield
+    finally:
+        for pid, limits in before.items():
+            with contextlib.suppress(*GONE):
+                resource.prlimit(pid, resource.RLIMIT_AS, limits)
