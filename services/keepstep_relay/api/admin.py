@@ -44,6 +44,8 @@ class BeginBody:
     quorum_id: int = 0
     one_producer: bool = False
     """True: commit only if one producer reported the counting root of every rank, so that no ranks are mixed."""
+    open: bool = False
+    """True: never commit it. It can be read, and is dropped when a rank sends nothing for --upload-timeout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +159,7 @@ class _Admin:
         for name, value, lowest in (("step", body.step, 0), ("quorum_id", body.quorum_id, 0), ("ranks", body.ranks, 1)):
             if not lowest <= value < MAX_STEP:
                 raise bad(f"invalid {name} {value!r:.40}: expected {lowest} <= {name} < 2^53")
-        facts = Facts(body.step, Kind(body.kind), body.ranks, body.quorum_id, body.one_producer)
+        facts = Facts(body.step, Kind(body.kind), body.ranks, body.quorum_id, body.one_producer, body.open)
         rank = requests.rank(request) if "rank" in request.query else None
         again = request.query.get("again", "1")
         if again not in ("0", "1"):

@@ -88,6 +88,8 @@ class Checkpoint:
 
     def why_incomplete(self) -> str | None:
         """Return why it cannot be committed; None if it can."""
+        if self.facts.stays_open:
+            return f"{self.key} is open, and never committed: upload its content as another checkpoint"
         if len(self.tables) < self.facts.ranks:
             first = next(rank for rank in range(self.facts.ranks) if rank not in self.tables)
             absent = self.facts.ranks - len(self.tables)

@@ -90,10 +90,12 @@ class Facts:
     quorum_id: int = 0
     one_producer: bool = False
     """Commit only if one producer reported the root digest that counts for every rank."""
+    stays_open: bool = False
+    """Never commit: the checkpoint lives as long as its ranks give signs of life."""
 
     def __str__(self) -> str:
-        one = ", one_producer" if self.one_producer else ""
-        return f"step {self.step}, kind {self.kind.value}, ranks {self.ranks}, quorum_id {self.quorum_id}{one}"
+        more = (", one_producer" if self.one_producer else "") + (", open" if self.stays_open else "")
+        return f"step {self.step}, kind {self.kind.value}, ranks {self.ranks}, quorum_id {self.quorum_id}{more}"
 
     @property
     def of_manager(self) -> bool:

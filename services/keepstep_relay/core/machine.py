@@ -5,7 +5,8 @@ Rules:
 * A checkpoint is one pack per rank. It begins, its ranks report the chunks of their packs (``Table``), chunks arrive in
   any order from any process, and it is committed when every chunk of every table is here and was made durable
   (``Seal``, ``Sealed``). An incomplete checkpoint is never committed, nor one with the ranks of different producers
-  if it must come from one (``Facts.one_producer``).
+  if it must come from one (``Facts.one_producer``), nor one that stays open (``Facts.stays_open``): its ranks, also
+  those that have reported, keep it with signs of life.
 * A chunk is accepted and kept only while a table names it. Equal chunks are stored once.
 * The ranks of an upload may first exchange layouts, which describe what each of them holds. The first layout of a rank
   counts. The core knows only their digests.
@@ -304,6 +305,8 @@ class RelayCore(RelayState):
             raise RefusedError(Cause.CONFLICT, f"{one.missing[rank]} missing chunks: rank {rank} of {key}")
         if report.part and one.facts.kind is not Kind.LIVE:
             raise RefusedError(Cause.CONFLICT, f"{key} is durable: all of its chunks must be at one relay")
+        if one.facts.stays_open:
+            return []
         was_part = one.is_part
         one.part |= report.part
         one.reported.add(rank)

@@ -151,6 +151,21 @@ def test_ranks_commit_together():
     assert relay(RankReported(C1, 1)) == [Seal(C1, (A, B))], "the last report commits"
 
 
+def test_an_open_checkpoint_is_never_committed_and_lives_as_long_as_its_rank_gives_signs_of_life():
+    relay = Driver(upload_seconds=10)
+    relay(Begun(C1, Facts(1, Kind.LIVE, 1, stays_open=True)), TableArrived(C1, 0, table(A)), at=0)
+    relay.refused(RankReported(C1, 0), Cause.CONFLICT, "1 missing chunks")
+    relay(ChunkArrived(A, MEMORY), at=1)
+    assert relay(RankReported(C1, 0), at=2) == []
+    relay.refused(CommitAsked(C1), Cause.CONFLICT, "is open, and never committed")
+    relay.refused(Begun(C1, ONE), Cause.CONFLICT, "with step 1, .*, open, not with step 1")
+    relay(RankWaits(C1, 0), at=11)
+    assert relay(Tick(), at=20.5) == []
+    told, *_rest = relay(Tick(), at=21)
+    assert (told.committed, told.bytes_done) == (False, CHUNK_BYTES)
+    assert not relay.core.inventory.is_here(A)
+
+
 def test_a_part_is_not_waited_for_nor_committed_and_goes_when_nobody_has_read_from_it_for_a_while():
     relay = Driver(upload_seconds=10, reading_seconds=20)
     relay(Begun(C1, Facts(1, Kind.LIVE, 2)), TableArrived(C1, 0, table(A, B)), TableArrived(C1, 1, table(C)))

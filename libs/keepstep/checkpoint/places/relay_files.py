@@ -1,7 +1,7 @@
 """Files at a relay, in folders that are committed as a whole: one checkpoint, with a rank for each file.
 
-A file is an upload of two ranks until then. Rank 0 has its bytes. Rank 1 never reports, so the relay does not commit
-the file alone. The process that wrote the file gives signs of life of both ranks: if it ends, the relay drops the file.
+A file is an open upload until then, which the relay never commits. The process that wrote the file gives signs of life
+of it: if it ends, the relay drops the file.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class RelayFiles:
             hasher.add(_chunk(data, number))
         one = self._checkpoint(upload)
         manifest = self._manifest(one, name, data.nbytes, hasher.chunk_digests, hasher.parts)
-        self._store(one, {"step": 0, "kind": "live", "ranks": 2}, manifest, lambda number: _chunk(data, number))
+        self._store(one, {"step": 0, "kind": "live", "open": True}, manifest, lambda number: _chunk(data, number))
         with self._lock:
             self._leases.add(upload)
             if self._thread is None:
@@ -291,8 +291,7 @@ class RelayFiles:
                     return
             for upload in uploads:
                 try:
-                    for rank in range(2):  # rank 0 too: a relay that has restarted waits for its report again
-                        self._ask(upload, self._checkpoint(upload, rank).state)
+                    self._ask(upload, self._checkpoint(upload).state)
                 except FileNotFoundError:
                     with self._lock:
                         self._leases.discard(upload)  # committed by another rank, or removed
