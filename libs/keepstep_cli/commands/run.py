@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from keepstep_mesh.security.tls import TlsFiles
 
 ASK_FIRST_SECONDS = 5.0
+START_SECONDS = 30.0
+"""Time for which a group that failed waits for an answer of the lighthouse that this command starts."""
 
 
 SECTIONS = {
@@ -246,11 +248,12 @@ def run(
         local = [one.spec.name for one in groups]
         lighthouse = Lighthouse(addresses, token, tls)
         bans = partial(ask_ban, lighthouse, job, told)
+        how_far = partial(ask_job, lighthouse, job, START_SECONDS if programs else 0.0)
 
         async def launch() -> int:
             backoff = replace(RESTART_BACKOFF, most=max_restart_pause)
             limits = Restarts(max_restarts=max_restarts, backoff=backoff, grace=notice + grace)
-            launcher = Launcher([*programs, *groups], limits, audience, bans, partial(ask_job, lighthouse, job))
+            launcher = Launcher([*programs, *groups], limits, audience, bans, how_far)
 
             def facts() -> dict[str, Any]:
                 return {"processes": launcher.pids(), "names": {one: name_at_lighthouse(told, one) for one in local}}

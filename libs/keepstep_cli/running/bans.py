@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from http import HTTPStatus
 from pathlib import Path
 
 from click import ClickException
 
-from keepstep_cli.asking.rest import Lighthouse
+from keepstep_cli.asking.rest import ASK_AGAIN_SECONDS, Lighthouse
 from keepstep_cli.errors import Refused
 from keepstep_cli.running.supervisor_events import BanLearned, JobLearned
 
@@ -28,12 +29,22 @@ def name_at_lighthouse(names: Path, group: str) -> str:
     return (file.read_text(errors="replace") if file.exists() else "") or group
 
 
-async def ask_job(lighthouse: Lighthouse, job: str, group: str) -> JobLearned:
-    """Return the step that ``job`` has reached, and the one at which groups finished it."""
-    try:
-        found = await lighthouse.get("jobs", job)
-    except ClickException as error:
-        return JobLearned(group, 0, 0 if _is_unknown(error) else None)
+async def ask_job(lighthouse: Lighthouse, job: str, patience: float, group: str) -> JobLearned:
+    """Return the step that ``job`` has reached, and the one at which groups finished it.
+
+    ``patience``: seconds for which this asks a lighthouse again that does not answer, because it may only be starting.
+    """
+    until = time.monotonic() + patience
+    while True:
+        try:
+            found = await lighthouse.get("jobs", job)
+            break
+        except ClickException as error:
+            if _is_unknown(error):
+                return JobLearned(group, 0, 0)
+            if time.monotonic() >= until:
+                return JobLearned(group, 0, None)
+        await asyncio.sleep(ASK_AGAIN_SECONDS)
     return JobLearned(group, int(found.get("finished_step", 0)), found.get("step"))
 
 

@@ -53,6 +53,15 @@ async def test_a_script_with_an_error_is_given_up_before_the_first_step_and_rest
         assert "given up after 4 restarts" in said.err
 
 
+async def test_a_script_with_an_error_is_given_up_after_three_times_while_the_own_lighthouse_starts(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "script.py").write_text("import train_of_mine\n")
+    said = await keepstep("run", "--replicas", "1", "--max-restart-pause", "0", "--", str(tmp_path / "script.py"))
+    assert said.code == EXIT_SCRIPT_FAILS
+    assert said.err.count("No module named 'train_of_mine'") == 3
+
+
 async def test_run_starts_nothing_where_the_lighthouse_refuses_its_token(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("a-token-of-another-mesh\n")
     async with running("r0", tokens=Tokens(worker=WORKER, admin=ADMIN)) as job:
