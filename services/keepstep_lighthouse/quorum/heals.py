@@ -8,29 +8,29 @@ from keepstep_mesh.protocol.membership import Data
 from keepstep_mesh.protocol.messages import Healing
 
 
-def progressed(state: JobState, group: Group, told: Healing, now: float) -> None:
+def progressed(job: JobState, group: Group, told: Healing, now: float) -> None:
     """The group reports the progress of its heal."""
     before = group.heal
-    state.groups.heals.report(group, told, now)
+    job.groups.heals.report(group, told, now)
     if group.heal is None or group.heal.progress is not told:
         return
     if before is None:
-        state.log("heal_began", group.replica_id, step=told.step, source=told.source)
+        job.log("heal_began", group.replica_id, step=told.step, source=told.source)
     if told.ended:
-        _log_end(state, group, told, told.error)
+        _log_end(job, group, told, told.error)
 
 
-def end(state: JobState, group: Group, error: str) -> None:
+def end(job: JobState, group: Group, error: str) -> None:
     """The heal is over; the group may not have reported that."""
     if (progress := group.heal_progress) is not None:
-        _log_end(state, group, progress, error)
+        _log_end(job, group, progress, error)
 
 
-def _log_end(state: JobState, group: Group, told: Healing, error: str) -> None:
+def _log_end(job: JobState, group: Group, told: Healing, error: str) -> None:
     facts: dict[str, Data] = {"step": told.step, "source": told.source, "via": told.via, "bytes": told.bytes_done}
     facts["seconds"] = round(told.seconds, 3)
     facts["bytes_per_second"] = round(told.bytes_done / told.seconds) if told.seconds > 0 else 0
     if error:
-        state.log("heal_failed", group.replica_id, **facts, reason=error)
+        job.log("heal_failed", group.replica_id, **facts, reason=error)
     else:
-        state.log("healed", group.replica_id, **facts)
+        job.log("healed", group.replica_id, **facts)

@@ -1,73 +1,66 @@
-"""State that the parts of a job's state machine share, and the decisions for the current event. Pure."""
+"""State of a job that several features share, and the decisions for the current event. Pure.
+
+State that only one feature needs is in the room of that feature; ``features`` lists them.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
-from keepstep_lighthouse.quorum.agreement.step_reports import StepReports
-from keepstep_lighthouse.quorum.events import Decision, EndSession, LogEntry, Persist, Tell
-from keepstep_lighthouse.quorum.forming.announcing import Announcer
-from keepstep_lighthouse.quorum.forming.rounds import Round
+from keepstep_lighthouse.quorum.events import Announce, Decision, EndSession, LogEntry, Persist, Tell
 from keepstep_lighthouse.quorum.groups.all_groups import Groups
-from keepstep_lighthouse.quorum.groups.group import Exclusion, Group
+from keepstep_lighthouse.quorum.groups.group import Group
 from keepstep_lighthouse.quorum.job_record import JobRecord
 from keepstep_lighthouse.quorum.policies import policy_problem
-from keepstep_lighthouse.quorum.presence import bans
-from keepstep_lighthouse.quorum.probation.evidence import Evidence
-from keepstep_lighthouse.quorum.probation.parted import Probation
-from keepstep_lighthouse.quorum.takeover import Takeover
-from keepstep_lighthouse.quorum.views.replicas import Gone
 from keepstep_mesh.protocol.lineage import is_torn
 from keepstep_mesh.protocol.membership import Data
-from keepstep_mesh.protocol.messages import ToWorker
+from keepstep_mesh.protocol.messages import Drain, RoundBroken, ToWorker
 from keepstep_mesh.protocol.names import name_of
 
 MAX_FORMER_MEMBERS = 4000
 """Number of names of former members that are kept."""
 
 
+@dataclass(slots=True, eq=False)
+class Round:
+    """Events of the current quorum since it was last announced."""
+
+    number: int = 0
+    """Counts the announced quorums."""
+    began: float | None = None
+    """When this one was announced; None: by another lighthouse."""
+    lost: dict[str, str] = field(default_factory=dict)
+    """Members that were lost, with the reason."""
+    reports: set[str] = field(default_factory=set)
+    """Members that left, were lost, or asked again after a failed commit."""
+    broken: bool = False
+    """Not all members can complete the answer; the members at work have been notified."""
+    left: tuple[float, Group] | None = None
+    """The first member that left, and when."""
+
+    def is_given_up_by_most(self, replica_id: str, members: int) -> bool:
+        """Return whether more than half of the other members reported the round as broken, or left."""
+        return 2 * (len(self.reports) - (replica_id in self.reports)) > members - 1
+
+
 class JobState:
-    def __init__(self, record: JobRecord, now: float, now_unix: float) -> None:
+    def __init__(self, record: JobRecord, now_unix: float) -> None:
         self.record = record
         """Includes pending writes; ``persist`` changes it."""
         self.members = frozenset(record.members)
-        self.groups = Groups()
-        self.gone = Gone()
-        self.round = Round()
-        self.takeover = Takeover()
-        self.announcer = Announcer()
-        self.reports = StepReports()
-        self.evidence = Evidence()
-        self.probation = Probation()
-        self.proven: list[Group] = []
-        """Members of the last quorum that committed a step, as far as this lighthouse knows."""
-        self.settings = self.layout = ""
-        """Those of the last quorum whose members know theirs."""
-        self.compared = True
-        """False: a request differs from them, and no member of the quorum can judge it."""
-        self.active_since = now_unix
-        """When the first group came, or the first quorum formed after a long wait; Unix seconds."""
-        self.reached = max(record.step, record.finished_step)
-        """Highest step that the groups are known to have committed."""
-        self.last_gone: tuple[str, str] | None = None
-        """The group that went last: what follows for the job (``JobEnd.code``), and why it went."""
-        self.dismissed: frozenset[str] | None = None
-        """Spares that were there when the last group that had trained left on purpose; None: it did not."""
         self.were_members = dict.fromkeys(map(name_of, record.members))
         """Names of the groups that were in a quorum, as far as this lighthouse knows, in this order."""
-        self.lost_at: dict[str, float] = {}
-        """When groups were lost, by name; see ``presence.losses``."""
-        self.lost_by_port: dict[str, None] = {}
-        """Incarnations that were lost because their port was closed, in this order; ``presence.ports``."""
-        self.ports_mislead = False
-        """One of them returned."""
-        self.final_heals: Counter[str] = Counter()
-        """Finishing quorums in which groups were behind, by name."""
-        self.awake_since = now
-        """No group is judged before this time."""
-        self.beats_counted_from = now
-        """When the heartbeat timeout last became shorter: before, workers had a longer heartbeat interval."""
+        self.groups = Groups()
+        self.round = Round()
+        self.last: Announce | None = None
+        """The last quorum that this lighthouse announced."""
+        self.proven: list[Group] = []
+        """Members of the last quorum that committed a step, as far as this lighthouse knows."""
+        self.reached = max(record.step, record.finished_step)
+        """Highest step that the groups are known to have committed."""
+        self.active_since = now_unix
+        """When the first group came, or the first quorum formed after a long wait; Unix seconds."""
         self.decisions: list[Decision] = []
         """Decisions for the current event, in order."""
 
@@ -95,6 +88,14 @@ class JobState:
     def log(self, kind: str, replica_id: str, **detail: Data) -> None:
         self.decisions.append(LogEntry(kind, replica_id, detail))
 
+    def drain(self, target: str, reason: str, by: str) -> None:
+        """Ask the groups that ``target`` names to leave; a disconnected group is asked when it reconnects."""
+        for group in self.groups.matching(target):
+            group.draining, group.drained_by = reason, by
+            if group.session is not None:
+                self.tell(group.session, Drain(reason))
+            self.log("drain", group.replica_id, reason=reason, by=by)
+
     # ---- the members of the quorum
 
     def set_members(self, members: list[Group]) -> None:
@@ -107,51 +108,34 @@ class JobState:
         known = (self.groups.by_id.get(replica_id) for replica_id in self.record.members)
         return tuple([g.session for g in known if g is not None and g.session is not None and which(g)])
 
-    # ---- the grace of a takeover
-
-    @property
-    def takeover_grace(self) -> float:
-        policy = self.record.policy
-        return policy.heartbeat_timeout if policy.takeover_grace is None else policy.takeover_grace
-
-    def no_longer_absent(self, replica_id: str, now: float) -> None:
-        """The member reconnected, or is lost."""
-        self.takeover.absent.discard(replica_id)
-        self.end_grace_of_all(now)
-
-    def end_grace_of_all(self, now: float) -> None:
-        """End the grace if no member is absent, unless one of them still has to send a frame."""
-        if self.takeover.until is not None and not self.takeover.absent and not self.takeover.fenced:
-            self.end_grace(now)
-
-    def end_grace(self, now: float) -> None:
-        """Judge silent and suspect groups from the next tick on, and measure the join timeout from now."""
-        self.takeover.end_grace()
-        self.awake_since = now
-        self.groups.clock_starts(now)
+    def break_round(self, reason: str, without: Group) -> None:
+        """Send ``RoundBroken``: ``without`` has no answer of the last round, so the others cannot complete it."""
+        if self.round.broken:
+            return
+        self.round.broken = True
+        sessions = self.member_sessions(lambda group: group.request is None and group is not without)
+        if sessions:
+            self.tell_all(sessions, RoundBroken(self.record.quorum_id, reason))
+            self.log("round_broken", without.replica_id, reason=reason)
 
     # ---- invariants
 
     def validate(self) -> None:
         """Raise AssertionError with a sentence when an invariant is violated."""
-        record, groups = self.record, self.groups
+        record, groups, last = self.record, self.groups, self.last
         groups.validate()
         assert list(record.members) == sorted(set(record.members)), "members of the quorum are unsorted or twice"
         assert self.members == set(record.members), "the members are not those of the record"
         assert all(g.member == (g.replica_id in self.members) for g in groups), "a group is wrongly marked as member"
-        absent = self.takeover.absent
-        assert not absent & set(groups.by_id), "a group that is there counts as absent"
-        assert not absent or self.takeover.until is not None, "absent groups are waited for without an end"
-        assert not set(groups.by_id) & set(record.evicted), "an evicted group is among the healthy"
         assert policy_problem(record.policy) is None, "the policy cannot be used"
         assert record.closed is None or not groups.asking_count, "a group waits for a quorum of a closed job"
         assert len(self.round.lost) <= len(record.members) + 1, "losses pile up"
         assert self.round.reports <= self.members, "a stranger reports a quorum broken"
-        assert len(record.evicted) <= bans.MAX_EVICTED, "evicted incarnations pile up"
-        assert all(self.probation.is_out(g.name) for g in groups if g.is_excluded(Exclusion.PARTED)), (
-            "a group is kept out without a reason"
-        )
         assert all(g.session is not None for g in (*groups.asking.values(), *groups.passed_over.values())), (
             "a group asks without a session"
         )
         assert not any(g.diverged and is_torn(g.lineage) for g in groups), "a torn group counts as a whole one"
+        if last is not None:
+            assert last.listed, "an empty quorum was announced"
+            assert len({one.info.layout for one in last.listed} - {""}) <= 1, "groups with different layouts train"
+            assert last.quorum_id <= record.quorum_id, "a quorum was announced that is not in the record"

@@ -27,7 +27,7 @@ WAITS_FOR_OTHERS: frozenset[Code] = frozenset(("stragglers", "healing"))
 """Verdicts that wait for groups that do not ask yet."""
 
 
-def settle(state: JobState, verdict: Verdict, judge_again: Callable[[], Verdict]) -> Verdict:
+def settle(job: JobState, verdict: Verdict, judge_again: Callable[[], Verdict]) -> Verdict:
     """Decide about open requests with ``retry``.
 
     Args:
@@ -37,20 +37,20 @@ def settle(state: JobState, verdict: Verdict, judge_again: Callable[[], Verdict]
     Returns:
         The verdict that replaces it.
     """
-    waits = any(map(_may_still_ask, state.groups))
+    waits = any(map(_may_still_ask, job.groups))
     if waits and verdict.code not in ANNOUNCING:  # after most requests
         return verdict
-    retrying = [group for group in state.groups.all_asking() if group.member and _retries(group)]
+    retrying = [group for group in job.groups.all_asking() if group.member and _retries(group)]
     if not retrying:
         return verdict
     if not waits:
         if verdict.code == "min_replicas":
             for group in retrying:
-                _deny(state, group, f"{group.name} cannot retry its step: too few members of its quorum are left")
+                _deny(job, group, f"{group.name} cannot retry its step: too few members of its quorum are left")
             return judge_again()
         if verdict.code in WAITS_FOR_OTHERS:
             verdict = Verdict("fast")
-    if verdict.code in ANNOUNCING and _deny_late(state):
+    if verdict.code in ANNOUNCING and _deny_late(job):
         return judge_again()
     return verdict
 
@@ -59,33 +59,33 @@ def _may_still_ask(group: Group) -> bool:
     return group.member and group.excluded is None and group.request is None
 
 
-def _deny_late(state: JobState) -> bool:
+def _deny_late(job: JobState) -> bool:
     """Deny retries of a step that another group has committed, before a quorum forms. Return whether any was denied."""
-    chosen = choose(state.groups, len(state.record.members), state.record.policy)
+    chosen = choose(job.groups, job.record)
     members = members_of(chosen)
     step, lineage = reference_state(members)
     held = [(one.step, one.lineage) == (step, lineage) for one in members]
     late = [group for group, holds in zip(chosen, held, strict=True) if _retries(group) and not holds]
     newest = named(group.name for group, holds in zip(chosen, held, strict=True) if holds)
     for group in late:
-        _deny(state, group, f"{group.name} cannot retry the step after step {group.step}: {newest} committed it")
+        _deny(job, group, f"{group.name} cannot retry the step after step {group.step}: {newest} committed it")
     return bool(late)
 
 
-def deny_parted(state: JobState, group: Group) -> None:
+def deny_parted(job: JobState, group: Group) -> None:
     """Deny the retry of a group that is kept out. Else its open request would keep joiners out, once it is let in."""
     if _retries(group):
-        _deny(state, group, f"{group.name} cannot retry its step: it is parted from the other groups")
+        _deny(job, group, f"{group.name} cannot retry its step: it is parted from the other groups")
 
 
-def note(state: JobState, chosen: list[Group]) -> list[str]:
+def note(job: JobState, chosen: list[Group]) -> list[str]:
     """Log which members of the quorum that forms retry their step, and return them."""
-    if not state.groups.shrinking:
+    if not job.groups.shrinking:
         return []
     retried = [group.replica_id for group in chosen if _retries(group)]
     if retried:
         step = max(group.step for group in chosen if _retries(group))
-        state.log("step_retried", "", step=step + 1, groups=retried, quorum_id=state.record.quorum_id)
+        job.log("step_retried", "", step=step + 1, groups=retried, quorum_id=job.record.quorum_id)
     return retried
 
 
@@ -93,10 +93,10 @@ def _retries(group: Group) -> bool:
     return group.request is not None and group.request.retry
 
 
-def _deny(state: JobState, group: Group, reason: str) -> None:
+def _deny(job: JobState, group: Group, reason: str) -> None:
     request = group.request
-    state.groups.withdraw(group)
-    state.groups.tally.discarded += 1  # its next request follows no answer
+    job.groups.withdraw(group)
+    job.groups.tally.discarded += 1  # its next request follows no answer
     if request is not None and group.session is not None:
-        state.tell(group.session, Denied(request.request, "retry", reason))
-        state.log("denied", group.replica_id, code="retry", reason=reason)
+        job.tell(group.session, Denied(request.request, "retry", reason))
+        job.log("denied", group.replica_id, code="retry", reason=reason)

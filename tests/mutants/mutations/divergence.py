@@ -34,9 +34,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a group whose script differs heals for ever",
-        f"{LIGHTHOUSE}/quorum/machine.py",
-        "        if self._groups.roots > 1 and self._verdict.code in ANNOUNCING and self._refuse_diverged():\n",
-        "        if self._groups.roots < 0 and self._refuse_diverged():\n",
+        f"{LIGHTHOUSE}/quorum/settling.py",
+        "        if self._is_due and groups.roots > 1 and features.verification.refuse_diverged():\n",
+        "        if groups.roots < 0 and features.verification.refuse_diverged():\n",
         Test(AFTER_CHANGES),
     ),
     Mutation(
@@ -49,8 +49,8 @@ MUTATIONS = (
     Mutation(
         "a lighthouse that takes over does not know which groups had to heal",
         f"{LIGHTHOUSE}/quorum/verification/divergence.py",
-        "        state.persist(replace(state.record, diverged=diverged))\n",
-        "        state.record = replace(state.record, diverged=diverged)\n",
+        "        job.persist(replace(job.record, diverged=diverged))\n",
+        "        job.record = replace(job.record, diverged=diverged)\n",
         Test(AFTER_CHANGES),
     ),
     Mutation(
@@ -62,9 +62,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a lighthouse that takes over does not know whose optimizers stepped with other values",
-        f"{LIGHTHOUSE}/quorum/agreement/reports.py",
-        "            divergence.note(state, group, VALUES, *key)\n",
-        "            divergence.first_difference(state, group, VALUES)\n",
+        f"{LIGHTHOUSE}/quorum/agreement/step_reports.py",
+        "                divergence.note(self._job, group, VALUES, *key)\n",
+        "                divergence.first_difference(self._job, group, VALUES)\n",
         Test(f"{SCENARIO}[53_differences_over_lighthouses]"),
     ),
     Mutation(

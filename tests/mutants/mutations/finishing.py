@@ -46,15 +46,15 @@ MUTATIONS = (
     Mutation(
         "the final state of a job is not written",
         f"{LIGHTHOUSE}/quorum/finishing/closing.py",
-        "    if step:\n        state.persist(",
-        "    if step < 0:\n        state.persist(",
+        "        if step:\n            self._job.persist(",
+        "        if step < 0:\n            self._job.persist(",
         Test(ENDS_TOGETHER),
     ),
     Mutation(
         "groups that finish leave one behind that was killed in its heals",
         f"{LIGHTHOUSE}/quorum/finishing/closing.py",
-        "    if probation.let_in_at_end(state):\n",
-        "    if not state.groups:\n",
+        "        if self._probation.let_in_at_end():\n",
+        "        if not self._job.groups:\n",
         Test(WAITED_FOR),
     ),
     Mutation(
@@ -74,8 +74,8 @@ MUTATIONS = (
     Mutation(
         "a group trains on although the job is closed",
         f"{LIGHTHOUSE}/quorum/finishing/closing.py",
-        "    if final is None:\n        return False\n",
-        "    if final is None or not request.final:\n        return False\n",
+        "        if final is None:\n            return False\n",
+        "        if final is None or not request.final:\n            return False\n",
         Test(ENDS_TOGETHER),
     ),
 )

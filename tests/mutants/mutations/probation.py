@@ -27,8 +27,8 @@ MUTATIONS = (
     Mutation(
         "heals that fail again and again have no consequence",
         f"{PROBATION}/parting.py",
-        "        if probation.heal_failed(name) or name in probation.groups:\n",
-        "        if name in probation.groups:\n",
+        "            if self.partings.heal_failed(name) or name in self.partings.groups:\n",
+        "            if name in self.partings.groups:\n",
         Test(f"{SCENARIOS}[41_heals_that_always_fail]"),
     ),
     Mutation(
@@ -69,7 +69,7 @@ MUTATIONS = (
     Mutation(
         "the retry of a parted group stays open",
         f"{PROBATION}/parting.py",
-        "        retries.deny_parted(state, group)\n",
+        "            retries.deny_parted(self._job, group)\n",
         "",
         Test(f"{SCENARIOS}[48_retried_steps]"),
     ),

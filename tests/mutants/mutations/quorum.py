@@ -28,16 +28,16 @@ MUTATIONS = (
     ),
     Mutation(
         "a loss that an operator ordered counts as a failure",
-        f"{LIGHTHOUSE}/quorum/presence/losses.py",
-        "in state.were_members and not ordered and not over:\n",
-        "in state.were_members and not over:\n",
+        f"{LIGHTHOUSE}/quorum/presence/departures.py",
+        "in self._job.were_members and not ordered and not over:\n",
+        "in self._job.were_members and not over:\n",
         Test(f"{LOSSES}::test_a_group_that_was_told_to_leave_is_no_failure"),
     ),
     Mutation(
         "the loss of a group that never trained counts as a failure",
-        f"{LIGHTHOUSE}/quorum/presence/losses.py",
-        "    if name_of(replica_id) in state.were_members and not ordered",
-        "    if not ordered",
+        f"{LIGHTHOUSE}/quorum/presence/departures.py",
+        "        if name_of(replica_id) in self._job.were_members and not ordered",
+        "        if not ordered",
         Test(f"{LOSSES}::test_a_group_that_was_in_no_quorum_is_no_failure"),
     ),
     Mutation(
@@ -52,14 +52,14 @@ MUTATIONS = (
     ),
     Mutation(
         "a group whose optimizers step with other values again is not refused",
-        f"{LIGHTHOUSE}/quorum/agreement/reports.py",
-        "and _stepped_apart(state, group, key)]",
+        f"{LIGHTHOUSE}/quorum/agreement/step_reports.py",
+        "and self._stepped_apart(group, key)]",
         "and not key]",
         Test(VALUES),
     ),
     Mutation(
         "of equally many groups, the values of those that connected last count",
-        f"{LIGHTHOUSE}/quorum/agreement/reports.py",
+        f"{LIGHTHOUSE}/quorum/agreement/step_reports.py",
         "-min(one.arrived",
         "min(one.arrived",
         Test(VALUES),
@@ -74,29 +74,29 @@ MUTATIONS = (
     Mutation(
         "a job is closed although a group has to heal",
         f"{LIGHTHOUSE}/quorum/finishing/closing.py",
-        " and not group.diverged for group in chosen",
-        " for group in chosen",
+        "== (step, lineage) and not group.diverged\n",
+        "== (step, lineage)\n",
         Test(VALUES),
     ),
     Mutation(
         "a job runs again when a request of a group that waits times out",
-        "services/keepstep_lighthouse/quorum/views/job_status.py",
-        "    since = groups.waits_since()\n",
-        "    since = groups.first_asked()\n",
+        f"{LIGHTHOUSE}/quorum/groups/all_groups.py",
+        "        return 0.0 if self._waits_since is None else now - max(self._waits_since, self._clock_start)\n",
+        "        first = self.first_asked()\n        return 0.0 if first is None else now - first\n",
         Test("tests/scenarios/test_scenarios.py::test_the_lighthouse_decides_as_the_scenario_says[31_how_a_job_ends]"),
     ),
     Mutation(
         "a straggler is drained although the others have no weights",
-        "services/keepstep_lighthouse/quorum/stragglers.py",
-        " and holds_newest(one)",
+        f"{LIGHTHOUSE}/quorum/stragglers.py",
+        " and one.holds_newest()",
         "",
         Test("tests/unit/quorum/changes/test_core_stragglers.py::test_a_straggler_stays_when"),
     ),
     Mutation(
         "the highest quorum_id that a hello may report leaves no higher one that a hello may report",
-        "services/keepstep_lighthouse/quorum/presence/arrivals.py",
-        "    if seen > max(limit, state.record.quorum_id):\n",
-        "    if seen > limit:\n",
+        f"{LIGHTHOUSE}/quorum/presence/arrivals.py",
+        "        if seen > max(limit, self._job.record.quorum_id):\n",
+        "        if seen > limit:\n",
         Test(
             "tests/unit/quorum/changes/test_core_orders.py::"
             "test_the_highest_quorum_id_that_a_hello_may_report_does_not_refuse_the_groups_that_come_after_it"
@@ -105,24 +105,24 @@ MUTATIONS = (
     Mutation(
         "a quorum_id raised for a failed commit is not written",
         f"{LIGHTHOUSE}/quorum/forming/membership.py",
-        "    state.persist(replace(begun, quorum_id=quorum_id, members=members, created_ms=created_ms))\n",
-        "    state.record = replace(begun, quorum_id=quorum_id, members=members, created_ms=created_ms)\n"
+        "    job.persist(replace(begun, quorum_id=quorum_id, members=members, created_ms=created_ms))\n",
+        "    job.record = replace(begun, quorum_id=quorum_id, members=members, created_ms=created_ms)\n"
         "    if not same:\n"
-        "        state.persist(state.record)\n",
+        "        job.persist(job.record)\n",
         Trace("a_quorum_id_raised_for_a_failed_commit_outlives_the_leader"),
     ),
     Mutation(
         "an eviction is not written",
         f"{LIGHTHOUSE}/quorum/orders.py",
-        "    record = bans.evict(state.record, incarnations, order, now_unix)\n    state.persist(record)\n",
-        "    record = bans.evict(state.record, incarnations, order, now_unix)\n    state.record = record\n",
+        "incarnations, order, now_unix)\n        self._job.persist(record)\n",
+        "incarnations, order, now_unix)\n        self._job.record = record\n",
         Trace("an_eviction_whose_write_is_lost_is_told_when_it_is_written"),
     ),
     Mutation(
         "members with the answer of an incomplete round are not told",
         f"{LIGHTHOUSE}/quorum/takeover.py",
-        "        if self._lowest_asked is None or self._lowest_asked > self.held_step:\n",
-        "        if self.held_step > -2:\n",
+        "        if self._lowest_asked is None or self._lowest_asked > self._held_step:\n",
+        "        if self._held_step > -2:\n",
         Trace("a_round_that_only_some_members_heard_of"),
     ),
     Mutation(
@@ -135,8 +135,8 @@ MUTATIONS = (
     Mutation(
         "a lighthouse does not raise quorum_id above the one that a group has seen",
         f"{LIGHTHOUSE}/quorum/presence/arrivals.py",
-        "    if seen > state.record.quorum_id:\n",
-        "    if seen < 0:\n",
+        "        if seen > self._job.record.quorum_id:\n",
+        "        if seen < 0:\n",
         Test(
             "tests/scenarios/test_scenarios.py::"
             "test_the_lighthouse_decides_as_the_scenario_says[25_store_restored_from_a_backup]"
@@ -152,8 +152,8 @@ MUTATIONS = (
     Mutation(
         "a new leader waits for a group that hangs until the healthy ones give up",
         f"{LIGHTHOUSE}/quorum/takeover.py",
-        "        self._began, self._grace, self.interrupted = now, grace, True\n",
-        "        self._began, self._grace = now, grace\n",
+        "        self._began, self.interrupted = now, True\n",
+        "        self._began = now\n",
         Test(
             "tests/scenarios/test_scenarios.py::test_the_lighthouse_decides_as_the_scenario_says[22_lighthouse_restart]"
         ),
@@ -178,35 +178,35 @@ MUTATIONS = (
     Mutation(
         "a refused connection counts after one misled the lighthouse",
         f"{LIGHTHOUSE}/quorum/presence/ports.py",
-        "        state.ports_mislead = True\n",
+        "            self._mislead = True\n",
         "",
         Test("tests/scenarios/test_scenarios.py::test_the_lighthouse_decides_as_the_scenario_says[43_closed_port]"),
     ),
     Mutation(
         "a refused connection counts during a takeover",
         f"{LIGHTHOUSE}/quorum/presence/ports.py",
-        "    if state.ports_mislead or state.takeover.until is not None:\n",
-        "    if state.ports_mislead:\n",
+        "        if self._mislead or self._takeover.until is not None:\n",
+        "        if self._mislead:\n",
         Test("tests/unit/quorum/changes/test_core_ports.py::test_no_port_is_probed_during_a_takeover"),
     ),
     Mutation(
         "a group that moves to another lighthouse counts as lost",
         f"{LIGHTHOUSE}/quorum/machine.py",
-        "departures.move(state, group, now)",
-        'departures.lose(state, group, "moved", now)',
+        "departures.move(group, now)",
+        'departures.lose(group, "moved", now)',
         Test("tests/unit/quorum/changes/test_core_sessions.py::test_moving_to_another_lighthouse_is_no_loss"),
     ),
     Mutation(
         "a cancelled request stays open",
         f"{LIGHTHOUSE}/quorum/requests.py",
-        "request.request == number:\n        state.groups.withdraw(group)\n",
+        "request.request == number:\n        job.groups.withdraw(group)\n",
         "request.request == number:\n        pass\n",
         Seeds(1, 0, 200),
     ),
     Mutation(
         "a quorum that lost a member between two rounds keeps its quorum_id",
         f"{LIGHTHOUSE}/quorum/forming/membership.py",
-        "    goes_on = same and not failed and record.ended is None and not state.round.lost\n",
+        "    goes_on = same and not failed and record.ended is None and not job.round.lost\n",
         "    goes_on = same and not failed and record.ended is None\n",
         Test(
             "tests/unit/quorum/rules/test_core_rules.py::"
@@ -230,8 +230,8 @@ MUTATIONS = (
     Mutation(
         "a quorum is smaller than min_replicas",
         f"{LIGHTHOUSE}/quorum/forming/quorum_rules.py",
-        "max(1, policy.min_replicas, groups.min_groups)",
-        "max(1, groups.min_groups)",
+        "max(1, policy.min_replicas, min_groups(groups))",
+        "max(1, min_groups(groups))",
         Seeds(1, 0, 200),
     ),
     Mutation(
@@ -253,15 +253,15 @@ MUTATIONS = (
     Mutation(
         "members do not hear of a lost member",
         f"{LIGHTHOUSE}/quorum/presence/departures.py",
-        "    if sessions := state.member_sessions(lambda _: True):\n",
-        "    if sessions := ():\n",
+        "        if sessions := self._job.member_sessions(lambda _: True):\n",
+        "        if sessions := ():\n",
         Seeds(1, 0, 200),
     ),
     Mutation(
         "members that a quorum leaves out are not told",
-        f"{LIGHTHOUSE}/quorum/machine.py",
+        f"{LIGHTHOUSE}/quorum/settling.py",
         "        if left_behind:\n",
-        "        if left_behind and not state.record:\n",
+        "        if left_behind and not job.record:\n",
         Test("tests/scenarios/test_scenarios.py::test_the_lighthouse_decides_as_the_scenario_says[15_healing]"),
     ),
     Mutation(
@@ -284,7 +284,7 @@ MUTATIONS = (
     Mutation(
         "groups with other settings train together",
         f"{LIGHTHOUSE}/quorum/agreement/agreements.py",
-        "agreed = [(_settings, state.settings)] + ([]",
+        "agreed = [(_settings, self.settings)] + ([]",
         "agreed = [] + ([]",
         Test(
             f"{SETTINGS}::test_a_group_with_other_settings_is_denied_with_the_first_difference_and_nobody_waits_for_it"
@@ -293,7 +293,7 @@ MUTATIONS = (
     Mutation(
         "settings are compared only when parameters differ",
         f"{LIGHTHOUSE}/quorum/agreement/agreements.py",
-        "if (settings != state.settings and settings) or (",
+        "if (settings != self.settings and settings) or (",
         "if (",
         Test(f"{SETTINGS}::test_a_setting_that_only_one_of_two_versions_knows_is_a_difference"),
     ),
@@ -321,8 +321,8 @@ MUTATIONS = (
     Mutation(
         "roots of different states are compared",
         f"{LIGHTHOUSE}/quorum/verification/comparisons.py",
-        "            if _state(root) == (step, lineage):\n",
-        "            if root.step <= step:\n",
+        "        if _state(root) == (step, lineage):\n",
+        "        if root.step <= step:\n",
         Test(VERIFICATION),
     ),
     Mutation(
@@ -389,37 +389,37 @@ MUTATIONS = (
     ),
     Mutation(
         "the step at which a group finished is not written",
-        f"{LIGHTHOUSE}/quorum/presence/job_end.py",
-        "        state.persist(replace(state.record, finished_step=said.step))\n",
-        "        state.record = replace(state.record, finished_step=said.step)\n",
+        f"{LIGHTHOUSE}/quorum/presence/departures.py",
+        "            self._job.persist(replace(self._job.record, finished_step=said.step))\n",
+        "            self._job.record = replace(self._job.record, finished_step=said.step)\n",
         Test(FINISHED),
     ),
     Mutation(
         "the end of a job is not written",
-        f"{LIGHTHOUSE}/quorum/presence/job_end.py",
-        "    state.persist(replace(record, step=step, ended=JobEnd(code, step, now_unix, why)))\n",
-        "    state.record = replace(record, step=step, ended=JobEnd(code, step, now_unix, why))\n",
+        f"{LIGHTHOUSE}/quorum/presence/departures.py",
+        "        self._job.persist(replace(record, step=step, ended=JobEnd(code, step, now_unix, why)))\n",
+        "        self._job.record = replace(record, step=step, ended=JobEnd(code, step, now_unix, why))\n",
         Test(FINISHED),
     ),
     Mutation(
         "a step that one group committed and the others did not counts as going back",
         f"{LIGHTHOUSE}/quorum/finishing/starts.py",
-        "    if announce.step < state.reached - usual:\n",
-        "    if announce.step < state.reached:\n",
+        "    if announce.step >= job.reached - usual:\n",
+        "    if announce.step >= job.reached:\n",
         Test(GOING_BACK),
     ),
     Mutation(
         "the first group that starts again decides that the job goes back",
-        f"{LIGHTHOUSE}/quorum/finishing/starts.py",
-        "    return state.record.policy.refuse_going_back and not any(group.member for group in state.groups)\n",
+        f"{LIGHTHOUSE}/quorum/forming/quorum_rules.py",
+        "    return record.policy.refuse_going_back and not any(group.member for group in groups)\n",
         "    return False\n",
         Test(GOING_BACK),
     ),
     Mutation(
         "a member that changes its parameters is denied before the others have asked",
         f"{LIGHTHOUSE}/quorum/agreement/agreements.py",
-        "[] if group.member else [(_layout, state.layout)]",
-        "[(_layout, state.layout)]",
+        "[] if group.member else [(_layout, self.layout)]",
+        "[(_layout, self.layout)]",
         Test(f"{SCENARIO}[51_layout_that_changes]"),
     ),
     Mutation(
@@ -439,8 +439,8 @@ MUTATIONS = (
     Mutation(
         "only settings are compared in the first quorum",
         f"{LIGHTHOUSE}/quorum/agreement/agreements.py",
-        "    state.layout, layout_denied = _settle(state, _layout, state.layout)\n",
-        "    layout_denied = False\n",
+        "        self.layout, layout_denied = self._settle(_layout, self.layout)\n",
+        "        layout_denied = False\n",
         Test(f"{SCENARIO}[26_layout]"),
     ),
     Mutation(
@@ -452,9 +452,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a job that went back keeps the steps of its first NaN",
-        f"{LIGHTHOUSE}/quorum/finishing/starts.py",
-        "        state.reports.went_back(announce.step)\n",
-        "        pass\n",
+        f"{LIGHTHOUSE}/quorum/settling.py",
+        "            features.reports.went_back(announce.step)\n",
+        "            pass\n",
         Test(f"{REPORTS}::test_a_nan_in_a_step_that_comes_again_after_the_job_went_back_is_named_too"),
     ),
     Mutation(

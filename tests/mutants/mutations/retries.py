@@ -17,9 +17,9 @@ SIMULATION = (
 MUTATIONS = (
     Mutation(
         "a retry of a step that another group has committed is answered",
-        LIGHTHOUSE,
-        "    if verdict.code in ANNOUNCING and _deny_late(state):\n",
-        "    if verdict.code == 'grace' and _deny_late(state):\n",
+        "services/keepstep_lighthouse/quorum/retries.py",
+        "    if verdict.code in ANNOUNCING and _deny_late(job):\n",
+        "    if verdict.code == 'grace' and _deny_late(job):\n",
         Test(SCENARIO),
     ),
     Mutation(

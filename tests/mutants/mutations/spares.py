@@ -13,14 +13,14 @@ CORE = "tests/unit/quorum/changes/test_core_spares.py"
 MUTATIONS = (
     Mutation(
         "a spare is let in before the members of the stored quorum are back",
-        CHANGES,
-        "    if state.takeover.until is not None:\n        return\n",
+        "services/keepstep_lighthouse/quorum/spares.py",
+        "        if self._takeover.until is not None:\n            return\n",
         "",
         Test(f"{SCENARIOS}[45_spares]"),
     ),
     Mutation(
         "a group is drained for a spare that has not committed a step",
-        RULES,
+        "services/keepstep_lighthouse/quorum/spares.py",
         "    return stays and group.committed > 0 and",
         "    return stays and",
         Test(
@@ -36,16 +36,16 @@ MUTATIONS = (
     ),
     Mutation(
         "a group is drained for a spare that has not healed",
-        RULES,
-        " and holds_newest(group)",
+        "services/keepstep_lighthouse/quorum/spares.py",
+        " and group.holds_newest()",
         "",
         Test(f"{CORE}::test_a_group_is_not_drained_for_a_spare_that_has_not_healed"),
     ),
     Mutation(
         "a group is drained for one that has weights of a history that the job has left",
-        "services/keepstep_lighthouse/quorum/groups/newest_state.py",
-        "    return took_step and origin(group.lineage).quorum_id == last.quorum_id\n",
-        "    return is_committed(group.lineage)\n",
+        "services/keepstep_lighthouse/quorum/groups/group.py",
+        "        return took_step and origin(self.lineage).quorum_id == last.quorum_id\n",
+        "        return is_committed(self.lineage)\n",
         Test(
             f"{CORE}::"
             "test_a_group_is_not_drained_while_another_one_still_has_weights_of_a_history_that_the_job_has_left"
@@ -53,7 +53,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a group is drained although another one is not in the quorum",
-        RULES,
+        "services/keepstep_lighthouse/quorum/spares.py",
         "    stays = group.member and group.excluded is None",
         "    stays = group.excluded is None",
         Test(f"{SCENARIOS}[46_replacement]"),
@@ -84,23 +84,23 @@ MUTATIONS = (
     ),
     Mutation(
         "the finish waits for the return of a group whose place a spare has",
-        CHANGES,
-        "        state.lost_at.clear()",
-        "        pass",
+        "services/keepstep_lighthouse/quorum/spares.py",
+        "            self._departures.expect_none()",
+        "            pass",
         Test(f"{SCENARIOS}[47_spares_at_the_end]"),
     ),
     Mutation(
         "a group that finishes is replaced",
-        CHANGES,
-        "    return bool(state.finished_step) and state.record.ended is None\n",
-        "    return bool(state.finished_step) and state.record.ended is not None\n",
+        "services/keepstep_lighthouse/quorum/spares.py",
+        "        return bool(self._job.finished_step) and self._job.record.ended is None\n",
+        "        return bool(self._job.finished_step) and self._job.record.ended is not None\n",
         Test(f"{SCENARIOS}[47_spares_at_the_end]"),
     ),
     Mutation(
         "a spare trains the whole job again after its groups were stopped",
-        CHANGES,
-        "        _send_home(state)\n    if not (",
-        "        pass\n    if not (",
+        "services/keepstep_lighthouse/quorum/spares.py",
+        "            self._send_home()\n        if not (",
+        "            pass\n        if not (",
         Test(f"{SCENARIOS}[47_spares_at_the_end]"),
     ),
     Mutation(

@@ -78,7 +78,7 @@ class SpareChecks:
             self._violated(f"{replica_id} is replaced, and only {good} of {self.about.groups} groups train without it")
 
     def _on_announce(self, job: Job, members: list[str]) -> None:
-        record, probation = job.core.record, job.core._state.probation
+        record, probation = job.core.record, job.core._features.probation.partings
         came_back = len(self._missed.intersection(members)) + len(probation.groups)
         self._missed |= self._trained.difference(members)
         self._trained.update(members)

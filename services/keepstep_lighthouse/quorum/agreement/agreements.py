@@ -29,33 +29,108 @@ from keepstep_mesh.protocol.messages import Denied, QuorumRequest
 _LOOPBACK = re.compile(r"(https?:)?//(127\.|\[?::1\b|localhost\b)")
 
 
-def fits(state: JobState, group: Group, request: QuorumRequest) -> bool:
-    """Return whether the group fits the other members. Deny the request if not."""
-    if not group.member and (unreachable := _unreachable(state, group)):
-        deny(state, group, request, unreachable, "")
-        return False
-    settings, layout = group.settings, group.info.layout
-    if (settings != state.settings and settings) or (layout != state.layout and layout):
-        differs = differ(settings, state.settings) or differ(layout, state.layout)
-        others = (one for one in state.groups if one is not group) if differs else ()
-        member = next((one for one in others if _is_agreed_member(state, one, group)), None)
-        if member is not None:
-            _deny(state, group, request, member, f"the job follows {member.name}")
+class Agreements:
+    def __init__(self, job: JobState) -> None:
+        self._job = job
+        self.settings = self.layout = ""
+        """Those of the last quorum whose members know theirs."""
+        self.compared = True
+        """False: a request differs from them, and no member of the quorum can judge it."""
+
+    def fits(self, group: Group, request: QuorumRequest) -> bool:
+        """Return whether the group fits the other members. Deny the request if not."""
+        if not group.member and (unreachable := self._unreachable(group)):
+            self.deny(group, request, unreachable, "")
             return False
-        state.compared = False
-    if group.is_excluded(Exclusion.LAYOUT):
-        state.groups.readmit(group)
-    return True
+        settings, layout = group.settings, group.info.layout
+        if (settings != self.settings and settings) or (layout != self.layout and layout):
+            differs = differ(settings, self.settings) or differ(layout, self.layout)
+            others = (one for one in self._job.groups if one is not group) if differs else ()
+            member = next((one for one in others if self._is_agreed_member(one, group)), None)
+            if member is not None:
+                self._deny(group, request, member, f"the job follows {member.name}")
+                return False
+            self.compared = False
+        if group.is_excluded(Exclusion.LAYOUT):
+            self._job.groups.readmit(group)
+        return True
 
+    def settle(self) -> bool:
+        """Compare the open requests before a quorum forms, and deny those that differ. Return whether any was denied.
 
-def settle(state: JobState) -> bool:
-    """Compare the open requests before a quorum forms, and deny those that differ. Return whether any was denied."""
-    if state.compared and state.groups.asking_count == state.groups.members_asking:
-        return False
-    state.compared = True
-    state.settings, settings_denied = _settle(state, _settings, state.settings)
-    state.layout, layout_denied = _settle(state, _layout, state.layout)
-    return settings_denied or layout_denied
+        No effect if all are of members, and ``compared``.
+        """
+        self.compared = True
+        self.settings, settings_denied = self._settle(_settings, self.settings)
+        self.layout, layout_denied = self._settle(_layout, self.layout)
+        return settings_denied or layout_denied
+
+    def _is_agreed_member(self, member: Group, group: Group) -> bool:
+        """Return whether ``member`` has a value of the last quorum, and ``group`` one that no member may change to."""
+        if not member.member or member.is_excluded(Exclusion.LAYOUT):
+            return False
+        agreed = [(_settings, self.settings)] + ([] if group.member else [(_layout, self.layout)])
+        return any(value(member) == its and differ(value(group), its) for value, its in agreed)
+
+    def _settle(self, value: Callable[[Group], str], agreed: str) -> tuple[str, bool]:
+        """Compare one value of all open requests. The members at the highest step decide, if any knows its value.
+
+        Returns:
+            The value of all groups that still ask, or ``agreed`` if none knows its own; whether a request was denied.
+        """
+        known = [group for group in self._job.groups.all_asking() if value(group)]
+        members = [group for group in known if group.member]
+        newest = max((group.step for group in members), default=0)
+        sides: dict[str, list[Group]] = {}
+        for group in [group for group in members if group.step == newest] or known:
+            sides.setdefault(value(group), []).append(group)
+        without_majority = agreed if agreed in sides else ""
+        votes = sum(map(len, sides.values()))
+        right = next((side for side, groups in sides.items() if 2 * len(groups) > votes), without_majority)
+        wrong = [group for group in known if value(group) != right]
+        why = f"the job follows {_named(sides[right])}" if right else _no_majority(sides)
+        for group in wrong:
+            other = sides[right or next(side for side in sides if side != value(group))][0]
+            if group.request is not None:
+                self._deny(group, group.request, other, why)
+        return right or agreed, bool(wrong)
+
+    def _unreachable(self, group: Group) -> str:
+        """Return why ``group`` and another group cannot reach each other; empty: nothing is known against it."""
+        for other in self._job.groups:
+            near, far = (group, other) if _is_near(group) else (other, group)
+            if other.session is None or near.host == far.host:  # one machine, perhaps behind an address of containers
+                continue
+            if near.local and far.local:
+                continue
+            if far.host and not _LOOPBACK.match(f"//{far.host}") and _is_near(near):
+                return (
+                    f"{near.name} gives {near.info.address} as its address, which {far.name} at {far.host} cannot "
+                    f"reach; give {near.name} the address of the lighthouse that other machines use (--lighthouse, "
+                    f"KEEPSTEP_LIGHTHOUSE), or pass its own as Manager(hostname=...)"
+                )
+        return ""
+
+    def _deny(self, group: Group, request: QuorumRequest, other: Group, why: str) -> None:
+        """Deny the request, because the group differs from ``other``. ``why``: reason for which it is refused."""
+        difference, remedy, address = _difference(group, other)
+        last = other.request is not None and other.request.final
+        step = max(0, other.step - 1) if last else other.step
+        self.deny(group, request, f"{difference}; {why}{remedy}", address, step if address else 0)
+
+    def deny(self, group: Group, request: QuorumRequest, sentence: str, address: str, peer_step: int = 0) -> None:
+        """Deny the request of a group that differs.
+
+        ``address``: of a group server with details of the difference. ``peer_step``: the step that its group takes.
+        """
+        self._job.groups.withdraw(group)
+        group.highest_request = max(group.highest_request, request.request)
+        if group.excluded is None or group.is_excluded(Exclusion.LAYOUT):
+            self._job.groups.exclude(group, Excluded(Exclusion.LAYOUT, sentence))
+        self._job.groups.set_size(group, 0)
+        if group.session is not None:
+            self._job.tell(group.session, Denied(request.request, "layout", sentence, address, peer_step=peer_step))
+            self._job.log("denied", group.replica_id, code="layout", reason=sentence)
 
 
 def _settings(group: Group) -> str:
@@ -66,38 +141,6 @@ def _layout(group: Group) -> str:
     return group.info.layout
 
 
-def _is_agreed_member(state: JobState, member: Group, group: Group) -> bool:
-    """Return whether ``member`` has a value of the last quorum, and ``group`` another that no member may change to."""
-    if not member.member or member.is_excluded(Exclusion.LAYOUT):
-        return False
-    agreed = [(_settings, state.settings)] + ([] if group.member else [(_layout, state.layout)])
-    return any(value(member) == its and differ(value(group), its) for value, its in agreed)
-
-
-def _settle(state: JobState, value: Callable[[Group], str], agreed: str) -> tuple[str, bool]:
-    """Compare one value of all open requests. The members at the highest step decide, if any knows its value.
-
-    Returns:
-        The value of all groups that still ask, or ``agreed`` if none knows its own; and whether a request was denied.
-    """
-    known = [group for group in state.groups.all_asking() if value(group)]
-    members = [group for group in known if group.member]
-    newest = max((group.step for group in members), default=0)
-    sides: dict[str, list[Group]] = {}
-    for group in [group for group in members if group.step == newest] or known:
-        sides.setdefault(value(group), []).append(group)
-    without_majority = agreed if agreed in sides else ""
-    votes = sum(map(len, sides.values()))
-    right = next((side for side, groups in sides.items() if 2 * len(groups) > votes), without_majority)
-    wrong = [group for group in known if value(group) != right]
-    why = f"the job follows {_named(sides[right])}" if right else _no_majority(sides)
-    for group in wrong:
-        other = sides[right or next(side for side in sides if side != value(group))][0]
-        if group.request is not None:
-            _deny(state, group, group.request, other, why)
-    return right or agreed, bool(wrong)
-
-
 def _no_majority(sides: dict[str, list[Group]]) -> str:
     return f"no side has a majority ({' against '.join(map(_named, sides.values()))}), so all are refused"
 
@@ -106,50 +149,8 @@ def _named(groups: list[Group]) -> str:
     return named(group.name for group in groups)
 
 
-def _unreachable(state: JobState, group: Group) -> str:
-    """Return why ``group`` and another group cannot reach each other; empty: nothing is known against it."""
-    for other in state.groups:
-        near, far = (group, other) if _is_near(group) else (other, group)
-        if other.session is None or near.host == far.host:  # one machine, perhaps behind an address of containers
-            continue
-        if near.local and far.local:
-            continue
-        if far.host and not _LOOPBACK.match(f"//{far.host}") and _is_near(near):
-            return (
-                f"{near.name} gives {near.info.address} as its address, which {far.name} at {far.host} cannot reach; "
-                f"give {near.name} the address of the lighthouse that other machines use (--lighthouse, "
-                f"KEEPSTEP_LIGHTHOUSE), or pass its own as Manager(hostname=...)"
-            )
-    return ""
-
-
 def _is_near(group: Group) -> bool:
     return _LOOPBACK.match(group.info.address) is not None
-
-
-def _deny(state: JobState, group: Group, request: QuorumRequest, other: Group, why: str) -> None:
-    """Deny the request, because the group differs from ``other``. ``why``: reason for which it is refused."""
-    difference, remedy, address = _difference(group, other)
-    last = other.request is not None and other.request.final
-    step = max(0, other.step - 1) if last else other.step
-    deny(state, group, request, f"{difference}; {why}{remedy}", address, step if address else 0)
-
-
-def deny(
-    state: JobState, group: Group, request: QuorumRequest, sentence: str, address: str, peer_step: int = 0
-) -> None:
-    """Deny the request of a group that differs.
-
-    ``address``: of a group server with details of the difference. ``peer_step``: the step that its group takes.
-    """
-    state.groups.withdraw(group)
-    group.highest_request = max(group.highest_request, request.request)
-    if group.excluded is None or group.is_excluded(Exclusion.LAYOUT):
-        state.groups.exclude(group, Excluded(Exclusion.LAYOUT, sentence))
-    state.groups.set_size(group, 0)
-    if group.session is not None:
-        state.tell(group.session, Denied(request.request, "layout", sentence, address, peer_step=peer_step))
-        state.log("denied", group.replica_id, code="layout", reason=sentence)
 
 
 def _difference(group: Group, other: Group) -> tuple[str, str, str]:

@@ -25,19 +25,19 @@ It forms when all healthy groups ask. Rules:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
-from keepstep_lighthouse.quorum import orders
-from keepstep_lighthouse.quorum.events import DrainOrdered, ReopenOrdered
+from keepstep_lighthouse.quorum.events import ReopenOrdered
 from keepstep_lighthouse.quorum.forming.announcing import members_of
 from keepstep_lighthouse.quorum.forming.quorum_rules import Verdict, choose
 from keepstep_lighthouse.quorum.groups.group import Excluded, Exclusion, Group
 from keepstep_lighthouse.quorum.job_state import JobState
-from keepstep_lighthouse.quorum.presence import losses
-from keepstep_lighthouse.quorum.probation import parting as probation
+from keepstep_lighthouse.quorum.presence.departures import Departures
+from keepstep_lighthouse.quorum.probation.parting import Probation
 from keepstep_lighthouse.quorum.verification import divergence
-from keepstep_lighthouse.quorum.verification.comparisons import Comparison
+from keepstep_lighthouse.quorum.verification.verification import Verification
 from keepstep_lighthouse.quorum.views import reasons
 from keepstep_lighthouse.quorum.views.reasons import named
 from keepstep_mesh.protocol.lineage import Soundness, origin, reference_state, same_weights, soundness
@@ -48,50 +48,154 @@ MAX_HEALS = 3
 """Finishing quorums in which a group may heal without success."""
 
 
-# ---- a job that finishes
+class Finishing:
+    def __init__(self, job: JobState, probation: Probation, verification: Verification, departures: Departures) -> None:
+        self._job, self._probation, self._verification, self._departures = job, probation, verification, departures
+        self._heals: Counter[str] = Counter()
+        """Finishing quorums in which groups were behind, by name."""
 
+    def settle(self, judge_again: Callable[[], Verdict], now: float, now_unix: float) -> Verdict | None:
+        """Decide about a quorum that is due, and that has members that ask with ``final``.
 
-def settle(
-    state: JobState,
-    compare: Callable[[list[Group]], Comparison | None],
-    judge_again: Callable[[], Verdict],
-    now: float,
-    now_unix: float,
-) -> Verdict | None:
-    """Decide about a quorum that is due, and that has members that ask with ``final``.
+        Args:
+            judge_again: returns the verdict after groups were let in or refused.
 
-    Args:
-        compare: compares the weights of groups.
-        judge_again: returns the verdict after groups were let in or refused.
-
-    Returns:
-        The verdict that replaces its own; None: it forms, as a finishing one.
-    """
-    chosen = choose(state.groups, len(state.record.members), state.record.policy)
-    if not any(map(_is_final, chosen)):
-        return None
-    if probation.let_in_at_end(state):
+        Returns:
+            The verdict that replaces its own; None: it forms, as a finishing one.
+        """
+        chosen = choose(self._job.groups, self._job.record)
+        if not any(map(_is_final, chosen)):
+            return None
+        if self._probation.let_in_at_end():
+            return judge_again()
+        step, lineage = reference_state(members_of(chosen))
+        if self._refuse_any(chosen, step, lineage):
+            return judge_again()
+        at_end = all(
+            _is_final(group) and (group.step, group.lineage) == (step, lineage) and not group.diverged
+            for group in chosen
+        )
+        comparison = self._verification.compare(chosen) if at_end else None
+        if comparison is not None and divergence.refuse_at_end(self._job, comparison, chosen):
+            return judge_again()
+        at_end = at_end and (comparison is None or not comparison.diverged)
+        if not at_end or any(_publish(group) == TO_PUBLISH for group in chosen):
+            self._note_round(chosen, step, lineage)
+            return None
+        grace = self._job.record.policy.finish_grace
+        until = max((lost + grace for lost in self._departures.expected(now).values()), default=now)
+        if now < until:
+            return Verdict("finish_grace", until)
+        if comparison is not None:
+            divergence.tell(self._job, comparison)
+        self._close(chosen, now_unix, "" if comparison is None else comparison.right or "")
         return judge_again()
-    step, lineage = reference_state(members_of(chosen))
-    if _refuse_any(state, chosen, step, lineage):
-        return judge_again()
-    at_end = all(
-        _is_final(group) and (group.step, group.lineage) == (step, lineage) and not group.diverged for group in chosen
-    )
-    comparison = compare(chosen) if at_end else None
-    if comparison is not None and divergence.refuse_at_end(state, comparison, chosen):
-        return judge_again()
-    at_end = at_end and (comparison is None or not comparison.diverged)
-    if not at_end or any(_publish(group) == TO_PUBLISH for group in chosen):
-        _note_round(state, chosen, step, lineage)
-        return None
-    until = max((lost + state.record.policy.finish_grace for lost in losses.expected(state, now).values()), default=now)
-    if now < until:
-        return Verdict("finish_grace", until)
-    if comparison is not None:
-        divergence.tell(state, comparison)
-    _close(state, chosen, now_unix, "" if comparison is None else comparison.right or "")
-    return judge_again()
+
+    def _note_round(self, chosen: list[Group], step: int, lineage: Lineage) -> None:
+        """A finishing quorum forms. Note who heals in it, and who trains from the state at which others finished."""
+        for group in chosen:
+            if (group.step, group.lineage) != (step, lineage):
+                self._heals[group.name] += 1
+                continue
+            del self._heals[group.name]
+            if not _is_final(group):
+                group.held_back_at = step, lineage
+
+    # ---- groups that are refused
+
+    def _refuse_any(self, chosen: list[Group], step: int, lineage: Lineage) -> bool:
+        """Refuse groups that cannot finish with the others. Return whether any was refused."""
+        for find in (_other_scripts, _other_ends):
+            wrong, why = find(chosen)
+            if wrong:
+                self._refuse(wrong, "layout", why)
+                return True
+        behind = [group for group in chosen if (group.step, group.lineage) != (step, lineage)]
+        if hopeless := [group for group in behind if self._heals[group.name] >= MAX_HEALS]:
+            why = f"the others finished at step {step}, and {MAX_HEALS} heals to that state failed"
+            why += "; the log has the reasons"
+            self._refuse(hopeless, "start", why)
+            return True
+        return False
+
+    def _refuse(self, groups: list[Group], code: str, why: str) -> None:
+        for group in groups:
+            self._deny(group, code, why)
+            self._job.groups.exclude(group, Excluded(Exclusion.LAYOUT, why))  # the others do not wait for its end
+            self._job.log("denied", group.replica_id, code=code, reason=why)
+
+    def _deny(self, group: Group, code: str, why: str) -> None:
+        request = group.request
+        self._job.groups.withdraw(group)
+        if request is not None and group.session is not None:
+            self._job.tell(group.session, Denied(request.request, code, why))
+
+    # ---- a job that is closed
+
+    def _close(self, chosen: list[Group], now_unix: float, root: str) -> None:
+        """Write the final state, tell it to the groups, and send the spares home. ``root``: digest of that state."""
+        step, record = chosen[0].step, self._job.record
+        final = FinalState(step, chosen[0].lineage, len(chosen), int(now_unix * 1000), root)
+        self._job.reached = step
+        self._heals.clear()
+        if step:
+            self._job.persist(replace(record, step=step, finished_step=step, closed=final))
+        for group in chosen:
+            if group.request is not None:
+                self._tell_closed(group, group.request, final)
+        self._job.log(
+            "closed", "", step=step, groups=[group.replica_id for group in chosen], quorum_id=record.quorum_id
+        )
+        for group in self._job.groups.all_asking():
+            self.send_home(group, f"the job finished at step {step}, and its quorum had no place for this group")
+        for group in list(self._job.groups):
+            if group.request is not None:  # of an excluded group
+                self.answer(group, group.request)
+
+    def send_home(self, group: Group, reason: str) -> None:
+        """Let the group leave with exit code 0."""
+        self._job.drain(group.replica_id, reason, "lighthouse")
+        self._deny(group, "deadline", reason)
+
+    def answer(self, group: Group, request: QuorumRequest) -> bool:
+        """Answer a request, if the job is closed. Return whether it is."""
+        final = self._job.record.closed
+        if final is None:
+            return False
+        self._job.groups.withdraw(group)
+        group.highest_request = max(group.highest_request, request.request)
+        self._job.groups.set_state(group, request)
+        group.working_since = None
+        holds = request.step == final.step and same_weights(request.lineage, final.lineage)
+        if request.final and holds and not _has_other_root(request, final):
+            self._tell_closed(group, request, final)
+        elif group.stands_by:
+            self._send_spare_home(group, request, final)
+        elif request.final and holds:
+            divergence.refuse_after_end(self._job, group, request, final)
+        elif group.session is not None:
+            why = _why_closed(final, request, holds=holds)
+            self._job.tell(group.session, Denied(request.request, "start", why, closed=final))
+            self._job.log("denied", group.replica_id, code="closed", reason=why)
+        return True
+
+    def _send_spare_home(self, group: Group, request: QuorumRequest, final: FinalState) -> None:
+        reason = f"the job finished at step {final.step}, and no group needs this spare"
+        self._job.drain(group.replica_id, reason, "lighthouse")
+        if group.session is not None:
+            self._job.tell(group.session, Denied(request.request, "deadline", reason))
+
+    def _tell_closed(self, group: Group, request: QuorumRequest, final: FinalState) -> None:
+        self._job.groups.withdraw(group)
+        if group.session is not None:
+            self._job.tell(group.session, Closed(request.request, final))
+
+    def reopen(self, order: ReopenOrdered) -> None:
+        """Let groups train on from the final state. No effect on an open job."""
+        final = self._job.record.closed
+        if final is not None:
+            self._job.persist(replace(self._job.record, closed=None))
+            self._job.log("reopened", "", by=order.by, step=final.step)
 
 
 def _is_final(group: Group) -> bool:
@@ -100,35 +204,6 @@ def _is_final(group: Group) -> bool:
 
 def _publish(group: Group) -> str:
     return group.request.publish if group.request is not None else ""
-
-
-def _note_round(state: JobState, chosen: list[Group], step: int, lineage: Lineage) -> None:
-    """A finishing quorum forms. Note who heals in it, and who trains from the state at which others have finished."""
-    for group in chosen:
-        if (group.step, group.lineage) != (step, lineage):
-            state.final_heals[group.name] += 1
-            continue
-        del state.final_heals[group.name]
-        if not _is_final(group):
-            group.held_back_at = step, lineage
-
-
-# ---- groups that are refused
-
-
-def _refuse_any(state: JobState, chosen: list[Group], step: int, lineage: Lineage) -> bool:
-    """Refuse groups that cannot finish with the others. Return whether any was refused."""
-    for find in (_other_scripts, _other_ends):
-        wrong, why = find(chosen)
-        if wrong:
-            _refuse(state, wrong, "layout", why)
-            return True
-    behind = [group for group in chosen if (group.step, group.lineage) != (step, lineage)]
-    if hopeless := [group for group in behind if state.final_heals[group.name] >= MAX_HEALS]:
-        why = f"the others finished at step {step}, and {MAX_HEALS} heals to that state failed; the log has the reasons"
-        _refuse(state, hopeless, "start", why)
-        return True
-    return False
 
 
 def _other_scripts(chosen: list[Group]) -> tuple[list[Group], str]:
@@ -171,86 +246,8 @@ def _was_held_back(group: Group) -> bool:
     return group.held_back_at == (group.step, group.lineage)
 
 
-def _refuse(state: JobState, groups: list[Group], code: str, why: str) -> None:
-    for group in groups:
-        _deny(state, group, code, why)
-        state.groups.exclude(group, Excluded(Exclusion.LAYOUT, why))  # the others do not wait for its end
-        state.log("denied", group.replica_id, code=code, reason=why)
-
-
-def _deny(state: JobState, group: Group, code: str, why: str) -> None:
-    request = group.request
-    state.groups.withdraw(group)
-    if request is not None and group.session is not None:
-        state.tell(group.session, Denied(request.request, code, why))
-
-
-# ---- a job that is closed
-
-
-def _close(state: JobState, chosen: list[Group], now_unix: float, root: str) -> None:
-    """Write the final state, tell it to the groups, and send the spares home. ``root``: digest of the final state."""
-    step, record = chosen[0].step, state.record
-    final = FinalState(step, chosen[0].lineage, len(chosen), int(now_unix * 1000), root)
-    state.reached = step
-    state.final_heals.clear()
-    if step:
-        state.persist(replace(record, step=step, finished_step=step, closed=final))
-    for group in chosen:
-        if group.request is not None:
-            _tell_closed(state, group, group.request, final)
-    state.log("closed", "", step=step, groups=[group.replica_id for group in chosen], quorum_id=record.quorum_id)
-    for group in state.groups.all_asking():
-        send_home(state, group, f"the job finished at step {step}, and its quorum had no place for this group")
-    for group in list(state.groups):
-        if group.request is not None:  # of an excluded group
-            answer(state, group, group.request)
-
-
-def send_home(state: JobState, group: Group, reason: str) -> None:
-    """Let the group leave with exit code 0."""
-    orders.drain(state, DrainOrdered(group.replica_id, reason, "lighthouse"))
-    _deny(state, group, "deadline", reason)
-
-
-def answer(state: JobState, group: Group, request: QuorumRequest) -> bool:
-    """Answer a request, if the job is closed. Return whether it is."""
-    final = state.record.closed
-    if final is None:
-        return False
-    state.groups.withdraw(group)
-    group.highest_request = max(group.highest_request, request.request)
-    state.groups.set_state(group, request)
-    group.working_since = None
-    holds = request.step == final.step and same_weights(request.lineage, final.lineage)
-    if request.final and holds and not _has_other_root(request, final):
-        _tell_closed(state, group, request, final)
-    elif group.stands_by:
-        _send_spare_home(state, group, request, final)
-    elif request.final and holds:
-        divergence.refuse_after_end(state, group, request, final)
-    elif group.session is not None:
-        why = _why_closed(final, request, holds=holds)
-        state.tell(group.session, Denied(request.request, "start", why, closed=final))
-        state.log("denied", group.replica_id, code="closed", reason=why)
-    return True
-
-
 def _has_other_root(request: QuorumRequest, final: FinalState) -> bool:
     return bool(final.root) and request.root is not None and request.root.digest != final.root
-
-
-def _send_spare_home(state: JobState, group: Group, request: QuorumRequest, final: FinalState) -> None:
-    reason = f"the job finished at step {final.step}, and no group needs this spare"
-    orders.drain(state, DrainOrdered(group.replica_id, reason, "lighthouse"))
-    if group.session is not None:
-        state.tell(group.session, Denied(request.request, "deadline", reason))
-
-
-def _tell_closed(state: JobState, group: Group, request: QuorumRequest, final: FinalState) -> None:
-    state.groups.withdraw(group)
-    if group.session is not None:
-        state.tell(group.session, Closed(request.request, final))
 
 
 def _why_closed(final: FinalState, request: QuorumRequest, *, holds: bool) -> str:
@@ -260,11 +257,3 @@ def _why_closed(final: FinalState, request: QuorumRequest, *, holds: bool) -> st
         f"JOB) and load a checkpoint of step {final.step}; to begin again, delete it (keepstep job rm JOB) or name "
         f"another job"
     )
-
-
-def reopen(state: JobState, order: ReopenOrdered) -> None:
-    """Let groups train on from the final state. No effect on an open job."""
-    final = state.record.closed
-    if final is not None:
-        state.persist(replace(state.record, closed=None))
-        state.log("reopened", "", by=order.by, step=final.step)

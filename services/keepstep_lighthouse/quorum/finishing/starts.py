@@ -16,10 +16,9 @@ that step takes part, and no checkpoint of it was loaded:
 
 from __future__ import annotations
 
-from keepstep_lighthouse.quorum import orders
-from keepstep_lighthouse.quorum.events import Announce, DrainOrdered
+from keepstep_lighthouse.quorum.events import Announce
 from keepstep_lighthouse.quorum.forming.announcing import members_of
-from keepstep_lighthouse.quorum.forming.quorum_rules import choose
+from keepstep_lighthouse.quorum.forming.quorum_rules import choose, min_groups
 from keepstep_lighthouse.quorum.groups.group import Group
 from keepstep_lighthouse.quorum.job_record import JobEnd
 from keepstep_lighthouse.quorum.job_state import JobState
@@ -33,38 +32,31 @@ FEW_STEPS = 10
 """A smaller distance is never far."""
 
 
-def waits_for_all(state: JobState) -> bool:
-    """Return whether the next quorum waits for the groups as the first one does."""
-    if state.record.quorum_id == state.record.first_quorum_id:
-        return True
-    return state.record.policy.refuse_going_back and not any(group.member for group in state.groups)
-
-
-def settle(state: JobState) -> bool:
+def settle(job: JobState) -> bool:
     """Deny the open requests if their quorum would begin too low. Return whether any was denied."""
-    if not state.finished_step and not state.record.policy.refuse_going_back:
+    if not job.finished_step and not job.record.policy.refuse_going_back:
         return False
-    if all(group.step >= state.reached for group in state.groups.all_asking()):
+    if all(group.step >= job.reached for group in job.groups.all_asking()):
         return False
-    chosen = choose(state.groups, len(state.record.members), state.record.policy)
+    chosen = choose(job.groups, job.record)
     step, _ = reference_state(members_of(chosen))
-    code, sentence = _refusal(state, step)
+    code, sentence = _refusal(job, step)
     if sentence:
-        _deny_all(state, code, sentence)
+        _deny_all(job, code, sentence)
     return bool(sentence)
 
 
-def _refusal(state: JobState, step: int) -> tuple[str, str]:
+def _refusal(job: JobState, step: int) -> tuple[str, str]:
     """Return the code and the reason if no quorum may begin at ``step``; empty: it may."""
-    reached, finished = state.reached, state.finished_step
+    reached, finished = job.reached, job.finished_step
     if step < finished - max(finished // FAR_BELOW, FEW_STEPS):
         return "start", (
             f"the job finished at step {finished}, and a start at step {step} would train it again; to go on, load a "
             f"checkpoint of step {finished}; to begin again, delete the job (keepstep job rm JOB) or name another job"
         )
-    if not state.record.policy.refuse_going_back or step >= reached - 1:
+    if not job.record.policy.refuse_going_back or step >= reached - 1:
         return "", ""
-    if later := [one for one in state.groups if one.member and one.request is None and one.step >= reached - 1]:
+    if later := [one for one in job.groups if one.member and one.request is None and one.step >= reached - 1]:
         names = named(one.name for one in later)
         return "deadline", f"the job has reached step {reached}, and {names} with that step did not ask in time"
     return "start", (
@@ -73,44 +65,42 @@ def _refusal(state: JobState, step: int) -> tuple[str, str]:
     )
 
 
-def _deny_all(state: JobState, code: str, sentence: str) -> None:
-    for group in state.groups.all_asking():
-        _deny(state, group, code, sentence)
+def _deny_all(job: JobState, code: str, sentence: str) -> None:
+    for group in job.groups.all_asking():
+        _deny(job, group, code, sentence)
 
 
-def _deny(state: JobState, group: Group, code: str, sentence: str) -> None:
+def _deny(job: JobState, group: Group, code: str, sentence: str) -> None:
     request = group.request
-    state.groups.withdraw(group)
+    job.groups.withdraw(group)
     if request is not None and group.session is not None:
-        state.tell(group.session, Denied(request.request, code, sentence))
-        state.log("denied", group.replica_id, code=code, reason=sentence)
+        job.tell(group.session, Denied(request.request, code, sentence))
+        job.log("denied", group.replica_id, code=code, reason=sentence)
 
 
-def drain_left_behind(state: JobState) -> None:
+def drain_left_behind(job: JobState) -> None:
     """Drain the groups that ask to catch up with a job that has finished."""
-    finished = state.finished_step
-    if not finished or not state.groups.min_groups:
+    finished = job.finished_step
+    if not finished or not min_groups(job.groups):
         return
-    if any(group.step + (group.working_since is not None) >= finished for group in state.groups):
+    if any(group.step + (group.working_since is not None) >= finished for group in job.groups):
         return
     reason = f"the job finished at step {finished}, and this group was behind"
-    for group in state.groups.all_asking():
+    for group in job.groups.all_asking():
         if is_live(group.step, group.lineage) and group.draining is None:  # not one with a checkpoint
-            orders.drain(state, DrainOrdered(group.replica_id, reason, "lighthouse"))
-            _deny(state, group, "deadline", reason)
+            job.drain(group.replica_id, reason, "lighthouse")
+            _deny(job, group, "deadline", reason)
 
 
-def note(state: JobState, announce: Announce, ended: JobEnd | None) -> None:
-    """A quorum was announced. ``ended``: how the job had ended before."""
+def log_going_back(job: JobState, announce: Announce, ended: JobEnd | None) -> None:
+    """A quorum below the job's step was announced. ``ended``: how the job had ended before."""
     usual = 1 if ended is None else 0
-    if announce.step < state.reached:
-        state.reports.went_back(announce.step)
-    if announce.step < state.reached - usual:
-        why = "no group with a later step takes part"
-        if ended is not None:
-            why = f"no group was left: {ended.why}" if ended.why else f"the job had {ended.code}"
-        elif isinstance(announce.lineage, str) and announce.lineage.startswith(LOADED):
-            why = "a checkpoint of an earlier step was loaded"
-        facts = {"from": state.reached, "to": announce.step, "lost_steps": state.reached - announce.step}
-        state.log("went_back", "", **facts, reason=why)
-    state.reached = announce.step
+    if announce.step >= job.reached - usual:
+        return
+    why = "no group with a later step takes part"
+    if ended is not None:
+        why = f"no group was left: {ended.why}" if ended.why else f"the job had {ended.code}"
+    elif isinstance(announce.lineage, str) and announce.lineage.startswith(LOADED):
+        why = "a checkpoint of an earlier step was loaded"
+    facts = {"from": job.reached, "to": announce.step, "lost_steps": job.reached - announce.step}
+    job.log("went_back", "", **facts, reason=why)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from keepstep_lighthouse.quorum.events import Announce
 from keepstep_lighthouse.quorum.groups.group import Group
-from keepstep_lighthouse.quorum.job_record import JobRecord
-from keepstep_lighthouse.quorum.verification.comparisons import Verification
+from keepstep_lighthouse.quorum.job_state import JobState
 from keepstep_mesh.protocol.frozen_records import maker
 from keepstep_mesh.protocol.lineage import (
     BEHIND,
@@ -23,6 +24,20 @@ from keepstep_mesh.protocol.messages import QuorumRequest
 _make_announce = maker(Announce)
 
 
+class Compares(Protocol):
+    """Return whether the groups compare their weights in a round.
+
+    Args:
+        step: of the round.
+        equal: number of members that hold the reference state.
+        allow_heal: whether a group that differs may heal in the round.
+        same_members: whether the members are those of the round before.
+        all_equal: whether all members hold the reference state.
+    """
+
+    def __call__(self, step: int, equal: int, *, allow_heal: bool, same_members: bool, all_equal: bool) -> bool: ...
+
+
 class Announcer:
     """Number member lists, so that a list is sent only when it has changed.
 
@@ -34,9 +49,9 @@ class Announcer:
     and the version stays. Every other round makes a new version.
     """
 
-    def __init__(self) -> None:
-        self.last: Announce | None = None
-        self.chosen: list[Group] = []
+    def __init__(self, job: JobState) -> None:
+        self._job = job
+        self._chosen: list[Group] = []
         """Groups of the last announcement, sorted by replica_id."""
         self._info_changed = False
         """Whether the info of one of them changed since then."""
@@ -45,23 +60,14 @@ class Announcer:
         """The info of a member changed, so its list needs another version."""
         self._info_changed = True
 
-    def announce(
-        self,
-        chosen: list[Group],
-        record: JobRecord,
-        joiners: int,
-        reached: int,
-        verification: Verification,
-        differ: str = "",
-    ) -> Announce:
-        """Announce ``chosen``, which all ask, as the quorum of ``record``.
+    def announce(self, chosen: list[Group], joiners: int, compares: Compares, differ: str = "") -> Announce:
+        """Announce ``chosen``, which all ask, as the quorum of the job's record.
 
         Args:
-            reached: step of the job so far.
-            verification: says whether the groups compare their weights.
+            compares: says whether the groups compare their weights. Called once.
             differ: as in ``QuorumAnswer``.
         """
-        last, same_members = self.last, chosen == self.chosen
+        record, last, same_members = self._job.record, self._job.last, chosen == self._chosen
         same = not self._info_changed and same_members
         asked = [(group, group.request) for group in chosen if group.request is not None]
         _, first = asked[0]
@@ -83,15 +89,12 @@ class Announcer:
             if not uniform:
                 step, lineage = reference_state(listed)
         equal = len(chosen) if uniform else sum(_holds(one, step, lineage) for one in listed)
-        due = not finishing and verification.is_due(
-            *(step, record.policy.verify_every),
-            allow_heal=allow_heal,
-            same_members=same_members,
-            all_equal=equal == len(chosen),
+        to = tuple([(-1 if group.session is None else group.session, request.request) for group, request in asked])
+        verify = not finishing and compares(
+            step, equal, allow_heal=allow_heal, same_members=same_members, all_equal=equal == len(chosen)
         )
-        self.chosen, self._info_changed = chosen, False
-        self.last = _make_announce(
-            to=tuple([(-1 if group.session is None else group.session, request.request) for group, request in asked]),
+        announce = _make_announce(
+            to=to,
             quorum_id=record.quorum_id,
             created_ms=record.created_ms,
             version=version,
@@ -100,13 +103,16 @@ class Announcer:
             joiners=joiners,
             listed=listed,
             uniform=uniform,
-            verify=(due or (verification.wanted and not finishing)) and equal > 1,
+            verify=verify,
             allow_heal=allow_heal or finishing,
-            went_back_from=reached if step < reached else 0,
+            went_back_from=self._job.reached if step < self._job.reached else 0,
             finishing=finishing,
             differ=differ,
         )
-        return self.last
+        if last is not None and step > last.step:
+            self._job.proven = self._chosen
+        self._chosen, self._info_changed, self._job.last = chosen, False, announce
+        return announce
 
 
 def members_of(chosen: list[Group]) -> tuple[Member, ...]:

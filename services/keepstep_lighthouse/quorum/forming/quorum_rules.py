@@ -17,7 +17,7 @@ whose last step did not fail, and which was not behind in it. It holds the newes
 from the same state. Without such a member, rules 3 and 4 hold.
 
 Groups that have finished (``QuorumRequest.final``) wait for all others: rule 1, ``min_groups`` and ``min_replicas`` do
-not apply while one of them asks, because no step follows. ``finishing.closing`` decides about the quorum that is due.
+not apply while one of them asks, because no step follows. ``finishing`` decides about the quorum that is due.
 
 After a takeover these waits begin again, but a request keeps its deadline. So the first quorum of a new leader waits
 for no group beyond the first deadline of a request: a group that hangs would end the healthy ones.
@@ -33,8 +33,7 @@ from typing import Literal, NamedTuple
 
 from keepstep_lighthouse.quorum.groups.all_groups import Groups
 from keepstep_lighthouse.quorum.groups.group import Group
-from keepstep_lighthouse.quorum.groups.newest_state import holds_newest
-from keepstep_lighthouse.quorum.job_record import Policy
+from keepstep_lighthouse.quorum.job_record import JobRecord, Policy
 from keepstep_mesh.protocol.heal_limit import heal_limit
 
 Code = Literal[
@@ -70,23 +69,21 @@ NO_MAJORITY = Verdict("majority")
 
 def judge(
     groups: Groups,
-    quorum_size: int,
-    policy: Policy,
+    record: JobRecord,
     grace_until: float | None,
     now: float,
     *,
-    first: bool = False,
+    initial: bool = True,
     interrupted: bool = False,
 ) -> Verdict:
-    """Return the verdict on the open requests. O(1).
+    """Return the verdict on the open requests. O(1), unless the quorum may have to wait as the first one.
 
     Args:
-        quorum_size: number of members of the previous quorum; 0: none.
         grace_until: end of the takeover grace; None: no grace.
-        first: the job never had a quorum, or this one waits as its first one did.
+        initial: whether rule ``initial`` holds. It does not once a group was denied.
         interrupted: no quorum formed since a takeover.
     """
-    asking = groups.asking_count
+    asking, quorum_size, policy = groups.asking_count, len(record.members), record.policy
     if asking == 0:
         return NOBODY
     if grace_until is not None:
@@ -96,7 +93,7 @@ def judge(
     if quorum_size and groups.members_asking == quorum_size and not groups.final:
         return FAST
     first_asked = groups.first_asked()
-    if first and asking < initial_count(groups, policy) and first_asked is not None:
+    if initial and first_asked is not None and asking < initial_count(groups, policy) and _is_first(groups, record):
         # Before the first of the open requests times out.
         latest = min(first_asked + policy.join_timeout, (first_asked + groups.next_request_deadline()) / 2)
         if now < latest:
@@ -121,6 +118,13 @@ def judge(
     return Verdict("all_asking" if asking == groups.counted else "stragglers_dropped")
 
 
+def _is_first(groups: Groups, record: JobRecord) -> bool:
+    """Return whether the next quorum waits for the groups as the first one of the job does."""
+    if record.quorum_id == record.first_quorum_id:
+        return True
+    return record.policy.refuse_going_back and not any(group.member for group in groups)
+
+
 def _end_of_wait(groups: Groups, limit: float, *, interrupted: bool) -> float | None:
     first_asked = groups.first_asked()
     if first_asked is None:
@@ -130,7 +134,14 @@ def _end_of_wait(groups: Groups, limit: float, *, interrupted: bool) -> float | 
 
 def least_candidates(groups: Groups, policy: Policy) -> int:
     """Return the number of candidates that a quorum needs: what the policy and the groups that ask require."""
-    return 1 if groups.final else max(1, policy.min_replicas, groups.min_groups)
+    return 1 if groups.final else max(1, policy.min_replicas, min_groups(groups))
+
+
+def min_groups(groups: Groups) -> int:
+    """Return ``QuorumRequest.min_groups`` of the first group that asks; it is equal in all groups of a job."""
+    for first in (groups.asking or groups.passed_over).values():
+        return first.request.min_groups if first.request is not None else 0
+    return 0
 
 
 def end_of_grace(groups: Groups) -> float | None:
@@ -138,12 +149,13 @@ def end_of_grace(groups: Groups) -> float | None:
 
     O(1) for groups that wait, else O(asking groups).
     """
-    if not groups.min_groups or groups.final:
+    least = min_groups(groups)
+    if not least or groups.final:
         return None
     asking = [*groups.passed_over.values(), *groups.asking.values()]
     if not any(map(_asks_with_newest, asking)):
         return None
-    last_needed = sorted(asking, key=lambda one: one.asked_at)[groups.min_groups - 1]
+    last_needed = sorted(asking, key=lambda one: one.asked_at)[least - 1]
     return last_needed.asked_at + max(one.request.grace_ms for one in asking if one.request is not None) / 1000
 
 
@@ -152,7 +164,7 @@ def _asks_with_newest(group: Group) -> bool:
     request = group.request
     if not group.member or request is None or request.commit_failures:
         return False
-    return group.answer is None or holds_newest(group)
+    return group.answer is None or group.holds_newest()
 
 
 def initial_count(groups: Groups, policy: Policy) -> int:
@@ -161,15 +173,21 @@ def initial_count(groups: Groups, policy: Policy) -> int:
     return min(wanted, policy.max_replicas or wanted)
 
 
+def full_count(groups: Groups, policy: Policy) -> int:
+    """Return the number of groups that train when none is missing: as the groups tell, within the policy."""
+    wanted = max(groups.expected or policy.initial_replicas, policy.min_replicas)
+    return min(wanted, policy.max_replicas or wanted)
+
+
 def candidate_count(groups: Groups, quorum_size: int, policy: Policy) -> int:
     count = groups.members_asking if groups.shrinking and quorum_size else groups.asking_count
     return min(count, policy.max_replicas) if policy.max_replicas else count
 
 
-def choose(groups: Groups, quorum_size: int, policy: Policy) -> list[Group]:
+def choose(groups: Groups, record: JobRecord) -> list[Group]:
     """Return the candidates, sorted by replica_id. ``max_replicas`` prefers members of the previous quorum."""
-    chosen = groups.all_asking()
-    if groups.shrinking and quorum_size:
+    chosen, policy = groups.all_asking(), record.policy
+    if groups.shrinking and record.members:
         chosen = [group for group in chosen if group.member]
     if policy.max_replicas and len(chosen) > policy.max_replicas:
         chosen.sort(key=lambda group: (not group.member, group.replica_id))

@@ -42,6 +42,8 @@ class Groups:
         self.heals = OpenHeals()
         self.standing_by: dict[str, Group] = {}
         self.counted = 0
+        self.asking_count = 0
+        """Asking or passed over."""
         self.members_asking = 0
         self.shrinking = 0
         """Asking with shrink_only."""
@@ -126,6 +128,11 @@ class Groups:
             self._settle_name(namesakes)
         else:
             del self.by_name[group.name]
+
+    def matching(self, target: str) -> list[Group]:
+        """Return the groups that the target of an order names: one incarnation, or all of a stable name."""
+        one = self.by_id.get(target)
+        return [one] if one is not None else list(self.by_name.get(target, ()))
 
     # ---- the number of groups
 
@@ -273,6 +280,7 @@ class Groups:
     def _count_request(self, group: Group, where: dict[str, Group]) -> None:
         if group.excluded is None and group.request is not None:
             where[group.replica_id] = group
+            self.asking_count += 1
             self.members_asking += group.member
             self.shrinking += group.request.shrink_only
             self.final += group.request.final
@@ -282,21 +290,11 @@ class Groups:
         if group.excluded is None and group.request is not None:
             if self.asking.pop(group.replica_id, None) is None:
                 del self.passed_over[group.replica_id]
+            self.asking_count -= 1
             self.members_asking -= group.member
             self.shrinking -= group.request.shrink_only
             self.final -= group.request.final
             self.roots -= group.request.root is not None
-
-    @property
-    def asking_count(self) -> int:
-        return len(self.asking) + len(self.passed_over)
-
-    @property
-    def min_groups(self) -> int:
-        """``QuorumRequest.min_groups`` of the first group that asks; it is equal in all groups of a job."""
-        for first in (self.asking or self.passed_over).values():
-            return first.request.min_groups if first.request is not None else 0
-        return 0
 
     def all_asking(self) -> list[Group]:
         """Return the groups that ask, sorted by replica_id."""
@@ -308,11 +306,11 @@ class Groups:
             return max(group.asked_at, self._clock_start)
         return None
 
-    def waits_since(self) -> float | None:
-        """Return since when groups wait for the next quorum, also if requests timed out and were made again; None: no
-        group has asked.
+    def waited(self, now: float) -> float:
+        """Return for how long groups have waited for the next quorum, in seconds, also if requests timed out and were
+        made again; 0: no group has asked.
         """
-        return None if self._waits_since is None else max(self._waits_since, self._clock_start)
+        return 0.0 if self._waits_since is None else now - max(self._waits_since, self._clock_start)
 
     def clock_starts(self, now: float) -> None:
         """Measure the join timeout from ``now``, for requests made earlier too: no quorum could form until now."""
@@ -334,6 +332,7 @@ class Groups:
         self._waits_since = None
         self.asking = {}
         self.passed_over = {group.replica_id: group for group in left}
+        self.asking_count = len(left)
         self.members_asking = sum(group.member for group in left)
         self.shrinking = sum(group.request.shrink_only for group in left if group.request is not None)
         self.final = sum(group.request.final for group in left if group.request is not None)
@@ -389,6 +388,7 @@ class Groups:
         assert not any(g.stands_by and g.excluded is None for g in groups), "a spare counts"
         assert set(self.asking) | set(self.passed_over) == {g.replica_id for g in asking}, "asking groups are misfiled"
         assert not set(self.asking) & set(self.passed_over), "a group asks twice"
+        assert self.asking_count == len(asking), "asking groups are miscounted"
         assert self.members_asking == sum(g.member for g in asking), "asking members are miscounted"
         shrinking = sum(g.request.shrink_only for g in asking if g.request is not None)
         assert self.shrinking == shrinking, "shrinking requests are miscounted"

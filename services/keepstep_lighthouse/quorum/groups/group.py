@@ -27,6 +27,7 @@ from enum import Enum, IntEnum
 from typing import NamedTuple
 
 from keepstep_lighthouse.quorum.events import Announce
+from keepstep_mesh.protocol.lineage import is_committed, is_following, origin
 from keepstep_mesh.protocol.membership import Lineage, MemberInfo, StepReport
 from keepstep_mesh.protocol.messages import Healing, QuorumRequest
 
@@ -81,7 +82,7 @@ class Exclusion(Enum):
     PARTED = "parted"
     """It is on probation (``probation``)."""
     SPARE = "spare"
-    """It stands by (``spare_groups``)."""
+    """It stands by (``spares``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,53 +136,41 @@ class Group:
     member: bool
     """Of the current quorum."""
 
+    # ---- presence
     session: int | None = None
     """None: its connection ended at ``closed_at`` and may be opened again."""
     heard_at: float = 0.0
     closed_at: float = 0.0
-
-    state: State = State.WORKING
-    request: QuorumRequest | None = None
-    """The open one."""
-    asked_at: float = 0.0
-    heal: Heal | None = None
-    heal_given_up: bool = False
-    """A quorum was formed without waiting for its heal. Reset by its next request."""
-    excluded: Excluded | None = None
-    stands_by: bool = False
-    """It has not been let in since it came as a spare."""
-    came_as_spare: bool = False
-    draining: str | None = None
-    """Reason of the drain."""
-    drained_by: str = ""
-    """Sender of that order."""
-    diverged: bool = False
-    """Its weights differ from those of the other groups, and it still stands at that state."""
-
     host: str = ""
     """Address from which it connected; empty: unknown."""
     local: bool = False
     """As in ``Opened``."""
     port: Port | None = None
-    """None: unknown; see ``presence.ports``."""
-    info: MemberInfo = field(default_factory=MemberInfo)
-    settings: str = ""
-    """As in its request; empty: unknown."""
-    groups: int = 0
-    """Number of groups of the job, as in its hello; 0: unknown."""
-    size: int = 0
-    """The same, once its request fits the others."""
-    step: int = 0
-    lineage: Lineage = ""
-    live_step: int = 0
-    """Its step, if it is connected and has live weights, from which others could heal; else 0."""
-    held_back_at: tuple[int, Lineage] | None = None
-    """Step and lineage at which it asked to train while other groups had finished there."""
+    """None: unknown."""
+    draining: str | None = None
+    """Reason of the drain."""
+    drained_by: str = ""
+    """Sender of that order."""
 
+    # ---- between two quorums
+    state: State = State.WORKING
+    request: QuorumRequest | None = None
+    """The open one."""
+    asked_at: float = 0.0
     highest_request: int = -1
     answer: Answer | None = None
     working_since: float | None = None
     """When it was answered; None: it has asked since."""
+    heal: Heal | None = None
+    heal_given_up: bool = False
+    """A quorum was formed without waiting for its heal. Reset by its next request."""
+    excluded: Excluded | None = None
+
+    # ---- its state and its steps
+    step: int = 0
+    lineage: Lineage = ""
+    live_step: int = 0
+    """Its step, if it is connected and has live weights, from which others could heal; else 0."""
     step_seconds: float | None = None
     """From its last answer to its next request."""
     committed: int = 0
@@ -190,8 +179,30 @@ class Group:
     """It has asked with a state that was committed. A group that only follows commits steps without one."""
     committed_at: float | None = None
     """When it asked after the last of these steps; None: no step yet."""
+
+    # ---- agreement
+    info: MemberInfo = field(default_factory=MemberInfo)
+    settings: str = ""
+    """As in its request; empty: unknown."""
+    groups: int = 0
+    """Number of groups of the job, as in its hello; 0: unknown."""
+    size: int = 0
+    """The same, once its request fits the others."""
     last_step: StepReport | None = None
     """Its last report of a step."""
+
+    # ---- verification
+    diverged: bool = False
+    """Its weights differ from those of the other groups, and it still stands at that state."""
+
+    # ---- spares
+    stands_by: bool = False
+    """It has not been let in since it came as a spare."""
+    came_as_spare: bool = False
+
+    # ---- finishing
+    held_back_at: tuple[int, Lineage] | None = None
+    """Step and lineage at which it asked to train while other groups had finished there."""
 
     def apply(self, action: Action) -> None:
         """Move to the next state. Data of the state is the caller's task."""
@@ -202,6 +213,21 @@ class Group:
 
     def is_excluded(self, reason: Exclusion) -> bool:
         return self.excluded is not None and self.excluded.reason is reason
+
+    def holds_newest(self) -> bool:
+        """Return whether the group held the state of the last quorum when it last asked, or has taken its step since.
+
+        A sound state, or steps that the group has committed, are no proof: the state may be that of a history which the
+        job has left, and a group that joins again, heals, or follows the others has committed earlier. False for a
+        group that this lighthouse has not answered: its state is unknown until then.
+        """
+        if self.answer is None or self.diverged or self.heal is not None or is_following(self.lineage):
+            return False
+        last = self.answer.announce
+        if (self.step, self.lineage) == (last.step, last.lineage):
+            return True
+        took_step = self.step > last.step and is_committed(self.lineage)
+        return took_step and origin(self.lineage).quorum_id == last.quorum_id
 
     @property
     def heal_progress(self) -> Healing | None:

@@ -49,6 +49,6 @@ class Tally:
     steps: DurationCounts = field(default_factory=DurationCounts)
     """These steps."""
     failures: int = 0
-    """Losses that ``changes.presence.losses`` counts, and scripts that ended with an error."""
+    """Losses that ``presence.departures`` counts, and scripts that ended with an error."""
     nonfinite: int = 0
     """Steps of groups that contributed a NaN or an infinity."""

@@ -11,58 +11,67 @@ from __future__ import annotations
 
 from keepstep_lighthouse.quorum.groups.all_groups import NEVER
 from keepstep_lighthouse.quorum.job_state import JobState
-from keepstep_lighthouse.quorum.presence import departures
+from keepstep_lighthouse.quorum.presence.departures import Departures
+from keepstep_lighthouse.quorum.takeover import Takeover
 
 LATE_TICK_SECONDS = 0.25
 """A tick is late if it comes so long after its deadline."""
 
 
-def deadline(state: JobState) -> float:
-    """Return when the next group will have been suspect or silent for too long; in a takeover grace, its end."""
-    if state.takeover.until is not None:
-        return max(state.takeover.until, state.awake_since)
-    policy, groups, due = state.record.policy, state.groups, NEVER
-    for silent in groups.by_session.values():
-        due = max(silent.heard_at, state.beats_counted_from) + policy.heartbeat_timeout
-        break
-    for away in groups.suspects.values():
-        due = min(due, away.closed_at + policy.reconnect_grace)
-        break
-    if state.round.left is not None:
-        due = min(due, state.round.left[0] + policy.heartbeat_timeout)
-    return max(due, state.awake_since)
+class Health:
+    def __init__(self, job: JobState, takeover: Takeover, departures: Departures, now: float) -> None:
+        self._job, self._takeover, self._departures = job, takeover, departures
+        self._beats_counted_from = now
+        """When the heartbeat timeout last became shorter: before, workers had a longer heartbeat interval."""
 
-
-def check(state: JobState, now: float) -> None:
-    """Lose the groups whose deadline has passed; at the end of a takeover grace, the absent members."""
-    due = deadline(state)
-    if now < due:
-        return
-    if now > due + LATE_TICK_SECONDS:
-        state.awake_since = now + LATE_TICK_SECONDS
-    elif state.takeover.until is not None:
-        for replica_id in sorted(state.takeover.absent):
-            departures.give_up_absent(state, replica_id, "it did not reconnect within takeover_grace", now)
-        state.end_grace(now)
-    else:
-        _lose_overdue(state, now)
-
-
-def _lose_overdue(state: JobState, now: float) -> None:
-    policy, groups = state.record.policy, state.groups
-    for group in list(groups.suspects.values()):
-        if now < group.closed_at + policy.reconnect_grace:
+    def deadline(self) -> float:
+        """Return when the next group will have been suspect or silent for too long; in a takeover grace, its end."""
+        if self._takeover.until is not None:
+            return max(self._takeover.until, self._takeover.judged_from)
+        policy, groups, due = self._job.record.policy, self._job.groups, NEVER
+        for silent in groups.by_session.values():
+            due = max(silent.heard_at, self._beats_counted_from) + policy.heartbeat_timeout
             break
-        reason = f"its connection ended and it did not reconnect within {policy.reconnect_grace:g} s"
-        departures.lose(state, group, reason, now)
-    for group in list(groups.by_session.values()):
-        if now < max(group.heard_at, state.beats_counted_from) + policy.heartbeat_timeout:
+        for away in groups.suspects.values():
+            due = min(due, away.closed_at + policy.reconnect_grace)
             break
-        if group.session is not None:
-            state.end(group.session)
-        departures.lose(state, group, f"it was silent for {policy.heartbeat_timeout:g} s", now)
-    if state.round.left is not None and now >= state.round.left[0] + policy.heartbeat_timeout:
-        _, group = state.round.left
-        state.round.left = None
-        reason = f"{group.replica_id} left, so its part of the step may be missing"
-        departures.break_round(state, reason, group)
+        if self._job.round.left is not None:
+            due = min(due, self._job.round.left[0] + policy.heartbeat_timeout)
+        return max(due, self._takeover.judged_from)
+
+    def heartbeats_faster(self, now: float) -> None:
+        """The heartbeat timeout became shorter. Workers with the longer heartbeat interval are not judged by it."""
+        self._beats_counted_from = now
+
+    def check(self, now: float) -> None:
+        """Lose the groups whose deadline has passed; at the end of a takeover grace, the absent members."""
+        due = self.deadline()
+        if now < due:
+            return
+        if now > due + LATE_TICK_SECONDS:
+            self._takeover.judged_from = now + LATE_TICK_SECONDS
+        elif self._takeover.until is not None:
+            for replica_id in sorted(self._takeover.absent):
+                self._departures.give_up_absent(replica_id, "it did not reconnect within takeover_grace", now)
+            self._takeover.end_grace(now)
+        else:
+            self._lose_overdue(now)
+
+    def _lose_overdue(self, now: float) -> None:
+        policy, groups = self._job.record.policy, self._job.groups
+        for group in list(groups.suspects.values()):
+            if now < group.closed_at + policy.reconnect_grace:
+                break
+            reason = f"its connection ended and it did not reconnect within {policy.reconnect_grace:g} s"
+            self._departures.lose(group, reason, now)
+        for group in list(groups.by_session.values()):
+            if now < max(group.heard_at, self._beats_counted_from) + policy.heartbeat_timeout:
+                break
+            if group.session is not None:
+                self._job.end(group.session)
+            self._departures.lose(group, f"it was silent for {policy.heartbeat_timeout:g} s", now)
+        if self._job.round.left is not None and now >= self._job.round.left[0] + policy.heartbeat_timeout:
+            _, group = self._job.round.left
+            self._job.round.left = None
+            reason = f"{group.replica_id} left, so its part of the step may be missing"
+            self._job.break_round(reason, group)

@@ -40,7 +40,7 @@ class Parted:
     """False: on trial. It takes part again, and the next failure parts it again."""
 
 
-class Probation:
+class Partings:
     """All groups on probation, and the heals that failed. Not stored: a new leader collects the evidence again."""
 
     def __init__(self) -> None:

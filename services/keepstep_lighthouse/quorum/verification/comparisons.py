@@ -17,9 +17,9 @@ as after a change of members.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 
-from keepstep_lighthouse.quorum.events import Announce
 from keepstep_lighthouse.quorum.groups.group import Group
 from keepstep_mesh.protocol.lineage import worth
 from keepstep_mesh.protocol.membership import Lineage, StateRoot
@@ -70,30 +70,14 @@ class Comparison:
         return sorted(one for root, groups in self.roots.items() for one in groups if root != right)
 
 
-class Verification:
+class Schedule:
+    """Steps at which the policy has weights compared."""
+
     def __init__(self) -> None:
-        self._orders = 0
-        """Number of orders so far."""
-        self._answered = 0
-        """Last order that a comparison has answered."""
-        self._covered = 0
-        """Last order when roots were last requested."""
-        self._expected: frozenset[str] = frozenset()
-        """Groups that were requested to send a root then."""
         self._due: int | None = None
         """Step of the next comparison because of a change; None: no change since the last one."""
         self._earliest = 0
         """Earliest step of a comparison because of a change that comes now."""
-
-    @property
-    def wanted(self) -> bool:
-        """Whether an order is not answered yet."""
-        return self._answered < self._orders
-
-    def order(self) -> int:
-        """Count a new order and return its number."""
-        self._orders += 1
-        return self._orders
 
     def is_due(self, step: int, every: int, *, allow_heal: bool, same_members: bool, all_equal: bool) -> bool:
         """Return whether the groups compare their weights in a round, because of the policy. Call it once a round.
@@ -116,43 +100,36 @@ class Verification:
             return True
         return is_due(step, every)
 
-    def announced(self, announce: Announce) -> None:
-        """A round was announced. Call ``compare`` for the previous round first."""
-        self._covered, self._expected = 0, frozenset()
-        if announce.verify:
-            self._covered = self._orders
-            state = announce.step, announce.lineage
-            self._expected = frozenset(m.replica_id for m in announce.members if (m.step, m.lineage) == state)
 
-    def answered(self, comparison: Comparison) -> None:
-        """Note that the order of this comparison is fulfilled."""
-        self._answered = max(self._answered, comparison.order)
+def compare(chosen: list[Group], expected: Container[str], order: int) -> Comparison | None:
+    """Compare the roots in the requests of ``chosen``; None: fewer than two groups at one state.
 
-    def compare(self, chosen: list[Group]) -> Comparison | None:
-        """Compare the roots in the requests of ``chosen``; None: fewer than two groups at one state."""
-        said = [(one.replica_id, one.request.root) for one in chosen if one.request and one.request.root is not None]
-        if len(said) < 2:
-            return None
-        step, lineage = _state(max((root for _, root in said), key=worth))
-        found: dict[str, list[str]] = {}
-        for replica_id, root in said:
-            if _state(root) == (step, lineage):
-                found.setdefault(root.digest, []).append(replica_id)
-        compared = {one for groups in found.values() for one in groups}
-        if len(compared) < 2:
-            return None
-        order = self._covered if self._covered > self._answered else 0
-        return Comparison(
-            step=step,
-            lineage=lineage,
-            roots=dict(sorted(found.items(), key=lambda one: -len(one[1]))),
-            missing=sorted(
-                one.replica_id
-                for one in chosen
-                if one.replica_id not in compared and (one.replica_id in self._expected or _is_final(one))
-            ),
-            order=order,
-        )
+    Args:
+        expected: groups that were requested to send a root.
+        order: as in ``Comparison``.
+    """
+    said = [(one.replica_id, one.request.root) for one in chosen if one.request and one.request.root is not None]
+    if len(said) < 2:
+        return None
+    step, lineage = _state(max((root for _, root in said), key=worth))
+    found: dict[str, list[str]] = {}
+    for replica_id, root in said:
+        if _state(root) == (step, lineage):
+            found.setdefault(root.digest, []).append(replica_id)
+    compared = {one for groups in found.values() for one in groups}
+    if len(compared) < 2:
+        return None
+    return Comparison(
+        step=step,
+        lineage=lineage,
+        roots=dict(sorted(found.items(), key=lambda one: -len(one[1]))),
+        missing=sorted(
+            one.replica_id
+            for one in chosen
+            if one.replica_id not in compared and (one.replica_id in expected or _is_final(one))
+        ),
+        order=order,
+    )
 
 
 def _is_final(group: Group) -> bool:

@@ -14,8 +14,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from keepstep_lighthouse.quorum import orders
-from keepstep_lighthouse.quorum.events import DrainOrdered
 from keepstep_lighthouse.quorum.groups.group import Excluded, Exclusion, Group
 from keepstep_lighthouse.quorum.job_record import WEIGHTS, Divergence
 from keepstep_lighthouse.quorum.job_state import JobState
@@ -30,26 +28,26 @@ ACTIONS = {"heal": "heal", "drain": "drain", "report": "none, because on_diverge
 """Action for a group that differs, by ``Policy.on_divergence``."""
 
 
-def note(state: JobState, group: Group, what: str, quorum_id: int, step: int) -> None:
+def note(job: JobState, group: Group, what: str, quorum_id: int, step: int) -> None:
     """Persist that the group has to heal, unless it had to before. Parameters are those of ``Divergence``."""
-    if first_difference(state, group, what) is None:
-        diverged = *state.record.diverged, Divergence(group.replica_id, what, quorum_id, step)
-        state.persist(replace(state.record, diverged=diverged))
+    if first_difference(job, group, what) is None:
+        diverged = *job.record.diverged, Divergence(group.replica_id, what, quorum_id, step)
+        job.persist(replace(job.record, diverged=diverged))
 
 
-def first_difference(state: JobState, group: Group, what: str) -> Divergence | None:
+def first_difference(job: JobState, group: Group, what: str) -> Divergence | None:
     """Return why the group had to heal first; None: it never had to."""
-    of_group = (one for one in state.record.diverged if (one.replica_id, one.what) == (group.replica_id, what))
+    of_group = (one for one in job.record.diverged if (one.replica_id, one.what) == (group.replica_id, what))
     return next(of_group, None)
 
 
-def refuse_repeated(state: JobState, comparison: Comparison) -> bool:
+def refuse_repeated(job: JobState, comparison: Comparison) -> bool:
     """Refuse the groups that differ again. Return whether any was refused."""
-    if state.record.policy.on_divergence != "heal":
+    if job.record.policy.on_divergence != "heal":
         return False
     refused = False
-    for group in _diverged(state, comparison):
-        first = first_difference(state, group, WEIGHTS)
+    for group in _diverged(job, comparison):
+        first = first_difference(job, group, WEIGHTS)
         # the lighthouse before this one may have found this very difference, and died before it answered
         same = first is not None and first.step == comparison.step and group.answer is None
         if first is None or same or group.diverged:
@@ -60,11 +58,11 @@ def refuse_repeated(state: JobState, comparison: Comparison) -> bool:
             f"not register or load all of the state, or its memory fails; make script and settings equal in all "
             f"groups, then start it again"
         )
-        refused = _refuse(state, comparison, [group], why) or refused
+        refused = _refuse(job, comparison, [group], why) or refused
     return refused
 
 
-def refuse_at_end(state: JobState, comparison: Comparison, chosen: Sequence[Group]) -> bool:
+def refuse_at_end(job: JobState, comparison: Comparison, chosen: Sequence[Group]) -> bool:
     """Refuse groups that cannot finish with other weights than the others. Return whether any was refused."""
     if len(comparison.roots) == 1:
         return False
@@ -77,45 +75,45 @@ def refuse_at_end(state: JobState, comparison: Comparison, chosen: Sequence[Grou
             f"in all groups, then start them again"
         )
         compared = {one for groups in comparison.roots.values() for one in groups}
-        return _refuse(state, comparison, [group for group in chosen if group.replica_id in compared], why)
-    if state.record.policy.on_divergence == "heal":
+        return _refuse(job, comparison, [group for group in chosen if group.replica_id in compared], why)
+    if job.record.policy.on_divergence == "heal":
         return False
-    action = state.record.policy.on_divergence
+    action = job.record.policy.on_divergence
     why = (
         f"{_differs(comparison, map(name_of, comparison.diverged))}, and on_divergence is {action}; with heal ("
         f"keepstep policy --on-divergence heal) such groups take over the weights of the others"
     )
-    return _refuse(state, comparison, _diverged(state, comparison), why)
+    return _refuse(job, comparison, _diverged(job, comparison), why)
 
 
-def refuse_after_end(state: JobState, group: Group, request: QuorumRequest, final: FinalState) -> None:
+def refuse_after_end(job: JobState, group: Group, request: QuorumRequest, final: FinalState) -> None:
     """Deny the request of a group that finishes with other weights than those at which the job was closed."""
     why = (
         f"the groups of the job finished at step {final.step}, and this group came there later with other weights; "
         f"use the final state of another group, and make script and settings equal in all groups"
     )
-    state.log("replica_diverged", group.replica_id, step=final.step, action="refuse")
+    job.log("replica_diverged", group.replica_id, step=final.step, action="refuse")
     if group.session is not None:
-        state.tell(group.session, Denied(request.request, "diverged", why))
-        state.log("denied", group.replica_id, code="diverged", reason=why)
+        job.tell(group.session, Denied(request.request, "diverged", why))
+        job.log("denied", group.replica_id, code="diverged", reason=why)
 
 
-def mark(state: JobState, comparison: Comparison) -> None:
+def mark(job: JobState, comparison: Comparison) -> None:
     """Mark the groups that differ, so that they heal in the coming quorum, unless the policy only reports."""
-    action = state.record.policy.on_divergence
+    action = job.record.policy.on_divergence
     for replica_id in comparison.roots[comparison.right] if comparison.right is not None else ():
-        group = state.groups.by_id[replica_id]
+        group = job.groups.by_id[replica_id]
         if group.step == comparison.step:  # else it is marked for what it did after that step
             group.diverged = False  # also if the report of its heal was lost
     if action == "report":
         return
-    for group in _diverged(state, comparison):
+    for group in _diverged(job, comparison):
         group.diverged = not is_torn(group.lineage)
         if group.diverged and action == "heal":
-            note(state, group, WEIGHTS, state.record.quorum_id, comparison.step)
+            note(job, group, WEIGHTS, job.record.quorum_id, comparison.step)
 
 
-def sentence(state: JobState, comparison: Comparison, *, refused: bool = False) -> str:
+def sentence(job: JobState, comparison: Comparison, *, refused: bool = False) -> str:
     """Return what the members learn of a comparison; empty: all weights are equal.
 
     Args:
@@ -129,29 +127,29 @@ def sentence(state: JobState, comparison: Comparison, *, refused: bool = False) 
             f"the weights of the groups differ after step {comparison.step} ({sides}), and no majority tells which are "
             f"right, so no group heals"
         )
-    action = "refuse, because they differ again" if refused else ACTIONS[state.record.policy.on_divergence]
+    action = "refuse, because they differ again" if refused else ACTIONS[job.record.policy.on_divergence]
     return f"{_differs(comparison, map(name_of, comparison.diverged))}; action: {action}"
 
 
-def tell(state: JobState, comparison: Comparison) -> None:
+def tell(job: JobState, comparison: Comparison) -> None:
     """Log the comparison, and drain the groups that differ if the policy says so."""
-    action = state.record.policy.on_divergence
+    action = job.record.policy.on_divergence
     if len(comparison.roots) == 1:
         facts = _facts(comparison)
         if comparison.order:
             facts["roots"] = comparison.roots  # only for an order: with verify_every, all names would fill the log
-        state.log("replicas_verified", "", **facts)
+        job.log("replicas_verified", "", **facts)
         return
     for replica_id in comparison.diverged:
-        state.log("replica_diverged", replica_id, step=comparison.step, action=action)
+        job.log("replica_diverged", replica_id, step=comparison.step, action=action)
         if action == "drain":
-            orders.drain(state, DrainOrdered(replica_id, "its weights differ from those of others", by="on_divergence"))
+            job.drain(replica_id, "its weights differ from those of others", by="on_divergence")
     what = action if comparison.diverged else "nothing: no state has a majority, so it is unknown which one is right"
-    _log_differ(state, comparison, what)
+    _log_differ(job, comparison, what)
 
 
-def _diverged(state: JobState, comparison: Comparison) -> list[Group]:
-    return [state.groups.by_id[replica_id] for replica_id in comparison.diverged]
+def _diverged(job: JobState, comparison: Comparison) -> list[Group]:
+    return [job.groups.by_id[replica_id] for replica_id in comparison.diverged]
 
 
 def _differs(comparison: Comparison, names: Sequence[str] | map[str]) -> str:
@@ -164,22 +162,22 @@ def _facts(comparison: Comparison) -> dict[str, Data]:
     return {"step": comparison.step, "groups": groups, "missing": comparison.missing, "order": comparison.order}
 
 
-def _log_differ(state: JobState, comparison: Comparison, action: str) -> None:
+def _log_differ(job: JobState, comparison: Comparison, action: str) -> None:
     facts = {"roots": comparison.roots, "diverged": comparison.diverged, "action": action}
-    state.log("replicas_differ", "", **_facts(comparison), **facts)
+    job.log("replicas_differ", "", **_facts(comparison), **facts)
 
 
-def _refuse(state: JobState, comparison: Comparison, groups: Sequence[Group], why: str) -> bool:
+def _refuse(job: JobState, comparison: Comparison, groups: Sequence[Group], why: str) -> bool:
     """Deny the requests of groups, and wait for them no longer. Return whether any was denied."""
     for group in groups:
         if group.replica_id in comparison.diverged:
-            state.log("replica_diverged", group.replica_id, step=comparison.step, action="refuse")
+            job.log("replica_diverged", group.replica_id, step=comparison.step, action="refuse")
         request = group.request
-        state.groups.withdraw(group)
+        job.groups.withdraw(group)
         if request is not None and group.session is not None:
-            state.tell(group.session, Denied(request.request, "diverged", why))
-        state.groups.exclude(group, Excluded(Exclusion.LAYOUT, why))
-        state.log("denied", group.replica_id, code="diverged", reason=why)
+            job.tell(group.session, Denied(request.request, "diverged", why))
+        job.groups.exclude(group, Excluded(Exclusion.LAYOUT, why))
+        job.log("denied", group.replica_id, code="diverged", reason=why)
     if groups:
-        _log_differ(state, comparison, "refuse")
+        _log_differ(job, comparison, "refuse")
     return bool(groups)

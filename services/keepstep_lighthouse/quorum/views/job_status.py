@@ -58,12 +58,12 @@ def of_job(
         return JobStatus("closed", closed.step, closed.closed_ms / 1000, reasons.closed(closed).sentence)
     if groups.final:
         step = max(step, *(group.step for group in groups.all_asking()))
-        return JobStatus("finishing", step, now_unix - _waits_for(groups, now), waits.sentence)
+        return JobStatus("finishing", step, now_unix - groups.waited(now), waits.sentence)
     finished = record.ended is not None and record.ended.code == "finished"
     if len(groups) and (groups.asking_count or not finished):  # a group that only connects does not change a finish
         if any(group.member for group in groups) and not _stands(groups, now):
             return JobStatus("running", step, active_since, "")
-        asked = now_unix - _waits_for(groups, now)
+        asked = now_unix - groups.waited(now)
         return JobStatus("standing", step, max(active_since, asked), waits.sentence)
     if waits.code == "takeover_grace":
         return JobStatus("standing", step, active_since, waits.sentence)
@@ -77,11 +77,5 @@ def of_job(
 
 def _stands(groups: Groups, now: float) -> bool:
     """Return whether groups wait longer for the next quorum than different speeds of the groups explain."""
-    waited = _waits_for(groups, now)
+    waited = groups.waited(now)
     return waited > JOB_STANDS_SECONDS and waited > 2 * max(group.step_seconds or 0.0 for group in groups)
-
-
-def _waits_for(groups: Groups, now: float) -> float:
-    """Return for how long groups have waited for the next quorum, in seconds; 0: no group has asked."""
-    since = groups.waits_since()
-    return 0.0 if since is None else now - since

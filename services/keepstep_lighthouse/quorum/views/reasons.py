@@ -9,8 +9,13 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from keepstep_lighthouse.quorum.events import Reason
-from keepstep_lighthouse.quorum.forming import spare_groups
-from keepstep_lighthouse.quorum.forming.quorum_rules import Verdict, candidate_count, initial_count, least_candidates
+from keepstep_lighthouse.quorum.forming.quorum_rules import (
+    Verdict,
+    candidate_count,
+    full_count,
+    initial_count,
+    least_candidates,
+)
 from keepstep_lighthouse.quorum.groups.all_groups import Groups
 from keepstep_lighthouse.quorum.groups.group import WORKING, Exclusion, Group
 from keepstep_lighthouse.quorum.job_record import JobRecord
@@ -198,7 +203,7 @@ def of_group(group: Group, groups: Groups, record: JobRecord, now: float) -> Rea
             "a second `keepstep run` of one job needs --first-replica N",
         )
     if group.is_excluded(Exclusion.SPARE):
-        wanted = spare_groups.target(groups, policy)
+        wanted = full_count(groups, policy)
         numbers = {"groups": groups.counted, "target": wanted}
         why = f"{group.replica_id} stands by as a spare: the job has {groups.counted} of {wanted} groups"
         return Reason("spare", numbers, why)

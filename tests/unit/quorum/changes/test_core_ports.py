@@ -97,6 +97,6 @@ def test_the_groups_that_may_return_are_limited(monkeypatch: pytest.MonkeyPatch)
         driver.opens(f"b:{number}", host=HOST)
         driver.asks(f"b:{number}", info=info())
         driver.port_answers(f"b:{number}")
-    assert list(driver.core._state.lost_by_port) == ["b:3", "b:4"]
+    assert list(driver.core._features.ports.lost) == ["b:3", "b:4"]
     assert ("port_misled", "b:1") not in logged(driver.opens("b:1", host=HOST)), "forgotten"
     assert ("port_misled", "b:4") in logged(driver.opens("b:4", host=HOST))

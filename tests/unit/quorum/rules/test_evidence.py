@@ -10,7 +10,7 @@ from keepstep_lighthouse.quorum.events import LogEntry
 from keepstep_lighthouse.quorum.groups.group import Exclusion
 from keepstep_lighthouse.quorum.probation import parted
 from keepstep_lighthouse.quorum.probation.evidence import COST_FACTOR, Evidence, accusations, cover
-from keepstep_lighthouse.quorum.probation.parted import MAX_PARTED_SECONDS, PARTED_ROUNDS, PARTED_SECONDS, Probation
+from keepstep_lighthouse.quorum.probation.parted import MAX_PARTED_SECONDS, PARTED_ROUNDS, PARTED_SECONDS, Partings
 from keepstep_mesh.protocol.membership import OWN, PEER, UNKNOWN, StepFailure
 from tests.support.models.core_driver import Driver
 
@@ -85,22 +85,22 @@ def test_an_old_confirmation_ends_unless_a_group_on_probation_is_concerned() -> 
 
 
 def test_each_parting_doubles_the_time_up_to_a_limit() -> None:
-    probation = Probation()
-    seconds = [probation.part("a", "own", "", 0.01, 100.0).until - 100.0 for _ in range(10)]
+    partings = Partings()
+    seconds = [partings.part("a", "own", "", 0.01, 100.0).until - 100.0 for _ in range(10)]
     assert seconds[:3] == [PARTED_SECONDS, 2 * PARTED_SECONDS, 4 * PARTED_SECONDS]
     assert seconds[-1] == MAX_PARTED_SECONDS
-    assert probation.part("b", "cut", "", 6.0, 100.0).until - 100.0 == PARTED_ROUNDS * 6.0
+    assert partings.part("b", "cut", "", 6.0, 100.0).until - 100.0 == PARTED_ROUNDS * 6.0
 
 
 def test_names_that_never_return_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parted, "MAX_REMEMBERED", 3)
-    probation = Probation()
+    partings = Partings()
     for number in range(9):
-        probation.part(f"r{number}", "own", "", 0.0, 0.0).out = number == 0
-        probation.heal_failed(f"r{number}")
-    assert len(probation.groups) <= 4
-    assert probation.is_out("r0")
-    assert len(probation.failed_heals) == 3
+        partings.part(f"r{number}", "own", "", 0.0, 0.0).out = number == 0
+        partings.heal_failed(f"r{number}")
+    assert len(partings.groups) <= 4
+    assert partings.is_out("r0")
+    assert len(partings.failed_heals) == 3
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -6,20 +6,20 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from keepstep_lighthouse.quorum.verification.comparisons import STEPS_AFTER_CHANGE, STEPS_BETWEEN, Verification
+from keepstep_lighthouse.quorum.verification.comparisons import STEPS_AFTER_CHANGE, STEPS_BETWEEN, Schedule
 
 
 def compared(
     steps: Iterable[int],
     every: int = 1000,
     *,
-    verification: Verification | None = None,
+    schedule: Schedule | None = None,
     changed: Callable[[int], bool] = lambda _: False,
     behind: Callable[[int], bool] = lambda _: False,
     allow_heal: bool = True,
 ) -> list[int]:
     """The steps of a job at which the groups compare their weights."""
-    asked = verification or Verification()
+    asked = schedule or Schedule()
     options = {"every": every, "allow_heal": allow_heal}
     return [s for s in steps if asked.is_due(s, same_members=not changed(s), all_equal=not behind(s), **options)]
 
@@ -58,10 +58,10 @@ def test_members_that_change_in_each_step_are_compared_every_few_steps() -> None
 
 
 def test_the_next_change_counts_again_after_the_job_went_back() -> None:
-    verification = Verification()
-    assert compared(range(500, 505), verification=verification, changed=lambda s: s == 500) == [503]
-    assert compared(range(505, 506), verification=verification, changed=lambda _: True) == []
-    assert compared(range(20, 30), verification=verification, changed=lambda s: s == 20) == [23]
+    schedule = Schedule()
+    assert compared(range(500, 505), schedule=schedule, changed=lambda s: s == 500) == [503]
+    assert compared(range(505, 506), schedule=schedule, changed=lambda _: True) == []
+    assert compared(range(20, 30), schedule=schedule, changed=lambda s: s == 20) == [23]
 
 
 def test_rounds_without_healing_are_not_compared() -> None:
