@@ -67,13 +67,10 @@ class Record:
 def encode_record(key: Key, record: Record) -> bytes:
     facts = record.facts
     plain = {"version": 1, "job": key.job, "id": key.id, "step": facts.step, "kind": facts.kind.value}
-    plain |= {
-        "ranks": facts.ranks,
-        "quorum_id": facts.quorum_id,
-        "one_producer": facts.one_producer,
-        "open": facts.stays_open,
-    }
+    plain |= {"ranks": facts.ranks, "quorum_id": facts.quorum_id, "one_producer": facts.one_producer}
     plain |= {"begun": record.begun, "committed": record.committed}
+    if facts.stays_open:
+        plain["open"] = True
     return json.dumps(plain).encode()
 
 
@@ -86,7 +83,7 @@ def decode_record(text: bytes) -> tuple[Key, Record]:
         facts = Facts(
             *(int(plain["step"]), Kind(plain["kind"]), int(plain["ranks"]), int(plain["quorum_id"])),
             one_producer=bool(plain.get("one_producer")),  # absent in records of earlier versions
-            stays_open=bool(plain.get("open")),  # likewise
+            stays_open=bool(plain.get("open")),
         )
         return Key(plain["job"], plain["id"]), Record(facts, plain["begun"], plain["committed"])
     except (KeyError, TypeError) as error:
