@@ -1,8 +1,8 @@
 """The store through which the members of a quorum connect their process groups.
 
 One member of a quorum hosts a ``KeyValueServer`` in its group server. Every member uses it through a
-``RendezvousStore``, a ``torch.distributed.Store`` that Gloo and NCCL accept. Unlike a TCPStore it needs no launcher,
-another thread can abort its waits, and every wait has a limit.
+``RendezvousStore``, a ``torch.distributed.Store`` that Gloo and NCCL accept. docs/dependencies.md has what was measured
+with a TCPStore in its place: no other thread can end its waits, and a frozen host blocks its calls beyond their limit.
 """
 
 from __future__ import annotations
