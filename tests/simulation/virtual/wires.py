@@ -37,6 +37,8 @@ class Socket:
     def __init__(self, node: Node, remote: str = "") -> None:
         self.node = node
         self.remote = remote
+        self.transport = None
+        """The simulated machines have names, and no addresses of their own."""
         self.connection: Connection
         self._waiting: deque[Any] = deque()
         self._reader: Callable[[Any], None] | None = None
