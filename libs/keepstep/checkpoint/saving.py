@@ -299,4 +299,4 @@ def digest_of(part: Part) -> bytes:
     if isinstance(part, TensorPart) and part.is_sharded and not (part.mesh and part.mesh.copied):
         return b""
     pack = pack_of({"": part})
-    return chunk_digest(pack.content_bytes + b"".join(pack.digests().chunk_digests))
+    return chunk_digest(pack.content_bytes + pack.digests().digests)

@@ -13,7 +13,6 @@ from keepstep.checkpointing.transport import CheckpointTransport
 from keepstep.connection.rate_limiter import RateLimiter
 from keepstep.state.restoring import Spare
 from keepstep.state.staging import Snapshot, StagingArea
-from keepstep.state.state_manifest import build_manifest
 from keepstep.transfer.direct.direct_fetch import DirectChunks
 from keepstep.transfer.direct.sending.http_server import CheckpointServer
 from keepstep.transfer.direct.transfer import ChunkSource, Transfer
@@ -223,7 +222,7 @@ class HTTPTransport(CheckpointTransport[T]):
 
 def _hash(snapshot: Snapshot) -> None:
     try:
-        snapshot.manifest.set_result(build_manifest(Origin(step=snapshot.step), snapshot.content_bytes, snapshot.pack))
+        snapshot.manifest.set_result(snapshot.build_manifest(Origin(step=snapshot.step)))
     except BaseException as error:  # noqa: BLE001  # readers raise it
         snapshot.manifest.set_exception(error)
     finally:

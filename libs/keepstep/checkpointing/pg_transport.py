@@ -20,7 +20,7 @@ from keepstep.process_group.base import ProcessGroup, ProcessGroupError
 from keepstep.state.errors import StateMismatch, TransferError, TransferTimeout
 from keepstep.state.restoring import Destination
 from keepstep.state.staging import StagingArea
-from keepstep.state.state_manifest import Manifest, build_manifest, read_manifest
+from keepstep.state.state_manifest import Manifest, read_manifest
 from keepstep.transfer.exchange import Progress
 from keepstep_mesh.errors import ManifestError
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES, MAX_MANIFEST_BYTES, Origin, chunk_digest
@@ -83,7 +83,7 @@ class PGTransport(CheckpointTransport[T]):
         """
         deadline = time.monotonic() + timeout.total_seconds()
         snapshot = self._staging.stage(step, state_dict)
-        manifest = build_manifest(Origin(step=step), snapshot.content_bytes, snapshot.pack)
+        manifest = snapshot.build_manifest(Origin(step=step))
         parts = [snapshot.pack[start : start + CHUNK_BYTES] for start in range(0, len(snapshot.pack), CHUNK_BYTES)]
         chunks = [torch.frombuffer(part, dtype=torch.uint8) for part in parts]
         packed = torch.frombuffer(bytearray(manifest), dtype=torch.uint8)

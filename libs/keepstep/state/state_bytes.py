@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from keepstep.state.errors import TransferError
-from keepstep.state.pack_layout import Layout, describe
+from keepstep.state.pack import Pack
+from keepstep.state.pack_layout import describe
 from keepstep.state.restoring import Destination
 from keepstep.state.state_manifest import build_manifest, read_manifest
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES, Origin, chunk_digest, chunk_digests, root_digest
@@ -25,38 +25,21 @@ def save_state(state: Any, origin: Origin | None = None) -> tuple[bytes, memoryv
     pack = torch.empty(layout.content.positions()[-1], dtype=torch.uint8)
     layout.copy_into(pack)
     view = pack.numpy().data
-    return build_manifest(origin or Origin(), pack_content(layout.content), view), view
+    return build_manifest(origin or Origin(), pack_content(layout.content), chunk_digests([view])), view
 
 
 def state_root(state: Any) -> bytes:
     """Return a digest of ``state`` that is equal for equal states: in any order of keys, and in any memory layout.
 
-    Copies only CUDA tensors, one chunk at a time, and tensors whose elements are not in their order in memory.
+    Copies only CUDA tensors, one chunk at a time, and tensors whose elements are not in their order in memory, one
+    tensor at a time.
 
     Raises:
         UnsupportedValue: the state has a value that cannot be stored; the error names its path.
     """
-    layout = describe(state, by_value=True)
-    return root_digest(pack_content(layout.content), chunk_digests(_pieces(layout)))
-
-
-def _pieces(layout: Layout) -> Iterator[memoryview]:
-    """Yield the bytes of the pack in order. Each piece is valid until the next."""
-    staging, end = torch.empty(0), 0
-    for source, position in zip(layout.sources, layout.content.positions()[:-1], strict=True):
-        yield memoryview(bytes(position - end))
-        end = position + source.nbytes
-        if not isinstance(source, torch.Tensor):
-            yield source.data
-            continue
-        flat = source.reshape(-1).contiguous().view(torch.uint8)
-        if not flat.is_cuda:
-            yield flat.numpy().data
-            continue
-        if not len(staging):
-            staging = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
-        for part in torch.split(flat, CHUNK_BYTES):
-            yield staging[: len(part)].copy_(part).numpy().data
+    pack = Pack(describe(state, by_value=True))
+    pieces = (piece for number in range(pack.chunks) for piece in pack.pieces(number))
+    return root_digest(pack.content_bytes, chunk_digests(pieces))
 
 
 def load_state(manifest: bytes, pack: bytes | memoryview, into: Any = None) -> Any:

@@ -11,14 +11,7 @@ from dataclasses import dataclass
 from keepstep.state.errors import UnsupportedValue
 from keepstep.state.values.leaves import TORCH_DTYPES, numpy_dtype
 from keepstep_mesh.errors import ManifestError
-from keepstep_mesh.protocol.manifest import (
-    CHUNK_BYTES,
-    MAX_MANIFEST_BYTES,
-    Origin,
-    chunk_digest,
-    pack_envelope,
-    read_envelope,
-)
+from keepstep_mesh.protocol.manifest import MAX_MANIFEST_BYTES, Origin, Parts, pack_envelope, read_envelope
 from keepstep_mesh.protocol.state_content import BYTES, NUMPY, Content, unpack_content
 
 
@@ -38,14 +31,21 @@ class Manifest:
         return self.content.positions()[-1]
 
 
-def build_manifest(origin: Origin, content_bytes: bytes, pack: memoryview) -> bytes:
-    """Hash ``pack`` (about 30 GB/s; releases the GIL), and return its manifest.
+def build_manifest(origin: Origin, content_bytes: bytes, digests: bytes, parts: Parts | None = None) -> bytes:
+    """Return the manifest of a pack.
+
+    Args:
+        origin: of the state.
+        content_bytes: its content.
+        digests: of the chunks of its pack, one after the other.
+        parts: digests of their parts, which are left out if the manifest is too large with them.
 
     Raises:
         UnsupportedValue: the manifest is larger than the limit.
     """
-    digests = b"".join(chunk_digest(pack[start : start + CHUNK_BYTES]) for start in range(0, len(pack), CHUNK_BYTES))
-    manifest = pack_envelope(origin, content_bytes, digests)
+    manifest = pack_envelope(origin, content_bytes, digests, parts)
+    if parts is not None and len(manifest) > MAX_MANIFEST_BYTES:
+        manifest = pack_envelope(origin, content_bytes, digests)
     if len(manifest) > MAX_MANIFEST_BYTES:
         raise UnsupportedValue(
             f"structure of the state too large: {len(manifest)} bytes (limit {MAX_MANIFEST_BYTES}); "

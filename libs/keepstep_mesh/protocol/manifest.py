@@ -110,9 +110,12 @@ def chunk_digests(pieces: Iterable[memoryview]) -> bytes:
     for piece in pieces:
         rest = piece
         while len(rest) >= room:
-            chunk.update(rest[:room])
-            digests += chunk.digest()
-            chunk.reset()
+            if room == CHUNK_BYTES:
+                digests += chunk_digest(rest[:room])
+            else:
+                chunk.update(rest[:room])
+                digests += chunk.digest()
+                chunk.reset()
             rest, room = rest[room:], CHUNK_BYTES
         chunk.update(rest)
         room -= len(rest)
@@ -147,11 +150,11 @@ class PackHasher:
         self._parts = bytearray()
         self._chunk = xxhash.xxh3_128()
         """Of the parts since the last end of a chunk."""
-        self.chunk_digests: list[bytes] = []
+        self._digests = bytearray()
 
-    def add(self, chunk: memoryview) -> None:
-        """Hash the next chunk, at about 20 GB/s."""
-        for part in cut_pieces((chunk,), self._size):
+    def add(self, chunk: Iterable[memoryview]) -> None:
+        """Hash the pieces of the next chunk, at about 20 GB/s."""
+        for part in cut_pieces(chunk, self._size):
             self.add_part(part)
         self.end_chunk()
 
@@ -165,8 +168,13 @@ class PackHasher:
 
     def end_chunk(self) -> None:
         """End the chunk of the parts that were added."""
-        self.chunk_digests.append(self._chunk.digest())
+        self._digests += self._chunk.digest()
         self._chunk.reset()
+
+    @property
+    def digests(self) -> bytes:
+        """Digests of the chunks, one after the other."""
+        return bytes(self._digests)
 
     @property
     def parts(self) -> Parts:

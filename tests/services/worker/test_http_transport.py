@@ -13,7 +13,8 @@ import psutil
 import pytest
 import torch
 
-from keepstep.checkpointing import HTTPTransport, TransferError, UnsupportedValue, http_transport
+from keepstep.checkpointing import HTTPTransport, TransferError, UnsupportedValue
+from keepstep.state import staging
 from keepstep.state.state_bytes import save_state
 from keepstep.state.state_manifest import build_manifest
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES
@@ -79,7 +80,7 @@ def test_a_state_travels_while_it_is_hashed(transports, monkeypatch):
         if done == total:
             arrived.set()
 
-    monkeypatch.setattr(http_transport, "build_manifest", hashed_late)
+    monkeypatch.setattr(staging, "build_manifest", hashed_late)
     source, joiner = transports(), transports(4)
     source.send_checkpoint([1], 7, state_of(7, 30), MINUTE)
     assert same(joiner.recv_checkpoint(0, source.metadata(), 7, MINUTE, progress=progress), state_of(7, 30))

@@ -25,8 +25,9 @@ from keepstep.checkpoint.saving import written
 from keepstep.state.errors import CheckpointNotFound
 from keepstep.state.flattening import flatten
 from keepstep.state.local_parts import Part, local_parts
-from keepstep.state.pack import Pack, manifest_of
+from keepstep.state.pack import Pack
 from keepstep.state.planning import Layout, plan
+from keepstep.state.state_manifest import build_manifest
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES, Origin, chunk_length
 
 
@@ -176,10 +177,7 @@ class MemoryReader:
         if not self.packs:
             raise CheckpointNotFound("empty")
         hashed = [(pack.content_bytes, pack.digests()) for pack in self.packs]
-        return [
-            manifest_of(content, hasher.chunk_digests, hasher.parts, Origin(), rank)
-            for rank, (content, hasher) in enumerate(hashed)
-        ]
+        return [build_manifest(Origin(), content, hasher.digests, hasher.parts) for content, hasher in hashed]
 
     def read(self, rank: int, offset: int, length: int) -> memoryview:
         self.read_bytes += length

@@ -28,8 +28,8 @@ def test_a_pack_of_many_tensors_is_written_and_hashed_as_its_chunks(
     for number in range(pack.chunks):
         chunk = memoryview(written)[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
         assert chunk == pack.chunk(number)
-        expected.add(chunk)
-    assert (hasher.chunk_digests, hasher.parts) == (expected.chunk_digests, expected.parts)
+        expected.add((chunk,))
+    assert (hasher.digests, hasher.parts) == (expected.digests, expected.parts)
 
 
 def test_pieces_are_cut_into_parts_of_one_size() -> None:

@@ -19,7 +19,6 @@ from keepstep.connection.http_connection import Endpoint, Refusal
 from keepstep.connection.rate_limiter import RateLimiter
 from keepstep.relay_client.uploading import Packed
 from keepstep.state.staging import Snapshot, StagingArea
-from keepstep.state.state_manifest import build_manifest
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.protocol.manifest import Origin
 from keepstep_mesh.threads.starting import Thread
@@ -289,4 +288,4 @@ class DurableWriter:
 def _packed(snapshot: Snapshot, ticket: Ticket) -> Packed:
     quorum_id = int(ticket.facts["quorum_id"])
     origin = Origin(ticket.checkpoint.id, ticket.job, ticket.step, quorum_id, ticket.producer)
-    return Packed.of(build_manifest(origin, snapshot.content_bytes, snapshot.pack), snapshot.pack)
+    return Packed.of(snapshot.build_manifest(origin), snapshot.pack)

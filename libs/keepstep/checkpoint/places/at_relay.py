@@ -25,7 +25,8 @@ from keepstep.state.errors import (
     TransferError,
     TransferTimeout,
 )
-from keepstep.state.pack import Pack, manifest_of
+from keepstep.state.pack import Pack
+from keepstep.state.state_manifest import build_manifest
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import ManifestError
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES, Envelope, Origin, chunk_digest, chunk_length, read_envelope
@@ -92,7 +93,7 @@ class RelayTarget:
         facts = self._facts
         hasher = pack.digests()
         origin = Origin(self._location.id, self._location.job, facts.step, 0, facts.producer)
-        manifest = manifest_of(pack.content_bytes, hasher.chunk_digests, hasher.parts, origin, facts.rank)
+        manifest = build_manifest(origin, pack.content_bytes, hasher.digests, hasher.parts)
         self._packed = Packed(manifest, read_envelope(manifest), pack.chunk)
         self._send()
 

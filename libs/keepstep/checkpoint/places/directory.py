@@ -31,7 +31,8 @@ from keepstep.state.errors import (
     CheckpointError,
     CheckpointNotFound,
 )
-from keepstep.state.pack import Pack, manifest_of
+from keepstep.state.pack import Pack
+from keepstep.state.state_manifest import build_manifest
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import ManifestError
 from keepstep_mesh.protocol.manifest import Origin, read_envelope
@@ -97,7 +98,7 @@ class DirectoryTarget:
         with self._explained():
             path, sync = self._path / partial_name(f"pack-{rank}", self._attempt), self._facts.sync
             hasher = write_pack(pack, path, self._deadline.remaining, sync=sync)
-            manifest = manifest_of(pack.content_bytes, hasher.chunk_digests, hasher.parts, self._origin(), rank)
+            manifest = build_manifest(self._origin(), pack.content_bytes, hasher.digests, hasher.parts)
             write_file(self._path / partial_name(f"manifest-{rank}", self._attempt), manifest, sync=sync)
             if sync:
                 sync_folder(self._path)

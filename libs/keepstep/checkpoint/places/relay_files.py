@@ -12,7 +12,7 @@ import os
 import re
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,7 +27,7 @@ from keepstep.relay_client.relay_requests import RelayCheckpoint, ask_chunk, lis
 from keepstep.relay_client.upload_share import UploadShare
 from keepstep.relay_client.uploading import STREAMS, Packed, RelayUpload
 from keepstep.state.errors import CheckpointDamaged, TransferError, TransferTimeout
-from keepstep.state.pack import manifest_of
+from keepstep.state.state_manifest import build_manifest
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import ManifestError
 from keepstep_mesh.protocol import names
@@ -103,9 +103,9 @@ class RelayFiles:
         self._abort(upload, "replaced by a newer file")
         hasher = PackHasher(data.nbytes)
         for number in range(chunk_count(data.nbytes)):
-            hasher.add(_chunk(data, number))
+            hasher.add((_chunk(data, number),))
         one = self._checkpoint(upload)
-        manifest = self._manifest(one, name, data.nbytes, hasher.chunk_digests, hasher.parts)
+        manifest = self._manifest(one, name, data.nbytes, hasher.digests, hasher.parts)
         self._store(one, {"step": 0, "kind": "live", "open": True}, manifest, lambda number: _chunk(data, number))
         with self._lock:
             self._leases.add(upload)
@@ -147,7 +147,7 @@ class RelayFiles:
         facts = {"step": step, "kind": self._kind, "ranks": len(files)}
         for rank, file in enumerate(files):
             one, envelope = self._checkpoint(destination, rank), file.envelope
-            manifest = self._manifest(one, file.name, file.size, envelope.chunk_digests, envelope.parts)
+            manifest = self._manifest(one, file.name, file.size, b"".join(envelope.chunk_digests), envelope.parts)
             self._store(one, facts, manifest, file.lost_chunk)
         self._ask(destination, self._checkpoint(destination).commit)  # a relay that restarted since knows no reports
         for file in files:
@@ -195,10 +195,10 @@ class RelayFiles:
         of_folder, of_name = (hashlib.blake2b(one.encode(), digest_size=16).hexdigest() for one in (folder, name))
         return f"{_OPEN}{of_folder}-{of_name}"
 
-    def _manifest(self, one: RelayCheckpoint, name: str, size: int, digests: Sequence[bytes], parts: Parts) -> bytes:
+    def _manifest(self, one: RelayCheckpoint, name: str, size: int, digests: bytes, parts: Parts) -> bytes:
         tree = ["dict", "file", name, "data", ["tensor", 0]]
         content = pack_content(Content(tree, (TensorEntry(BYTES, (size,), None, 0, 0),), (size,)))
-        return manifest_of(content, digests, parts, Origin(one.id, one.job, 0, 0, self._producer), one.rank)
+        return build_manifest(Origin(one.id, one.job, 0, 0, self._producer), content, digests, parts)
 
     def _store(
         self, one: RelayCheckpoint, facts: Mapping[str, Any], manifest: bytes, chunk: Callable[[int], memoryview]
