@@ -156,7 +156,7 @@ def _plan(ours: Side, log: Path) -> Figure:
     script = f"""
 import time, json
 from keepstep.state.local_parts import Mesh, TensorPart
-from keepstep.state.planning import Layout, plan
+from keepstep.checkpoint.planning import Layout, plan
 import torch
 ranks = {RANKS_OF_PLAN}
 mesh = Mesh(tuple(range(ranks)), (ranks,), ("S(0)",))

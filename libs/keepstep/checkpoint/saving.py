@@ -15,6 +15,7 @@ from keepstep.checkpoint.places.at_relay import RelayTarget
 from keepstep.checkpoint.places.directory import DirectoryTarget
 from keepstep.checkpoint.places.location import parse
 from keepstep.checkpoint.places.target import CheckpointTarget, SaveFacts
+from keepstep.checkpoint.planning import Layout, Plan, plan
 from keepstep.checkpoint.stored import stored_state
 from keepstep.connection.deadline import Deadline
 from keepstep.relay_client.relay_paths import AtRelay
@@ -23,7 +24,6 @@ from keepstep.state.flattening import expand, flatten
 from keepstep.state.local_parts import ObjectPart, Part, TensorPart, local_parts
 from keepstep.state.pack import Pack, Unread
 from keepstep.state.pack_layout import describe
-from keepstep.state.planning import Layout, Plan, plan
 from keepstep.state.staged_parts import StagedParts
 from keepstep.state.values.sharding import LocalShard
 from keepstep_mesh.config.logging import get_logger

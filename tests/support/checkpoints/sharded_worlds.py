@@ -20,13 +20,13 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from keepstep.checkpoint.planning import Layout, plan
 from keepstep.checkpoint.reading import Wanted
 from keepstep.checkpoint.saving import written
 from keepstep.state.errors import CheckpointNotFound
 from keepstep.state.flattening import flatten
 from keepstep.state.local_parts import Part, local_parts
 from keepstep.state.pack import Pack
-from keepstep.state.planning import Layout, plan
 from keepstep.state.state_manifest import build_manifest
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES, Origin, chunk_length
 

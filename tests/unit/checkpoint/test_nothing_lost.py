@@ -15,12 +15,12 @@ import torch
 from keepstep import checkpoint
 from keepstep.checkpoint import CheckpointAborted, CheckpointDamaged, CheckpointError, CheckpointNotFound, RelayWriter
 from keepstep.checkpoint.places.at_relay import RelayTarget
+from keepstep.checkpoint.planning import Layout
 from keepstep.checkpoint.saving import open_target, pack_of, save_facts
 from keepstep.checkpoint.stored import StoredCheckpoint
 from keepstep.relay_client.uploading import RelayUpload
 from keepstep.state.flattening import flatten
 from keepstep.state.local_parts import local_parts
-from keepstep.state.planning import Layout
 from keepstep_relay.core.events import Limits
 from tests.support.checkpoints.sharded_worlds import MemoryReader, fake_rank, parts_of
 from tests.support.services.relay_driver import flip, relay
