@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from keepstep.group.quorum_plan import QuorumPlan, make_plan
 from keepstep.process_group import ProcessGroupDummy, ProcessGroupGloo, ProcessGroupWrapper
-from keepstep.process_group.torch_backends.gloo_addresses import lengthened, shortened
+from keepstep.process_group.torch_backends.gloo import lengthened, shortened
 from keepstep.rendezvous import key_value_server
 from keepstep.rendezvous.store_client import KeyValueServer, RendezvousError, RendezvousStore, Table
 from keepstep.step.reconfigurer import Reconfigurer

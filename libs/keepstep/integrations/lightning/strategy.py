@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed import ReduceOp
 
 from keepstep.ddp import DistributedDataParallel
 from keepstep.integrations.group_number import group_and_groups
 from keepstep.integrations.lightning.callback_state import load_states, states
-from keepstep.integrations.lightning.closure_optimizer import ClosureOptimizer
 from keepstep.integrations.lightning.epoch_loop import CommittedEpochLoop
 from keepstep.integrations.lightning.lightning_modules import (
     fabric_data,
@@ -28,6 +28,7 @@ from keepstep.integrations.lightning.lightning_modules import (
     trainer_states,
 )
 from keepstep.manager import Manager
+from keepstep.optim import OptimizerWrapper
 from keepstep.process_group import ProcessGroupGloo, ProcessGroupNCCL
 
 COMPARED = ("model", "optimizers", "lr_schedulers", "precision")
@@ -297,6 +298,25 @@ def _each(parts: list[Any]) -> tuple[Callable[[list[Any]], None], Callable[[], l
             part.load_state_dict(state)
 
     return load, lambda: [part.state_dict() for part in parts]
+
+
+class ClosureOptimizer(OptimizerWrapper):
+    """``keepstep.Optimizer`` that Lightning's precision plugins step: it runs their closure, and then may commit.
+
+    The closure is the forward and the backward pass.
+
+    Attributes:
+        committed: whether the last step committed.
+    """
+
+    committed = False
+
+    def step(self, closure: Callable[[], Any] | None = None, *, grad_scaler: GradScaler | None = None) -> Any:
+        """Run the closure, and step the optimizer if the step commits. Return what the closure returned."""
+        output = closure() if closure is not None else None
+        stepped = super().step(grad_scaler=grad_scaler)
+        self.committed = stepped or (grad_scaler is not None and self.manager.errored() is None)  # with an overflow
+        return output
 
 
 strategies.StrategyRegistry.register(

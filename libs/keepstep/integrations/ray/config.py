@@ -10,7 +10,6 @@ from typing import Any
 
 from keepstep.coordination import LighthouseServer
 from keepstep.integrations.ray.function_context import GroupContext
-from keepstep.integrations.ray.group_environment import set_group_environment
 from keepstep.integrations.ray.ray_classes import Backend, Config, ray
 from keepstep_mesh.config.settings import split_addresses
 from keepstep_mesh.security.tokens import Tokens
@@ -108,3 +107,22 @@ class KeepstepBackend(Backend):  # type: ignore[misc]
         """Set the environment of each worker, after Ray has set its own."""
         super().on_training_start(worker_group, backend_config)
         worker_group.execute(set_group_environment, backend_config.job, backend_config.worker_environment)
+
+
+def set_group_environment(job: str | None, variables: Mapping[str, str]) -> None:
+    """Set what a ``Manager`` reads. Runs in the worker, after Ray has set ``TORCHFT_LIGHTHOUSE`` and the ranks.
+
+    Args:
+        job: its name; None: the name of the run.
+        variables: further ones, such as a token.
+    """
+    context = ray.train.get_context()
+    os.environ.update(
+        variables,
+        KEEPSTEP_LIGHTHOUSE=os.environ["TORCHFT_LIGHTHOUSE"],
+        KEEPSTEP_JOB=job or context.get_experiment_name(),
+        REPLICA_GROUP_ID=str(context.get_world_rank()),
+        NUM_REPLICA_GROUPS=str(context.get_world_size()),
+        RANK="0",  # Ray's RANK and WORLD_SIZE are those of all workers
+        WORLD_SIZE="1",
+    )

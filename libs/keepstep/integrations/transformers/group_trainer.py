@@ -30,8 +30,7 @@ from keepstep.integrations.transformers.accelerated import (
     replace_optimizer,
 )
 from keepstep.integrations.transformers.flow import CommittedFlow
-from keepstep.integrations.transformers.just_in_time import take_over_sigterm
-from keepstep.integrations.transformers.refused_arguments import check_arguments, check_stream
+from keepstep.integrations.transformers.group_arguments import check_arguments, check_stream, take_over_sigterm
 from keepstep.integrations.transformers.token_weighting import TokenWeighting
 from keepstep.manager import Manager
 from keepstep.process_group import ProcessGroupGloo, ProcessGroupNCCL

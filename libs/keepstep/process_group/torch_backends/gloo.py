@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import struct
 import threading
 import time
 from collections.abc import Sequence
@@ -18,7 +19,6 @@ from keepstep.process_group.base import ProcessGroupAbortedError
 from keepstep.process_group.torch_backends.backend import BackendProcessGroup
 from keepstep.process_group.torch_backends.backend_work import BackendWork, ThreadedWork
 from keepstep.process_group.torch_backends.communicator import Communicator
-from keepstep.process_group.torch_backends.gloo_addresses import lengthened, shortened
 from keepstep.process_group.torch_backends.gloo_sockets import GlooRank, connections, greet, shut_down, sockets
 from keepstep.process_group.works import AveragedWork
 from keepstep.rendezvous.interruptible_store import InterruptibleStore
@@ -38,6 +38,8 @@ ABORT_POLL_SECONDS = 0.005
 _THREADED = frozenset({"send", "recv", "reduce_scatter", "_reduce_scatter_base"})
 SHORT_ADDRESSES = 2
 """Lowest version of the rendezvous whose members read shortened addresses."""
+_SHORT = b"\xff" * 8
+"""Prefix of a shortened address. An address of Gloo begins with the length of the host name."""
 ADDRESS_BYTES = 384
 """Size of an address at the rendezvous: 136 for the socket address, 64 for the host name, the rest for overhead."""
 RESCUE_SECONDS = 0.02
@@ -224,3 +226,28 @@ def host_of(store: Store) -> str:
         store = store.underlying_store
     host = store.host if isinstance(store, InterruptibleStore) else getattr(store, "host", "")
     return str(host or "localhost")
+
+
+# ---- addresses for the rendezvous, whose size does not grow with the number of members
+
+
+def _numbers(size: int) -> bytes:
+    return struct.pack(f"={size}q", *range(size))
+
+
+def shortened(published: bytes, size: int) -> bytes:
+    """Return the address that Gloo publishes for a rank, without the numbers if they are 0 to ``size`` - 1.
+
+    Gloo appends a number of 8 bytes for each member to an address, and every member reads all addresses: N members
+    store 8 N^2 bytes and read 8 N^3. Here each communicator has a device of its own, on which the numbers are always
+    0 to N - 1.
+    """
+    numbers = _numbers(size)
+    if published.startswith(_SHORT) or not published.endswith(numbers):
+        return published
+    return _SHORT + published[: -len(numbers)]
+
+
+def lengthened(stored: bytes, size: int) -> bytes:
+    """Undo ``shortened``. Return any other address unchanged."""
+    return stored.removeprefix(_SHORT) + _numbers(size) if stored.startswith(_SHORT) else stored

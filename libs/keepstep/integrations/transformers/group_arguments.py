@@ -1,7 +1,8 @@
-"""Arguments of a Trainer that mean something else in each group, or let the groups differ."""
+"""Arguments of a Trainer that mean something else in a group: they are refused, or taken over from Transformers."""
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 from keepstep_mesh.config.logging import get_logger
@@ -53,3 +54,21 @@ def check_stream(dataset: Any) -> None:
         raise ValueError(
             f"the stream is not divided, so that all groups would train on the same samples: pass {remedy}"
         )
+
+
+def take_over_sigterm(trainer: Any) -> bool:
+    """Take the callback of ``enable_jit_checkpoint`` from a Trainer, and its signal handler from the process.
+
+    A group saves at the end of the step, before it leaves after SIGTERM. The callback saves three seconds after the
+    signal, and ends the training: by then the group has left, and another last step than that of the other groups is an
+    error.
+
+    Returns:
+        Whether the Trainer had one.
+    """
+    handler = trainer.callback_handler
+    for one in [one for one in handler.callbacks if type(one).__name__ == "JITCheckpointCallback"]:
+        handler.callbacks.remove(one)
+        if one.jit_manager is not None:
+            signal.signal(signal.SIGTERM, one.jit_manager._original_sigterm_handler or signal.SIG_DFL)  # noqa: SLF001
+    return bool(getattr(trainer.args, "enable_jit_checkpoint", False))
