@@ -28,6 +28,38 @@ ROOMS_OF_WINGS = {
 }
 """Rooms that a wing imports, except those of the mesh. No other package imports a wing (pyproject.toml)."""
 
+FRAGMENT_LINES = 60
+FRAGMENTS = {
+    "keepstep": {
+        *(
+            "core",
+            "dict_utils",
+            "mapping",
+            "optimizer",
+            "prefixes",
+            "serialization",
+            "strategies",
+            "validation",
+        ),  # public
+        *("quantized", "two_bit", "padding"),  # public
+        *("permutation", "scalars"),  # pure
+        *("absent", "another_try", "backward_end", "callback_state", "following", "graph_capture", "module_layout"),
+        *("neutral_elements", "operation_options", "processor", "state_coverage", "unread_output"),
+    },
+    "keepstep_chaos": {"pace"},  # pure
+    "keepstep_cli": {
+        *("completion", "demo", "doctor_command", "metrics_command", "restart"),  # one file for each command
+        *("bans", "standard_output", "too_few", "watching"),
+    },
+    "keepstep_formats": {"dcp_metadata_file"},  # imports what the readers do without
+    "keepstep_lighthouse": {"bad_messages", "repeated_frames", "service_handlers", "welcomed"},
+    "keepstep_megatron": {"nonpersistent"},  # public
+    "keepstep_mesh": {"audit", "certificate_end", "clock_offset"},
+    "keepstep_metrics": {"commits", "lost_steps", "pace"},  # pure
+    "keepstep_relay": {"eviction", "kept_directories", "locks", "relay_state"},
+}
+"""Shorter modules that one module imports. Others are a part of their importer: the list may only shrink."""
+
 
 def test_every_package_is_ruled() -> None:
     assert {path.parent.name for top in ("libs", "services") for path in (ROOT / top).glob("*/*.py")} == PACKAGES
@@ -109,11 +141,26 @@ def test_the_public_names_load_no_other_package_but_the_mesh() -> None:
     assert {name.partition(".")[0] for name in done.stdout.split()} & PACKAGES == {"keepstep", "keepstep_mesh"}
 
 
+@pytest.fixture(scope="module")
+def graph() -> grimp.ImportGraph:
+    return grimp.build_graph(*sorted(PACKAGES))
+
+
 @pytest.mark.parametrize("wing", sorted(ROOMS_OF_WINGS))
-def test_a_wing_imports_only_these_rooms(wing: str) -> None:
-    graph = grimp.build_graph(*sorted(PACKAGES))
+def test_a_wing_imports_only_these_rooms(wing: str, graph: grimp.ImportGraph) -> None:
     modules = {wing, *graph.find_descendants(wing)}
     imported = {name for one in modules for name in graph.find_modules_directly_imported_by(one)} - modules
     parts = [name.split(".") for name in imported if not name.startswith("keepstep_mesh.")]
     rooms = {".".join(part[:1] if part[0] in ROOMS_OF_WINGS else part[:2]) for part in parts}
     assert rooms == ROOMS_OF_WINGS[wing]
+
+
+@pytest.mark.parametrize("package", sorted(PACKAGES))
+def test_a_short_module_with_one_importer_is_part_of_it(package: str, graph: grimp.ImportGraph) -> None:
+    found = set()
+    for name in {*modules_of(package)} & graph.modules:
+        path = folder_of(package).parent.joinpath(*name.split(".")).with_suffix(".py")
+        alone = len(graph.find_modules_that_directly_import(name)) == 1
+        if alone and path.exists() and len(path.read_text().splitlines()) < FRAGMENT_LINES:
+            found.add(path.stem)
+    assert found <= FRAGMENTS.get(package, set()), "join it with its importer"
