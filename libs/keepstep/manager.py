@@ -42,9 +42,9 @@ from keepstep.runtime.exits import handled_error, script_error
 from keepstep.script_checks.graph_capture import refuse_capture
 from keepstep.script_checks.script_checker import ScriptChecker
 from keepstep.step.attempt import Attempt
-from keepstep.step.quorums.quorum_round import HealRules
 from keepstep.step.reduction import Reduction
 from keepstep.step.retrying.kept_reductions import BATCH_BY_NUMBER, KeptReductions
+from keepstep.step.step_quorum import HealRules
 from keepstep_mesh.net.fork_safety import OfParent, never_free, tell_children
 
 T = TypeVar("T")
@@ -255,15 +255,14 @@ class Manager(Finishing, BackgroundQuorum, Rehearsing, StateAndProgress):
 
     def is_healing(self) -> bool:
         """Wait for the quorum, and return whether this group loads the state of another one in ``should_commit``."""
-        attempt = self._current()
-        return attempt.heals_at_end(attempt.wait_plan())
+        return self._current().heals_at_end()
 
     def participation(self) -> tuple[int | None, int]:
         """Return ``participating_rank`` and ``num_participants``, for contributions that a retry computes again."""
         attempt = self._attempt
         if attempt is None or not attempt.done or attempt.plan is None:
             attempt = self._current()
-        return attempt.participation(attempt.plan or attempt.wait_plan())
+        return attempt.part()
 
     # ---- errors
 

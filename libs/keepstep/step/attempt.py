@@ -8,7 +8,7 @@
     retry       request a quorum of the same step, and start the same collectives again (``retry_allreduce``)
     after       what the script reduces between this attempt and the next
 
-``quorum_plan`` decides what the group does. ``quorums/``, ``reducing/`` and ``healing`` have the waits, each with a
+``quorum_plan`` decides what the group does. ``step_quorum``, ``reducing/`` and ``healing`` have the waits, each with a
 deadline. An error that spoils the step is kept in ``first_error``: the step does not commit, and training goes on. An
 error that ends the process is raised, and kept in ``StepContext.fatal``.
 """
@@ -24,23 +24,21 @@ import torch
 from torch.distributed import Work
 
 from keepstep.collectives.codecs.codec import Round
-from keepstep.group.quorum_plan import QuorumPlan
+from keepstep.group.quorum_plan import Part, QuorumPlan
 from keepstep.step import another_try
 from keepstep.step.agreeing import all_ready, root_of, vote
 from keepstep.step.context import StepContext
 from keepstep.step.evidence.repeated_error import OwnError
 from keepstep.step.first_error import FirstError
-from keepstep.step.quorums.quorum_round import HealRules, QuorumRound
-from keepstep.step.quorums.rounds import Rounds
 from keepstep.step.reducing.after_step import AfterStep
-from keepstep.step.reducing.managed_work import ManagedWork
-from keepstep.step.reducing.step_collectives import StepCollectives
-from keepstep.step.reduction import Reduction
+from keepstep.step.reducing.collectives import Collectives
+from keepstep.step.reduction import ManagedWork, Reduction
 from keepstep.step.reporting.step_telemetry import StepTimes
 from keepstep.step.retrying.backward_end import at_end_of_backward
 from keepstep.step.retrying.kept_reductions import HANDED_OUT
 from keepstep.step.retrying.retry_rules import FailedTry
 from keepstep.step.step_end import StepEnd
+from keepstep.step.step_quorum import HealRules, StepQuorum
 from keepstep_mesh.errors import KeepstepError, SessionClosed
 from keepstep_mesh.protocol.group_messages import RankAsk
 from keepstep_mesh.protocol.membership import OWN, UNKNOWN, Lineage
@@ -98,8 +96,10 @@ class Attempt:
         self._timeout = timeout
         self._times = StepTimes(time.monotonic(), trace=context.telemetry.new_trace())
         self._first_error = FirstError(context)
-        self._rounds = Rounds(context, rules, self._times, self._first_error)
-        self._collectives = StepCollectives(context, self._rounds, self._times, self._first_error)
+        self._quorum = StepQuorum(context, rules, self._times, self._first_error)
+        self._collectives = self._new_collectives(self._times)
+        if context.kept is not None:
+            context.kept.begin()
         self._failed: tuple[bool, Exception | None] | None = None
         """Result of the last try, if ``finalize`` ended it: the step will not commit."""
         self._agreed = 0
@@ -112,7 +112,7 @@ class Attempt:
     def request(self, ask: RankAsk) -> None:
         """Request the quorum and return. The group may train until it calls ``begin``."""
         self.requested_early = True
-        self._rounds.request(ask)
+        self._quorum.request(ask)
 
     def begin(self, ask: RankAsk) -> None:
         """Request the quorum, unless ``request`` has. Wait for it and heal, if that comes before the forward pass.
@@ -120,20 +120,20 @@ class Attempt:
         When this raises and ``quorum_failed`` is true, it may be called again.
         """
         if not self.requested_early:
-            self._rounds.request(ask)
+            self._quorum.request(ask)
         self.requested_early = False
-        self._rounds.resume_without_live_state(ask)
-        self._rounds.heal(ask)
+        self._quorum.resume_without_live_state(ask)
+        self._quorum.heal(ask)
         self._began_at = (self._context.progress.step, self._context.progress.lineage)
 
     def wait_plan(self) -> QuorumPlan:
-        """Wait for the quorum and return the plan of this step. See ``PendingQuorum.wait`` for errors."""
-        return self._rounds.wait()
+        """Wait for the quorum and return the plan of this step. See ``StepQuorum.wait`` for errors."""
+        return self._quorum.wait()
 
     @property
     def plan(self) -> QuorumPlan | None:
         """The plan of this step, once the training thread has waited for it."""
-        return self._rounds.plan
+        return self._quorum.plan
 
     @property
     def error(self) -> Exception | None:
@@ -146,10 +146,6 @@ class Attempt:
         return self._first_error.of_this_group if self.plan is not None else None
 
     @property
-    def _round(self) -> QuorumRound | None:
-        return self._rounds.current
-
-    @property
     def done(self) -> bool:
         """Whether the step has been committed or discarded."""
         return self.after is not None
@@ -157,12 +153,12 @@ class Attempt:
     @property
     def quorum_formed(self) -> bool:
         """Whether the quorum has formed, and its process group is built or has failed."""
-        return self._round is not None and self._round.formed
+        return self._quorum.formed
 
     @property
     def quorum_failed(self) -> bool:
         """Whether the request has ended without a quorum."""
-        return self._round is not None and self._round.failed
+        return self._quorum.failed
 
     def goes_on(self, arguments: tuple[object, ...]) -> bool:
         """Return whether another ``start_quorum`` leaves this attempt open.
@@ -182,12 +178,12 @@ class Attempt:
         It may while the quorum is pending, or complete with all its members alive, nothing was reduced or went wrong,
         and the group is still in the state in which ``begin`` left it.
         """
-        context, current = self._context, self._round
-        if self.done or self.error is not None or self._collectives.started or current is None or current.failed:
+        context, quorum = self._context, self._quorum
+        if self.done or self.error is not None or self._collectives.started or not quorum.requested or quorum.failed:
             return False
         if self.synchronized or (context.progress.step, context.progress.lineage) != self._began_at:
             return False
-        return not (current.formed and context.reconfigurer.broken)
+        return not (quorum.formed and context.reconfigurer.broken)
 
     @property
     def collectives(self) -> int:
@@ -198,34 +194,35 @@ class Attempt:
         """End an attempt in which nothing was reduced and nothing failed, without a vote."""
         if self.plan is not None and self.error is None and not self.done and not self._collectives.started:
             self.refuse_joiners("this group cancelled the step")
-            self._end(self.participation(self.plan))
+            self._end(self._quorum.part)
             self._context.telemetry.without_step(self._times)
 
     def withdraw(self) -> None:
         """End an attempt that ``begin`` was not called for. If its quorum has formed, its members learn it."""
         reason = "this group left its training loop before the step began"
-        if self._round is not None:
-            self._round.withdraw()
-            if self._round.answered is not None:
-                self.refuse_joiners(reason)
-                self.report(KeepstepError(reason))
+        self._quorum.withdraw()
+        if self._quorum.answered is not None:
+            self.refuse_joiners(reason)
+            self.report(KeepstepError(reason))
         self._end((None, 0))
 
     def is_in_flight(self) -> bool:
         """Return whether peers may wait for this group's part in the step. A request without an answer is withdrawn."""
-        if self.done or self._round is None:
+        if self.done:
             return False
-        if self._round.answered is None:
-            self._round.withdraw()
-        return self._round.answered is not None
+        if self._quorum.answered is None:
+            self._quorum.withdraw()
+        return self._quorum.answered is not None
 
-    def participation(self, plan: QuorumPlan) -> tuple[int | None, int]:
-        """Return this group's number among those that take part (None: it does not), and their number."""
-        return self._rounds.participation(plan)
+    def part(self) -> Part:
+        """Wait for the quorum, and return this group's part in the step."""
+        if self.plan is None:
+            self.wait_plan()
+        return self._quorum.part
 
-    def heals_at_end(self, plan: QuorumPlan) -> bool:
-        """Return whether this group is behind, and heals in ``conclude``."""
-        return self._round is not None and self._round.heals_at_end(plan)
+    def heals_at_end(self) -> bool:
+        """Wait for the quorum, and return whether this group is behind, and heals in ``conclude``."""
+        return self._quorum.heals_at_end(self.wait_plan())
 
     def report(self, error: Exception) -> None:
         """Keep this step from committing, and abort the process group. Does nothing after the end of the step.
@@ -237,7 +234,7 @@ class Attempt:
 
     def refuse_joiners(self, reason: str) -> None:
         """Tell the groups that heal from this one that its state does not come in this step."""
-        self._rounds.refuse_joiners(reason)
+        self._quorum.refuse_joiners(reason)
 
     # ---- collectives
 
@@ -246,14 +243,23 @@ class Attempt:
 
         See ``Collectives.allreduce``.
         """
-        work = self._collectives.allreduce(reduction)
-        if self._context.kept is not None and not at_end_of_backward(self.finalize):
+        kept = self._context.kept
+        work = self._collectives.allreduce(reduction, None if kept is None else kept.note(reduction))
+        if kept is not None and not at_end_of_backward(self.finalize):
             work.finalize = self.finalize if self._context.settings.world_size == 1 else self._hand_out
         return work
 
     def run_collective(self, tensors: list[torch.Tensor], start: Callable[[Round], Work]) -> ManagedWork:
         """Average ``tensors`` in place with ``start``. Errors are reported, not raised. See ``Collectives.run``."""
+        if self._context.kept is not None:
+            self._context.kept.refuse("a codec averaged tensors, and keeps an error of its own")
         return self._collectives.run(tensors, start)
+
+    def _new_collectives(self, times: StepTimes) -> Collectives:
+        return Collectives(self._context, times, self._first_error, self._wait_part)
+
+    def _wait_part(self) -> Part | None:
+        return None if self.wait_plan().finishing or self.error is not None else self._quorum.part
 
     def finalize(self) -> bool:
         """Repeat the all-reduces so far until they succeed in all ranks, before the script sees their results.
@@ -292,7 +298,7 @@ class Attempt:
         started = self._collectives.started
         if started == self._agreed and self.error is None:
             return True
-        succeeded = self._collectives.succeeded()
+        succeeded = self._collectives.succeeded() and self.error is None
         if not all_ready(self._context, succeeded, advice=NO_PIPELINE):
             if succeeded:
                 self._first_error.outvoted(NOT_REDUCED)
@@ -304,7 +310,7 @@ class Attempt:
         """Wait for the all-reduces so far, whose results the script gets. The ranks agree in backward passes only."""
         if self._context.kept is not None and not self.done:
             self._context.kept.refuse(HANDED_OUT)
-        return self._collectives.succeeded()
+        return self._collectives.succeeded() and self.error is None
 
     # ---- the end
 
@@ -342,9 +348,11 @@ class Attempt:
             return False, None
         committed = False
         if plan is not None:
-            self._collectives.finish()
-            self._collectives.check_finite(plan, may_overflow=self.may_overflow)
-            if (unhealed := self._rounds.exchange_state()) is not None:
+            self._first_error.abort()  # an error may have been reported while the process group was built
+            self._collectives.end()
+            if refused := self._collectives.check_finite(plan, may_overflow=self.may_overflow):
+                self._first_error.vote_no(KeepstepError(refused))
+            if (unhealed := self._quorum.exchange_state()) is not None:
                 self._first_error.report(unhealed, cause=UNKNOWN)
             root = root_of(context, plan)
             if self.error is None:  # else BatchNorm's buffers may be averaged in some groups and not in others
@@ -377,12 +385,12 @@ class Attempt:
                 self._times.trace.failed(self.error)
         context.link.finished_step()
         self.retries += 1
-        self._collectives.begin_retry()
+        self._collectives = self._new_collectives(StepTimes(self._times.began, trace=self._times.trace))
         ask = another_try.ask(context, self._timeout, allow_heal=self._rules.allow_heal)
         self._first_error.retry()
-        self._rounds.request(ask)
+        self._quorum.request(ask)
         try:
-            self._rounds.heal(ask)
+            self._quorum.heal(ask)
             plan = self.wait_plan()
         except SessionClosed:
             raise
@@ -392,8 +400,10 @@ class Attempt:
             return
         if plan.behind:
             self._first_error.report(KeepstepError(another_try.TOO_LATE), cause=UNKNOWN)
-        if not plan.finishing:
-            self._collectives.start_again()
+        if not plan.finishing and context.kept is not None:
+            for kept in context.kept.again():
+                kept.restore()
+                self._collectives.allreduce(kept.reduction, kept)
 
     def end_finishing(self) -> None:
         """End a quorum in which groups finish, or of a closed job: heal, if this group is behind. It commits no step.
@@ -404,7 +414,7 @@ class Attempt:
         if context.load_final is not None:
             load, context.load_final = context.load_final, None
             load()
-        unhealed = self._rounds.exchange_state()
+        unhealed = self._quorum.exchange_state()
         if unhealed is not None:
             self._first_error.report(unhealed, cause=UNKNOWN)
         self._end((None, 0))
@@ -429,7 +439,7 @@ class Attempt:
         reason = "this group began another step instead of ending this one with should_commit()"
         self.report(KeepstepError(reason))
         self.refuse_joiners(reason)
-        self._collectives.drain()
+        self._collectives.succeeded()
         if plan is not None:
             self._vote(plan, self._context.timeout)
             if self._context.kept is not None:
@@ -438,9 +448,8 @@ class Attempt:
 
     def _vote(self, plan: QuorumPlan, limit: timedelta) -> bool:
         """Return the group's decision."""
-        seconds = self._round.heal_seconds if plan.heal and self._round is not None else 0.0
-        participants = self.participation(plan)[1]
-        return vote(self._context, plan, self._first_error, participants, limit.total_seconds() + seconds)
+        seconds = self._quorum.heal_seconds if plan.heal else 0.0
+        return vote(self._context, plan, self._first_error, self._quorum.part[1], limit.total_seconds() + seconds)
 
     def _report_to_lighthouse(self, plan: QuorumPlan, *, committed: bool) -> None:
         """Report this try of the step with the next request."""
@@ -451,21 +460,22 @@ class Attempt:
         """Count the step as committed or discarded, and log it. From a commit on, signals are held back."""
         if committed:
             self._context.signals.hold()
-        context, participation = self._context, self.participation(plan) if plan is not None else (None, 0)
-        self._end(participation)
+        context, quorum = self._context, self._quorum
+        part = quorum.part if plan is not None else (None, 0)
+        self._end(part)
         if plan is not None:
             self._report_to_lighthouse(plan, committed=committed)
         nonfinite = self._collectives.nonfinite
-        end = StepEnd(context, self._times, plan, participation[1], nonfinite, self.retries)
-        if committed and plan is not None and self._round is not None:
-            self._round.begin_to_follow(plan)
-            end.commit(plan, behind=plan.behind and not self._round.healed, synchronized=self.synchronized)
+        end = StepEnd(context, self._times, plan, part[1], nonfinite, self.retries)
+        if committed and plan is not None:
+            quorum.begin_to_follow(plan)
+            end.commit(plan, behind=plan.behind and not quorum.healed, synchronized=self.synchronized)
             if context.progress.following and context.follower is not None:
-                context.follower.followed(plan, participation[1], self._collectives.write_back)
+                context.follower.followed(plan, part[1], self._collectives.finish)
         else:
             end.discard(str(self.error))
 
-    def _end(self, participation: tuple[int | None, int]) -> None:
-        self.after = AfterStep(self._context, participation, self.error)
+    def _end(self, part: Part) -> None:
+        self.after = AfterStep(self._context, part, self.error)
         self._first_error.end()
         self._context.link.finished_step()

@@ -60,8 +60,8 @@ MUTATIONS = (
     Mutation(
         "the script sees gradients of a reduction that is repeated later",
         "libs/keepstep/step/attempt.py",
-        "        if self._context.kept is not None and not at_end_of_backward(self.finalize):\n",
-        "        if self._context.kept is not None and False:\n",
+        "        if kept is not None and not at_end_of_backward(self.finalize):\n",
+        "        if kept is not None and False:\n",
         Test(f"{STEPS}::test_a_script_may_use_its_gradients_before_the_commit"),
     ),
     Mutation(

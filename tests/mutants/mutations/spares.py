@@ -126,7 +126,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a spare ends where the job does not begin at its state, although a relay has a later one",
-        "libs/keepstep/step/quorums/pending_quorum.py",
+        "libs/keepstep/step/step_quorum.py",
         "            if may_resume and isinstance(error, StartRefused):\n                raise\n",
         "",
         Test(

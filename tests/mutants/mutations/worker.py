@@ -76,7 +76,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the divisor follows the group's policy of healing, not the round's",
-        "libs/keepstep/step/quorums/quorum_round.py",
+        "libs/keepstep/step/step_quorum.py",
         "        self.allow_heal = plan.allow_heal and (rules.allow_heal or plan.finishing)\n",
         "",
         Test(
@@ -108,8 +108,8 @@ MUTATIONS = (
     Mutation(
         "a source that abandons a step does not refuse its joiners",
         "libs/keepstep/step/attempt.py",
-        "        self.refuse_joiners(reason)\n        self._collectives.drain()\n",
-        "        self._collectives.drain()\n",
+        "        self.refuse_joiners(reason)\n        self._collectives.succeeded()\n",
+        "        self._collectives.succeeded()\n",
         Test(f"{ABANDONED}::test_a_source_that_begins_another_step_refuses_its_joiner_at_once"),
     ),
     Mutation(
@@ -142,14 +142,14 @@ MUTATIONS = (
     ),
     Mutation(
         "groups count a peer that cannot heal before the forward pass",
-        "libs/keepstep/step/quorums/quorum_round.py",
+        "libs/keepstep/step/step_quorum.py",
         "(rules.first_step and plan.first_step)\n",
         "(rules.first_step and plan.max_step == 0)\n",
         Test(f"{SYNCHRONIZED}::test_beside_groups_that_begin_a_diverged_one_counts_in_no_average"),
     ),
     Mutation(
         "a group whose heal failed forgets its divergence",
-        "libs/keepstep/step/quorums/quorum_round.py",
+        "libs/keepstep/step/step_quorum.py",
         "                context.diverge()\n",
         "                pass\n",
         Test(f"{GROUPS}::test_a_heal_that_fails_leaves_a_group_that_nobody_takes_for_healthy"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from keepstep.process_group.works import CompletedWork
-from keepstep.step.reducing.managed_work import ManagedWork
+from keepstep.step.reduction import ManagedWork
 
 
 def test_a_callback_that_fails_is_reported_as_an_error_of_the_step() -> None:

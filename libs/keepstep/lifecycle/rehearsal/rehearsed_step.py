@@ -10,17 +10,16 @@ import torch
 from torch.distributed import Work
 
 from keepstep.collectives.codecs.codec import Round
-from keepstep.group.quorum_plan import QuorumPlan, make_plan
+from keepstep.group.quorum_plan import Part, QuorumPlan, make_plan
 from keepstep.step.attempt import Attempt
 from keepstep.step.context import StepContext
-from keepstep.step.quorums.quorum_round import HealRules
 from keepstep.step.reducing.after_step import AfterStep
-from keepstep.step.reducing.managed_work import ManagedWork
-from keepstep.step.reduction import Reduction
+from keepstep.step.reduction import ManagedWork, Reduction
+from keepstep.step.step_quorum import HealRules
 from keepstep_mesh.protocol.membership import Member, MemberInfo, Quorum
 
 ALONE = 0, 1
-"""As ``Attempt.participation``."""
+"""As ``Attempt.part``."""
 
 
 class RehearsedStep(Attempt):
@@ -41,7 +40,7 @@ class RehearsedStep(Attempt):
     def wait_plan(self) -> QuorumPlan:
         return self._alone
 
-    def participation(self, plan: QuorumPlan) -> tuple[int | None, int]:  # noqa: ARG002
+    def part(self) -> Part:
         return ALONE
 
     def allreduce(self, reduction: Reduction) -> ManagedWork:

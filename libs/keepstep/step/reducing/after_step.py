@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import time
 
+from keepstep.group.quorum_plan import Part
 from keepstep.step.context import StepContext
 from keepstep.step.reducing.collectives import Collectives
-from keepstep.step.reducing.managed_work import ManagedWork
-from keepstep.step.reduction import Reduction
+from keepstep.step.reduction import ManagedWork, Reduction
 from keepstep.step.reporting.step_telemetry import StepTimes
 
 
@@ -20,28 +20,19 @@ class AfterStep:
 
     Args:
         context: of this process.
-        participation: as ``Attempt.participation``. Without any group, no collective does anything.
+        part: of this group in the step. Without any group that took part, no collective does anything.
         error: why the step was discarded; None: it was committed.
     """
 
-    def __init__(
-        self, context: StepContext, participation: tuple[int | None, int], error: Exception | None = None
-    ) -> None:
+    def __init__(self, context: StepContext, part: Part, error: Exception | None = None) -> None:
         self.error = error
         """Of the step, else of the first collective that failed; all later ones do nothing."""
         self._context = context
-        self._participation = participation
-        self._collectives = Collectives(context, StepTimes(time.monotonic()), self._report)
+        self._collectives = Collectives(context, StepTimes(time.monotonic()), self, lambda: part if part[1] else None)
 
     def allreduce(self, reduction: Reduction) -> ManagedWork:
         """Reduce a tensor in place. See ``Collectives.allreduce``."""
-        rank, world = self._participation
-        if self.error is None and world:
-            try:
-                return self._collectives.allreduce(reduction, contributes=rank is not None, world=world)
-            except Exception as error:  # noqa: BLE001  reported: training goes on
-                self._report(error)
-        return ManagedWork(None, reduction.tensor, ok=False)
+        return self._collectives.allreduce(reduction)
 
     def end(self) -> None:
         """Wait for the collectives, before the next step begins.
@@ -55,7 +46,12 @@ class AfterStep:
         else:
             self._context.reconfigurer.abort("this group discarded the step")
 
-    def _report(self, error: Exception) -> None:
+    def report_of_peers(self, error: Exception) -> None:
+        """See ``Errors``."""
+        self.report(error)
+
+    def report(self, error: Exception) -> None:
+        """See ``Errors``."""
         if self.error is None:
             self.error = error
             reason = f"{type(error).__name__}: {error}"

@@ -1,4 +1,6 @@
-"""The collectives of one attempt: start them, then wait for them and for the device.
+"""The collectives of one try of a step: start each when the quorum has formed, then wait for them and for the device.
+
+Errors are reported, not raised. After an error no further collective of the try starts.
 
 The extremes of what this group contributes to a sum or an average show whether it has a NaN or an infinity: 0.2 ms of
 one core for two million float32. With ``refuse_nonfinite`` those of each result are computed too. Results are equal in
@@ -10,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,13 +20,30 @@ from torch.distributed import ReduceOp
 
 from keepstep.collectives.all_reduce import all_reduce
 from keepstep.collectives.codecs.codec import Round
+from keepstep.group.quorum_plan import Part, QuorumPlan
 from keepstep.process_group.works import writing
 from keepstep.step.context import StepContext
-from keepstep.step.reducing.managed_work import ManagedWork
 from keepstep.step.reducing.neutral_elements import neutral_element
-from keepstep.step.reduction import Reduction
+from keepstep.step.reduction import ManagedWork, Reduction
 from keepstep.step.reporting.step_telemetry import StepTimes
 from keepstep.step.retrying.kept_reductions import KeptReduction
+from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.protocol.membership import StepReport
+from keepstep_mesh.telemetry.tracing.spans import ALL_REDUCE
+
+
+class Errors(Protocol):
+    """Takes the errors of collectives, from any thread."""
+
+    @property
+    def error(self) -> Exception | None:
+        """The first one."""
+
+    def report(self, error: Exception) -> None:
+        """Report an error of this group."""
+
+    def report_of_peers(self, error: Exception) -> None:
+        """Report an error that came from the other groups, or from the connections to them."""
 
 
 class Collectives:
@@ -32,21 +52,19 @@ class Collectives:
     Args:
         context: of this process.
         times: when the last collective began is written here.
-        report: called with the error of a collective that failed.
-        report_own: called with an error of this group alone; None: ``report`` is.
+        errors: gets the errors.
+        wait_part: waits for the quorum, and returns this group's part in the step. None: nothing is reduced in it.
     """
 
     def __init__(
-        self,
-        context: StepContext,
-        times: StepTimes,
-        report: Callable[[Exception], None],
-        report_own: Callable[[Exception], None] | None = None,
+        self, context: StepContext, times: StepTimes, errors: Errors, wait_part: Callable[[], Part | None]
     ) -> None:
         self._context = context
         self._times = times
-        self._report = report
-        self._report_own = report_own or report
+        self._errors = errors
+        self._wait_part = wait_part
+        self._part: Part | None = None
+        """Known once the first collective was started."""
         self._works: list[ManagedWork] = []
         self._contributed: list[torch.Tensor] = []
         """The smallest and the largest element of each contribution to a sum or an average."""
@@ -58,40 +76,57 @@ class Collectives:
         """Number of collectives that sent encoded values."""
         self.write_back_failed = False
         """Whether a result could not be written back."""
+        self.nonfinite = False
+        """Whether this group contributed a NaN or an infinity; known after ``check_finite``."""
 
     @property
     def started(self) -> int:
         """Number of collectives that were started."""
         return len(self._works)
 
-    @property
-    def contributed_nonfinite(self) -> bool:
-        """Whether this group contributed a NaN or an infinity. Waits for the device."""
-        return _any_nonfinite(self._contributed)
+    def allreduce(self, reduction: Reduction, kept: KeptReduction | None = None) -> ManagedWork:
+        """Start to reduce a tensor in place over the groups that take part.
 
-    @property
-    def received_nonfinite(self) -> bool:
-        """Whether a result has one, after ``finish``; False without ``refuse_nonfinite``."""
-        return _any_nonfinite(self._results)
-
-    def allreduce(
-        self, reduction: Reduction, *, contributes: bool, world: int, kept: KeptReduction | None = None
-    ) -> ManagedWork:
-        """Start to reduce a tensor in place.
-
-        ``agreement.ARITHMETIC`` is the version of this arithmetic. float16 is divided before the sum, which would
-        overflow, as in torch's DDP; other floats are divided after it. A sum of booleans is a logical or, as with NCCL.
+        ``agreement.ARITHMETIC`` is the version of this arithmetic. A group that does not take part contributes the
+        neutral element of the operation, such as 0 to a sum. float16 is divided before the sum, which would overflow,
+        as in torch's DDP; other floats are divided after it. A sum of booleans is a logical or, as with NCCL.
 
         Args:
             reduction: the tensor, and how to reduce it.
-            contributes: False: this group contributes the neutral element of the operation, such as 0 to a sum.
-            world: number of groups that take part.
             kept: copies the tensor, for a retry; None: the step is not retried.
-
-        Raises:
-            ValueError: the operation has no neutral element.
-            Exception: the collective could not be started.
         """
+        return self._start(reduction.tensor, self._reduce, reduction, kept)
+
+    def run(self, tensors: list[torch.Tensor], start: Callable[[Round], dist.Work]) -> ManagedWork:
+        """Start an average of float tensors that ``start`` computes.
+
+        Args:
+            tensors: averaged in place.
+            start: starts the average and returns its work. If the group does not contribute, it must send zeros.
+        """
+        return self._start(tensors, self._average, tensors, start)
+
+    def _start(self, value: object, start: Callable[..., ManagedWork], *arguments: object) -> ManagedWork:
+        """Call ``start`` with whether this group contributes, the number of groups that take part, and ``arguments``.
+
+        ``value``: of the future, if nothing is started.
+        """
+        errors = self._errors
+        try:
+            if self._part is None and errors.error is None:
+                self._part = self._wait_part()
+            if self._part is not None and errors.error is None:
+                rank, world = self._part
+                return start(rank is not None, world, *arguments)
+        except SystemExit as error:  # should_commit raises it again: a backward pass must not be left by an exit
+            errors.report(KeepstepError(f"leaving: {error}"))
+        except (KeepstepError, OSError, dist.DistError) as error:
+            errors.report_of_peers(error)
+        except Exception as error:  # noqa: BLE001  reported: the step does not commit, training goes on
+            errors.report(error)  # before anything was sent
+        return ManagedWork(None, value, ok=False)
+
+    def _reduce(self, contributes: bool, world: int, reduction: Reduction, kept: KeptReduction | None) -> ManagedWork:
         context, tensor, average = self._context, reduction.tensor, reduction.average
         if kept is not None:
             kept.save()
@@ -122,20 +157,9 @@ class Collectives:
         work = context.reconfigurer.pg.allreduce([whole], options)
         return self._add(work, [whole], tensor, summed=summed, scale=scale, write_back=reduction.write_back, kept=kept)
 
-    def run(
-        self, tensors: list[torch.Tensor], start: Callable[[Round], dist.Work], *, contributes: bool, world: int
+    def _average(
+        self, contributes: bool, world: int, tensors: list[torch.Tensor], start: Callable[[Round], dist.Work]
     ) -> ManagedWork:
-        """Start an average of float tensors that ``start`` computes.
-
-        Args:
-            tensors: averaged in place.
-            start: starts the average and returns its work. If the group does not contribute, it must send zeros.
-            contributes: as in ``allreduce``.
-            world: as in ``allreduce``.
-
-        Raises:
-            Exception: the average could not be started.
-        """
         context = self._context
         if contributes:
             for tensor in tensors:
@@ -179,9 +203,13 @@ class Collectives:
                 if isinstance(value, torch.Tensor) and results[0] is not value:
                     value.copy_(results[0])
 
-        managed = ManagedWork(work, value, finish, self._report, write_back, ended=kept.ended if kept else None)
+        managed = ManagedWork(
+            work, value, finish, self._errors.report_of_peers, write_back, ended=kept.ended if kept else None
+        )
         self._works.append(managed)
         return managed
+
+    # ---- the end
 
     def finish(self, *, all_or_none: bool = False) -> None:
         """Wait for all collectives, and write the results of those that succeeded back.
@@ -198,10 +226,10 @@ class Collectives:
                     work.write_back()
                 except Exception as error:  # noqa: BLE001  the tensors that it wrote are equal in no other group
                     self.write_back_failed = True
-                    self._report_own(error)
+                    self._errors.report(error)
 
     def succeeded(self) -> bool:
-        """Wait for all collectives, and return whether they succeeded."""
+        """Wait for all collectives, ignore their results, and return whether they succeeded."""
         return not [work for work in self._works if not work.ended()]
 
     def check_process_group(self) -> None:
@@ -211,16 +239,40 @@ class Collectives:
             errored: Callable[[], Exception | None] | None = getattr(pg, "errored", None)  # not in torch's own
             broken = None if errored is None else errored()
             if broken is not None:
-                self._report(broken)
+                self._errors.report_of_peers(broken)
 
-    def synchronize_device(self) -> None:
-        """Wait for the current CUDA stream, if this process uses CUDA."""
+    def end(self) -> None:
+        """Wait for all collectives and for the device, before the vote."""
+        self.finish(all_or_none=self._context.kept is not None)
+        if self._errors.error is None:
+            self.check_process_group()
         if self._context.reconfigurer.device is not None:
             torch.cuda.current_stream().synchronize()
+        if self._times.trace is not None and self._works:
+            facts = {"collectives": self.started, "quantized": self.quantized}
+            self._times.trace.present.phase(ALL_REDUCE, self.launched, time.monotonic(), self._errors.error, **facts)
 
-    def drain(self) -> None:
-        """Wait for all collectives and ignore their results."""
-        self.succeeded()
+    def check_finite(self, plan: QuorumPlan, *, may_overflow: bool) -> str:
+        """Note whether this group contributed a NaN or an infinity. Waits for the device.
+
+        Returns:
+            Why no group must commit the results: one has a NaN or an infinity, which ``refuse_nonfinite`` refuses. Else
+            an empty string.
+        """
+        context, own = self._context, _any_nonfinite(self._contributed) and not may_overflow
+        before = context.last_step is not None and context.last_step.nonfinite
+        self.nonfinite = own
+        if own and not before:  # else every step of a model that is NaN would log it
+            context.log.warning("this group contributed a NaN or an infinity", step=plan.max_step)
+        if self._errors.error is not None or not _any_nonfinite(self._results):
+            return ""
+        who = "this group" if own else "another group, which the event nonfinite of the job names,"
+        return f"the average has a NaN or an infinity: {who} contributed it"
+
+    def report(self, plan: QuorumPlan, *, committed: bool) -> StepReport:
+        """Return the report of this try for the lighthouse."""
+        facts = (plan.quorum_id, plan.max_step, committed, self.started, self.nonfinite)
+        return StepReport(*facts, quantized=self.quantized)
 
 
 def _extremes(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

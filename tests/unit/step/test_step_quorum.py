@@ -8,8 +8,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from keepstep.runtime.loop_thread import LoopThread
-from keepstep.step.context import StepContext
-from keepstep.step.quorums.pending_quorum import PendingQuorum
+from keepstep.step.first_error import FirstError
+from keepstep.step.reporting.step_telemetry import StepTimes
+from keepstep.step.step_quorum import HealRules, StepQuorum
+from keepstep_mesh.protocol.group_messages import RankAsk
 
 DEADLINE = 30.0
 
@@ -18,7 +20,10 @@ def test_a_withdrawn_request_has_heard_of_it_although_the_event_loop_thread_was_
     loop_thread, busy, go_on = LoopThread(), threading.Event(), threading.Event()
     ends: list[str] = []
 
-    async def request() -> Any:
+    async def no_evidence() -> None:
+        return None
+
+    async def ask(_ask: RankAsk) -> Any:
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
@@ -30,7 +35,11 @@ def test_a_withdrawn_request_has_heard_of_it_although_the_event_loop_thread_was_
         go_on.wait(DEADLINE)
 
     try:
-        pending = PendingQuorum(cast("StepContext", SimpleNamespace(loop_thread=loop_thread)), request(), 1.0)
+        evidence, link = SimpleNamespace(collect=no_evidence), SimpleNamespace(ask=ask)
+        context: Any = SimpleNamespace(loop_thread=loop_thread, follower=None, evidence=evidence, link=link)
+        rules = HealRules(allow_heal=True, sync=False, first_step=False)
+        pending = StepQuorum(context, rules, StepTimes(0.0), cast("FirstError", None))
+        pending.request(RankAsk(1, 0, "", False, 0, 1000))
         loop_thread.loop.call_soon_threadsafe(handle_an_answer)
         assert busy.wait(DEADLINE)
         release = threading.Timer(0.2, go_on.set)  # withdraw() blocks this thread
