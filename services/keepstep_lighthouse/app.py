@@ -28,8 +28,8 @@ from keepstep_lighthouse.settings import LighthouseSettings
 from keepstep_lighthouse.store.contract import OutcomeUnknownError, WriteFailedError
 from keepstep_lighthouse.store.opening import store_at
 from keepstep_mesh.net.addresses import reachable
+from keepstep_mesh.net.event_loop import cancelled
 from keepstep_mesh.net.http import Identity, Problem
-from keepstep_mesh.net.tasks import cancelled
 from keepstep_mesh.protocol import names
 from keepstep_mesh.protocol.telemetry_records import EventRecord
 from keepstep_mesh.security.tokens import Access

@@ -12,6 +12,8 @@ from keepstep_mesh.protocol.messages import Heartbeat
 
 UNSENT_BYTES = 4 * codec.MAX_FRAME_BYTES
 """Limit of what waits for a peer that does not read."""
+CLOSE_SECONDS = 1.0
+"""Limit for a peer to read the last messages and to close the connection."""
 
 
 class MessageChannel:

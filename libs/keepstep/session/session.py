@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import aiohttp
 
 from keepstep.session.liveness import Liveness
-from keepstep.session.message_channel import MessageChannel
+from keepstep.session.message_channel import CLOSE_SECONDS, MessageChannel
 from keepstep.session.open_requests import OpenRequests
 from keepstep_mesh.config.log_limiter import LogLimiter
 from keepstep_mesh.errors import KeepstepError, ProtocolError, SessionClosed
@@ -24,8 +24,6 @@ from keepstep_mesh.security.tls import explained
 
 WELCOME_SECONDS = 5.0
 """Limit from the hello to the welcome."""
-CLOSE_SECONDS = 1.0
-"""Limit for a server to read the last messages and to close the connection."""
 UNREACHABLE_LOG_SECONDS = 10.0
 
 

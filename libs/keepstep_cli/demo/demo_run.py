@@ -28,7 +28,7 @@ from keepstep_cli.running.embedded import lighthouse_program, relay_program
 from keepstep_cli.running.launcher import Launcher, replica_programs, stop_on_signals
 from keepstep_cli.running.ranks import JobSpec, command_line, free_port
 from keepstep_cli.running.supervisor_events import Restarts
-from keepstep_mesh.net.tasks import cancelled
+from keepstep_mesh.net.event_loop import cancelled
 from keepstep_mesh.protocol.names import name_of
 
 DEMO_POLL_SECONDS = 0.05

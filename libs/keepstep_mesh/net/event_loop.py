@@ -1,4 +1,4 @@
-"""Which event loop services and trainers run on."""
+"""The event loop of services and trainers, and the end of its tasks."""
 
 from __future__ import annotations
 
@@ -44,3 +44,10 @@ async def _look_up(*to: Any, **options: Any) -> Any:
 
     Thread(target=look, name="keepstep-lookup", daemon=True).start()
     return await asyncio.wrap_future(found)
+
+
+async def cancelled(task: asyncio.Task[None]) -> None:
+    """Cancel ``task`` and wait for its end. Raises its error, if it failed."""
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task

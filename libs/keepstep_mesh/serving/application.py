@@ -17,7 +17,6 @@ from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import AuthError, ProtocolError
 from keepstep_mesh.net.http import PROTOCOL_HEADER, Problem
 from keepstep_mesh.protocol.messages import OLDEST_PROTOCOL_VERSION
-from keepstep_mesh.security.audit import Caller
 from keepstep_mesh.security.tokens import Access, ForbiddenError, Role, Token, Tokens
 from keepstep_mesh.security.web_pages import MisdirectedError, host_problem, origin_problem
 
@@ -47,6 +46,26 @@ class Route:
     summary: str = ""
     is_order: bool = False
     """Written into the audit log, as whatever needs an admin is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """A client, in lines of the audit log.
+
+    ``role`` and ``name`` are those of its token; None and empty without a valid token. ``certificate``: the common name
+    (else the first alternative name) of its certificate, with mutual TLS.
+    """
+
+    remote: str
+    role: Role | None = None
+    name: str = ""
+    certificate: str = ""
+
+    def __str__(self) -> str:
+        """``admin alice (certificate ops.example) at 10.0.0.7``."""
+        words = [self.role.value if self.role else "nobody", self.name]
+        words += [f"(certificate {self.certificate})" if self.certificate else "", "at", self.remote]
+        return " ".join(word for word in words if word)
 
 
 ROLE = web.RequestKey("role", Role)

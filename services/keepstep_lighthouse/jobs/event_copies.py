@@ -16,8 +16,8 @@ import aiohttp
 from keepstep_lighthouse.jobs.event_log import EventLog, Happened
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.net.event_loop import cancelled
 from keepstep_mesh.net.http import Identity, raise_for_problem
-from keepstep_mesh.net.tasks import cancelled
 
 PATH = "/v1/lighthouses/events"
 LOOK_SECONDS = 0.5

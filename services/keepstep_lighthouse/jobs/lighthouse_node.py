@@ -39,8 +39,8 @@ from keepstep_mesh.config.log_limiter import LogLimiter
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.net import websocket
 from keepstep_mesh.net.backoff import Backoff
+from keepstep_mesh.net.event_loop import cancelled
 from keepstep_mesh.net.http import Problem
-from keepstep_mesh.net.tasks import cancelled
 from keepstep_mesh.protocol import codec
 from keepstep_mesh.protocol.messages import Hello, Services
 

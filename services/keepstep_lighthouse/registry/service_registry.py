@@ -19,7 +19,7 @@ from keepstep_lighthouse.registry.service_records import PREFIX, ServiceRecord
 from keepstep_lighthouse.store.contract import Change, Compare, Store, StoreError, Write, WriteFailedError
 from keepstep_mesh.config.log_limiter import LogLimiter
 from keepstep_mesh.config.logging import get_logger
-from keepstep_mesh.net.tasks import cancelled
+from keepstep_mesh.net.event_loop import cancelled
 from keepstep_mesh.protocol.messages import Detail, ServiceAddress
 
 MAX_SERVICES = 1000

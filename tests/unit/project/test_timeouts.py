@@ -22,7 +22,7 @@ from keepstep.lifecycle import membership
 from keepstep.manager import SHUTDOWN_SECONDS, Manager
 from keepstep.relay_client import relay_link, upload_share
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS
-from keepstep.session import open_requests, session
+from keepstep.session import message_channel, open_requests, session
 from keepstep.session.session_settings import SessionSettings
 from keepstep.step import agreeing, healing
 from keepstep.step.catching_up import catch_up
@@ -123,7 +123,7 @@ RULES = {
     "a call from another thread outlives what it calls": (
         lighthouse_addresses.SESSION_CONNECT_SECONDS + session.WELCOME_SECONDS + open_requests.ANSWER_MARGIN
         < CALL_MARGIN_SECONDS
-        and rank_link.RANK_CLOSE_SECONDS < CALL_MARGIN_SECONDS
+        and message_channel.CLOSE_SECONDS < CALL_MARGIN_SECONDS
     ),
     # a lighthouse that dies
     "groups are back before a new leader judges them": (

@@ -10,10 +10,10 @@ from aiohttp import web
 
 from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.group.ranks.gathering import GatheredAsks, GatheredVotes
-from keepstep.group.ranks.rank_link import RANK_CLOSE_SECONDS, GroupSettings, denied, rank_liveness, silence_limit
+from keepstep.group.ranks.rank_link import GroupSettings, denied, rank_liveness, silence_limit
 from keepstep.group.ranks.rank_lists import ListSender
 from keepstep.runtime.owned_tasks import OwnedTasks
-from keepstep.session.message_channel import MessageChannel
+from keepstep.session.message_channel import CLOSE_SECONDS, MessageChannel
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import ProtocolError
 from keepstep_mesh.protocol import codec
@@ -113,7 +113,7 @@ class RankConnections:
             peer.channel.link.close()
             links.append(peer.channel.link)
         if links:
-            await asyncio.wait([link.closed for link in links], timeout=RANK_CLOSE_SECONDS)
+            await asyncio.wait([link.closed for link in links], timeout=CLOSE_SECONDS)
         for link in links:
             link.abort("the rank does not read the last messages")
 

@@ -26,8 +26,6 @@ from keepstep_mesh.protocol.messages import Healing, ServiceAddress
 
 RANK_BEAT = 1.0
 """Seconds between heartbeats within a group."""
-RANK_CLOSE_SECONDS = 1.0
-"""Limit for the peer to answer the close of a connection."""
 RANK_SILENCE = 5.0
 """Seconds of silence after which a rank counts as dead, unless the job's ``heartbeat_timeout`` is longer."""
 

@@ -18,8 +18,8 @@ from keepstep_lighthouse.registry.service_registry import Registry
 from keepstep_lighthouse.store.contract import Store, StoreError, Watch
 from keepstep_lighthouse.store.memory_store import MemoryStore
 from keepstep_lighthouse.store.opening import open_store
+from keepstep_mesh.net.event_loop import cancelled
 from keepstep_mesh.net.http import Identity
-from keepstep_mesh.net.tasks import cancelled
 from tests.support.services.etcd_server import EtcdCluster
 from tests.support.services.lighthouse_driver import eventually
 

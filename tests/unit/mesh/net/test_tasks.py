@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from keepstep_mesh.net.tasks import cancelled
+from keepstep_mesh.net.event_loop import cancelled
 
 
 async def test_a_cancelled_task_has_cleaned_up() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep_mesh.security.audit import Caller
 from keepstep_mesh.security.tokens import Role
+from keepstep_mesh.serving.application import Caller
 
 
 @pytest.mark.parametrize(
