@@ -44,7 +44,7 @@ class Settling:
         if job.record.finished_step:
             starts.drain_left_behind(job)
         self.verdict = self._judge(now)
-        if self._is_due or probation.partings.groups or groups.shrinking:  # not after most requests
+        if self.verdict.code in ANNOUNCING or probation.partings.groups or groups.shrinking:  # not after most requests
             self._form(now, now_unix)
         if job.record.replacing:
             spares.drain_replaced()
@@ -55,11 +55,8 @@ class Settling:
 
     def _judge(self, now: float, *, initial: bool = True) -> Verdict:
         takeover = self._features.takeover
-        return judge(
-            *(self._job.groups, self._job.record, takeover.until, now),
-            initial=initial,
-            interrupted=takeover.interrupted,
-        )
+        job, interrupted = self._job, takeover.interrupted
+        return judge(job.groups, job.record, takeover.until, now, initial=initial, interrupted=interrupted)
 
     def _form(self, now: float, now_unix: float) -> None:
         """Form a quorum, if the verdict holds after those groups were refused that do not fit."""

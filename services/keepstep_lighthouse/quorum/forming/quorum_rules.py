@@ -93,7 +93,7 @@ def judge(
     if quorum_size and groups.members_asking == quorum_size and not groups.final:
         return FAST
     first_asked = groups.first_asked()
-    if initial and first_asked is not None and asking < initial_count(groups, policy) and _is_first(groups, record):
+    if initial and first_asked is not None and _is_first(groups, record) and asking < initial_count(groups, policy):
         # Before the first of the open requests times out.
         latest = min(first_asked + policy.join_timeout, (first_asked + groups.next_request_deadline()) / 2)
         if now < latest:
