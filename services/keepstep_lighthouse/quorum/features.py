@@ -1,4 +1,8 @@
-"""The features of one job, from the bottom up: each gets the features below that it uses. Pure."""
+"""The features of one job, from the bottom up: each gets the features below that it uses. Pure.
+
+A feature with a state of its own is a class. Others are functions on ``JobState``: ``heals``, ``retries``,
+``stragglers``, ``finishing.starts``, ``forming.membership``.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,9 @@ from keepstep_lighthouse.quorum.agreement.agreements import Agreements
 from keepstep_lighthouse.quorum.agreement.step_reports import StepReports
 from keepstep_lighthouse.quorum.finishing.closing import Finishing
 from keepstep_lighthouse.quorum.forming.announcing import Announcer
-from keepstep_lighthouse.quorum.groups.group import Exclusion
 from keepstep_lighthouse.quorum.job_record import JobRecord
 from keepstep_lighthouse.quorum.job_state import JobState
 from keepstep_lighthouse.quorum.orders import Orders
-from keepstep_lighthouse.quorum.presence import bans
 from keepstep_lighthouse.quorum.presence.arrivals import Arrivals
 from keepstep_lighthouse.quorum.presence.departures import Departures
 from keepstep_lighthouse.quorum.presence.health import Health
@@ -40,11 +42,7 @@ class Features:
 
     def validate(self) -> None:
         """Raise AssertionError with a sentence when an invariant is violated."""
-        job, groups = self.job, self.job.groups
-        job.validate()
+        self.job.validate()
         self.takeover.validate()
-        assert not set(groups.by_id) & set(job.record.evicted), "an evicted group is among the healthy"
-        assert len(job.record.evicted) <= bans.MAX_EVICTED, "evicted incarnations pile up"
-        assert all(self.probation.partings.is_out(g.name) for g in groups if g.is_excluded(Exclusion.PARTED)), (
-            "a group is kept out without a reason"
-        )
+        self.probation.validate()
+        self.orders.validate()

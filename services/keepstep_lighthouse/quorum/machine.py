@@ -1,8 +1,6 @@
-"""The quorum state machine of one job. Pure: events in, decisions out, time is an argument.
+"""Pass each event to the feature that it concerns, and answer questions about the job. Pure.
 
-This file orders what the features do: ``forming/quorum_rules`` decides whether a quorum forms, ``forming/membership``
-its id, ``groups`` which groups count, ``presence`` which are lost. ``presence`` and ``requests`` handle the messages of
-groups. Rules that all of them keep:
+Rules that all features keep:
 
 * **Persistence.** ``Persist`` precedes everything that depends on it: a new quorum_id, an eviction, a ban, a policy,
   a higher quorum_id that a hello reports. A confirmed quorum is not written.
@@ -19,10 +17,6 @@ groups. Rules that all of them keep:
   ``takeover_grace`` is over. If the previous leader may be alive, also not until one of them has sent a frame here or
   that leader's lease is over. If a hello reports a higher quorum_id than the store has, the store was lost: the same
   grace applies.
-
-Duties of the shell: number the sessions; pass events in their order; send ``Tick`` when ``deadline()`` has passed;
-carry out decisions in their order, and none after a ``Persist`` whose success is not certain. On ``Opened``: write
-what the decisions require, send Welcome unless the decisions end the session, then carry out the rest.
 """
 
 from __future__ import annotations
@@ -194,6 +188,8 @@ class JobCore:
 
     def _deny_overdue(self, now: float) -> None:
         overdue = [(g, reasons.of_group(g, self._groups, self.record, now)) for g in self._groups.overdue(now)]
+        if not overdue:  # after most ticks
+            return
         why = self.reason(now)
         for group, own in overdue:
             if group.session is not None and group.request is not None:

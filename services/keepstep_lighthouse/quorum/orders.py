@@ -85,3 +85,9 @@ class Orders:
             self._health.heartbeats_faster(now)
         if self._takeover.until is not None:
             self._takeover.change_grace()
+
+    def validate(self) -> None:
+        """Raise AssertionError with a sentence when an invariant is violated."""
+        evicted = self._job.record.evicted
+        assert not set(self._job.groups.by_id) & set(evicted), "an evicted group is among the healthy"
+        assert len(evicted) <= bans.MAX_EVICTED, "evicted incarnations pile up"

@@ -249,3 +249,8 @@ class Probation:
             retries.deny_parted(self._job, group)
             if group.excluded is None:
                 self._job.groups.exclude(group, Excluded(Exclusion.PARTED, parted.reason, parted.until))
+
+    def validate(self) -> None:
+        """Raise AssertionError with a sentence when an invariant is violated."""
+        parted = [group.name for group in self._job.groups if group.is_excluded(Exclusion.PARTED)]
+        assert all(map(self.partings.is_out, parted)), "a group is kept out without a reason"
