@@ -32,8 +32,8 @@ SECTIONS = {
 
 
 LATE_COMMANDS = {
-    "chaos": ("keepstep_chaos.commands.chaos_command", "chaos"),
-    "inject": ("keepstep_chaos.commands.inject_command", "inject"),
+    "chaos": ("keepstep_chaos.commands.chaos", "chaos"),
+    "inject": ("keepstep_chaos.commands.inject", "inject"),
     "check-history": ("keepstep_chaos.commands.check_history", "check_history"),
 }
 """Module and name of the commands of other packages, which are loaded when they are used."""
