@@ -183,7 +183,7 @@ PUBLIC = (
 """Modules all of whose exported names are on the page."""
 ALIASES = {"OptimizerWrapper"}
 """Exported names of a class that is on the page under another name."""
-INTERNAL = {"forked"}
+INTERNAL = {"forked", "steps", "background", "script_checker"}
 """Public by their name only: other modules of keepstep call them."""
 HEADING = re.compile(r"^(Args|Returns|Raises|Yields|Attributes):$", re.MULTILINE)
 ITEM = re.compile(r"^((?:\*{0,2}\w+)(?:, \w+)*): ?(.*)$")

@@ -156,7 +156,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         manager.script_checker.add_module(module)
         buckets = str(kwargs.get("bucket_cap_mb") or "default")
         header = _header(buckets, should_quantize=should_quantize)
-        manager.add_layout(ModuleLayout(header, self._trained, buffers.lines, self._rebuild))
+        manager.steps.add_layout(ModuleLayout(header, self._trained, buffers.lines, self._rebuild))
 
     # ---- the reducer of torch
 
@@ -283,7 +283,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         """At the first gradient of a pass."""
         self._last_bucket_started = False
         # A pass without a forward pass of this step is the script's own: a group that joins would not average it.
-        step = self._keepstep_manager.open_step()
+        step = self._keepstep_manager.steps.open_number
         self._local = not self._armed_by_forward and (step is None or step != self._armed_in)
         self._queue(self._complete)
         if not self._local:
@@ -341,7 +341,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self._disarm()
         if not self._local:  # for a second pass over the same graph, or of the inner module
             self._arm()
-            self._armed_in = manager.open_step()
+            self._armed_in = manager.steps.open_number
 
 
 def _average_bucket(state: DistributedDataParallel, bucket: GradBucket) -> Future[torch.Tensor]:
@@ -393,7 +393,7 @@ class PureDistributedDataParallel(nn.Module):
         self._watch()
         manager.script_checker.add_module(module)
         header = _header("one bucket a parameter", should_quantize=should_quantize)
-        manager.add_layout(ModuleLayout(header, self._trained, self._synced.lines, self._watch))
+        manager.steps.add_layout(ModuleLayout(header, self._trained, self._synced.lines, self._watch))
 
     def _watch(self) -> None:
         """Call ``_queue_averaging`` with each gradient of a present member."""

@@ -65,7 +65,7 @@ def average_over_groups(model: nn.Module, manager: Manager) -> None:
         module.set_all_reduce_hook(hook)
     manager.script_checker.add_module(model)
     lines = [_describe_module(name, module) for name, module in sharded.items()]
-    manager.add_layout(lines + [_describe_parameter(name, one) for name, one in model.named_parameters()])
+    manager.steps.add_layout(lines + [_describe_parameter(name, one) for name, one in model.named_parameters()])
 
 
 def _managed(module: Any) -> list[torch.Tensor]:

@@ -13,9 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -24,28 +22,30 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp, Work
 from torch.futures import Future
 
+from keepstep.checkpoint.managed.durable_writer import LastCheckpoint
 from keepstep.checkpointing.transport import CheckpointTransport
 from keepstep.collectives.codecs.codec import Round
 from keepstep.futures import future_timeout
-from keepstep.group.agreement import FixedLines, LayoutChanges, PartsMissing
+from keepstep.group.group_link import LinkSettings
 from keepstep.group.quorum_plan import WorldSizeMode
 from keepstep.lifecycle import wiring
 from keepstep.lifecycle.background_quorum import BackgroundQuorum
 from keepstep.lifecycle.durability import Durability
-from keepstep.lifecycle.finishing import Finishing
-from keepstep.lifecycle.manager_settings import ManagerSettings
+from keepstep.lifecycle.finishing import Finished, Finishing
+from keepstep.lifecycle.manager_settings import DurableSettings, ManagerSettings
 from keepstep.lifecycle.membership import GroupMembership
-from keepstep.lifecycle.rehearsal.rehearsing import Rehearsing
-from keepstep.lifecycle.state_and_progress import StateAndProgress
+from keepstep.lifecycle.steps import Steps
 from keepstep.quantization.fused import check_quantizable
-from keepstep.runtime.exits import handled_error, script_error
+from keepstep.runtime import environment
+from keepstep.runtime.exits import script_error
 from keepstep.script_checks.graph_capture import refuse_capture
 from keepstep.script_checks.script_checker import ScriptChecker
-from keepstep.step.attempt import Attempt
 from keepstep.step.reduction import Reduction
 from keepstep.step.retrying.kept_reductions import BATCH_BY_NUMBER, KeptReductions
-from keepstep.step.step_quorum import HealRules
+from keepstep_mesh.config.settings import split_addresses
+from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.net.fork_safety import OfParent, never_free, tell_children
+from keepstep_mesh.protocol.messages import ServiceAddress
 
 T = TypeVar("T")
 
@@ -63,7 +63,7 @@ SHUTDOWN_SECONDS = 5.0
 """Limit of each part of ``shutdown`` that waits for the group or the lighthouse."""
 
 
-class Manager(Finishing, BackgroundQuorum, Rehearsing, StateAndProgress):
+class Manager:
     """Keeps one replica group in step with the others.
 
     ``use_async_quorum``, ``world_size_mode``, ``init_sync``, ``refuse_nonfinite`` and ``retry_allreduce``, and with
@@ -164,54 +164,75 @@ class Manager(Finishing, BackgroundQuorum, Rehearsing, StateAndProgress):
         if (state_dict is None) != (load_state_dict is None):
             missing = "state_dict" if state_dict is None else "load_state_dict"
             raise ValueError(f"{missing} is missing: a heal needs both functions; pass both or none")
-        self._settings = ManagerSettings.from_arguments(
+        relays = environment.variable("DURABLE_RELAYS") or durable_relays
+        self._settings = ManagerSettings(
+            link=LinkSettings.from_arguments(
+                lighthouse_addr=lighthouse_addr,
+                replica_id=replica_id,
+                rank=environment.from_launcher("RANK", rank, 0),
+                world_size=environment.from_launcher("WORLD_SIZE", world_size, 1),
+                store_addr=store_addr,
+                store_port=store_port,
+                port=port,
+                hostname=hostname,
+                heartbeat_interval=heartbeat_interval.total_seconds(),
+                connect_timeout=environment.seconds("CONNECT_TIMEOUT_SEC", connect_timeout).total_seconds(),
+                quorum_retries=environment.integer("QUORUM_RETRIES", quorum_retries),
+            ),
+            durable=DurableSettings(
+                every=environment.integer("DURABLE_EVERY", durable_every),
+                resume=environment.flag("RESUME", resume),
+                relays=split_addresses(relays) if relays else (),
+                copies=environment.integer("DURABLE_COPIES", durable_copies),
+                newest_wins=bool(environment.flag("DURABLE_NEWEST_WINS", durable_newest_wins)),
+                resume_wait=environment.seconds("RESUME_WAIT_SEC", resume_wait).total_seconds(),
+            ),
+            timeout=environment.seconds("TIMEOUT_SEC", timeout),
+            quorum_timeout=environment.seconds("QUORUM_TIMEOUT_SEC", quorum_timeout),
             min_replica_size=min_replica_size,
             use_async_quorum=use_async_quorum,
-            timeout=timeout,
-            quorum_timeout=quorum_timeout,
-            connect_timeout=connect_timeout,
-            rank=rank,
-            world_size=world_size,
             world_size_mode=world_size_mode,
-            store_addr=store_addr,
-            store_port=store_port,
-            lighthouse_addr=lighthouse_addr,
-            replica_id=replica_id,
-            port=port,
-            hostname=hostname,
-            heartbeat_interval=heartbeat_interval,
             init_sync=init_sync,
             max_retries=max_retries,
-            quorum_retries=quorum_retries,
             refuse_nonfinite=refuse_nonfinite,
-            retry_allreduce=retry_allreduce,
-            durable_every=durable_every,
-            resume=resume,
-            durable_relays=durable_relays,
-            durable_copies=durable_copies,
-            durable_newest_wins=durable_newest_wins,
-            resume_wait=resume_wait,
+            retry_allreduce=bool(environment.flag("RETRY_ALLREDUCE", retry_allreduce)),
+            uplink=environment.rate("UPLINK_BYTES_PER_SECOND"),
         )
         self._pid = os.getpid()
-        self._attempt: Attempt | None = None
-        self._membership = GroupMembership(self._settings.link)
-        self._context = wiring.connect(self._settings, pg, checkpoint_transport, self._membership, on_step)
-        context, link = self._context, self._settings.link
-        self._durability = Durability(self._settings, context)
-        self.script_checker = ScriptChecker(context.state, context.log, link.rank, link.world_size)
-        """Warns of mistakes of the script. Each DDP and each Optimizer adds itself."""
-        self._trained = self.script_checker.trained
-        if self._settings.retry_allreduce:
-            context.kept = KeptReductions(self.script_checker.gradients)
+        settings, link = self._settings, self._settings.link
+        self._membership = GroupMembership(link)
+        self._context = context = wiring.connect(settings, pg, checkpoint_transport, self._membership, on_step)
+        self._durability = Durability(settings, context)
+        self._checker = ScriptChecker(context.state, context.log, link.rank, link.world_size)
+        self._steps = Steps(settings, context, self._membership, self._durability, self._checker)
+        self._background = BackgroundQuorum(settings, context, self._steps)
+        self._finishing = Finishing(settings, context, self._membership, self._durability, self._steps)
+        if settings.retry_allreduce:
+            context.kept = KeptReductions(self._checker.gradients)
         if state_dict is not None and load_state_dict is not None:
             self.register_state_dict_fn("default", load_state_dict, state_dict)
-        self._context.log_progress("started")
+        context.log_progress("started")
         _running.append(self)
         tell_children(self)
-        self._membership.start(self._context)
-        self._handled = handled_error()
-        """By the script, when its last step began; 0: none."""
+        self._membership.start(context)
         atexit.register(self._exit)  # a script that just ends leaves the job too
+
+    # ---- parts, for DDP, optimizers, samplers, LocalSGD and DiLoCo of keepstep
+
+    @property
+    def steps(self) -> Steps:
+        """The steps of this process: which one is open, and how it began."""
+        return self._steps
+
+    @property
+    def background(self) -> BackgroundQuorum:
+        """Quorums that form while the group trains."""
+        return self._background
+
+    @property
+    def script_checker(self) -> ScriptChecker:
+        """Warns of mistakes of the script, and compares it with those of other groups. Each DDP adds itself."""
+        return self._checker
 
     # ---- facts of the step
 
@@ -230,6 +251,11 @@ class Manager(Finishing, BackgroundQuorum, Rehearsing, StateAndProgress):
         """Whether a step with a NaN or an infinity does not commit."""
         return self._settings.refuse_nonfinite
 
+    @property
+    def retry_allreduce(self) -> bool:
+        """Whether the other groups repeat a step in which a member is lost, with the same gradients."""
+        return self._context.kept is not None
+
     def participating_rank(self) -> int | None:
         """Wait for the quorum, and return this group's number among the groups that take part.
 
@@ -240,29 +266,22 @@ class Manager(Finishing, BackgroundQuorum, Rehearsing, StateAndProgress):
         Returns:
             In [0, num_participants()); None while this group heals or is a spare.
         """
-        rank = self.participation()[0]
+        rank = self._steps.participation()[0]
         if self._context.kept is not None:
             self._context.kept.refuse(BATCH_BY_NUMBER)
         return rank
 
     def num_participants(self) -> int:
         """Wait for the quorum, and return the number of groups that take part in this step."""
-        return self.participation()[1]
+        return self._steps.participation()[1]
 
     def is_participating(self) -> bool:
         """Wait for the quorum, and return whether this group takes part in this step."""
-        return self.participation()[0] is not None
+        return self._steps.participation()[0] is not None
 
     def is_healing(self) -> bool:
         """Wait for the quorum, and return whether this group loads the state of another one in ``should_commit``."""
-        return self._current().heals_at_end()
-
-    def participation(self) -> tuple[int | None, int]:
-        """Return ``participating_rank`` and ``num_participants``, for contributions that a retry computes again."""
-        attempt = self._attempt
-        if attempt is None or not attempt.done or attempt.plan is None:
-            attempt = self._current()
-        return attempt.part()
+        return self._steps.current().heals_at_end()
 
     # ---- errors
 
@@ -272,20 +291,12 @@ class Manager(Finishing, BackgroundQuorum, Rehearsing, StateAndProgress):
         Args:
             e: the reason, for the log.
         """
-        if self._attempt is not None:
-            self._attempt.report(e)
-
-    def expect_overflow(self) -> None:
-        """Declare that a GradScaler multiplied the gradients of this step: an infinity in them is no mistake.
-
-        Then this group is not named for it. ``Optimizer`` calls this for a GradScaler.
-        """
-        if self._attempt is not None:
-            self._attempt.may_overflow = True
+        if self._steps.attempt is not None:
+            self._steps.attempt.report(e)
 
     def errored(self) -> Exception | None:
         """Return the error of this step, or of the last one until the next begins; None without an error."""
-        attempt = self._attempt
+        attempt = self._steps.attempt
         return None if attempt is None else (attempt.after or attempt).error
 
     def wrap_future(self, fut: Future[T], default: T, timeout: timedelta | None = None) -> Future[T]:
@@ -298,7 +309,7 @@ class Manager(Finishing, BackgroundQuorum, Rehearsing, StateAndProgress):
             default: the value when ``fut`` fails or is late.
             timeout: default: ``timeout`` of the Manager.
         """
-        attempt = self._attempt
+        attempt = self._steps.attempt
 
         def value_or_default(source: Future[T]) -> T:
             try:
@@ -311,6 +322,33 @@ class Manager(Finishing, BackgroundQuorum, Rehearsing, StateAndProgress):
         return future_timeout(fut, timeout or self._settings.timeout).then(value_or_default)
 
     # ---- a step
+
+    @contextlib.contextmanager
+    def rehearse(self) -> Iterator[None]:
+        """Run a step of the script in this context before the first quorum, and undo it.
+
+        The first forward and backward pass compiles, tunes kernels, allocates memory and starts the workers of loaders.
+        In a rehearsal this takes place before the group joins a step, so that no other group waits for it::
+
+            with manager.rehearse():
+                optimizer.zero_grad()
+                loss_of(ddp, a_batch).backward()
+                optimizer.step()
+
+        No other group takes part: collectives have the result of a group that is alone. ``should_commit`` and
+        ``Optimizer.step`` return False, and ``Optimizer`` steps its inner optimizer. At the end, also after an error,
+        these are as before: parameters, buffers and gradients of modules in ``DistributedDataParallel``, state of
+        optimizers in ``Optimizer``, tensors of registered states, and the random generators of Python, numpy and torch.
+        The position of an ``ElasticSampler`` does not move; a loader of the script's own has moved on, so give it a
+        batch of its own. Needs main memory for a copy of these tensors.
+
+        Not inside of LocalSGD, DiLoCo, or ``keepstep.outer``.
+
+        Raises:
+            RuntimeError: this process has begun a step.
+        """
+        with self._steps.rehearse():
+            yield
 
     def start_quorum(
         self, allow_heal: bool = True, shrink_only: bool = False, timeout: timedelta | None = None
@@ -336,74 +374,7 @@ class Manager(Finishing, BackgroundQuorum, Rehearsing, StateAndProgress):
             KeepstepError: any other reason why no quorum formed; the next call asks again. Only where this waits.
             RuntimeError: three steps in a row were begun, and not ended with ``should_commit``.
         """
-        context = self._context
-        context.raise_fatal()
-        if context.faults is not None:
-            context.faults.raise_ordered()
-        if self.rehearsing:
-            self._begin_rehearsed_step()
-            return
-        self.script_checker.quorum_requested(time.monotonic())
-        self._compare_script()
-        context.read_layout()
-        limit = (timeout or self._settings.quorum_timeout).total_seconds()
-        arguments = (allow_heal, shrink_only, limit, context.layout_digest)
-        attempt = self._attempt
-        if attempt is None or attempt.done or not attempt.requested_early:
-            if attempt is not None and not attempt.done:
-                if attempt.goes_on(arguments):
-                    return
-                attempt.abandon()
-                context.end_if_repeated(attempt.own_error)
-            attempt = self._new_attempt(arguments, limit, allow_heal=allow_heal)
-        while True:
-            if context.leaving and context.settings.world_size == 1:
-                self._membership.leave(context)
-            ask = context.next_ask(limit, allow_heal=allow_heal, shrink_only=shrink_only)
-            try:
-                attempt.begin(ask)
-                if context.stands_by:  # else the forward pass would begin before the group has a place
-                    attempt.wait_plan()
-                    context.stands_by = False
-                break
-            except PartsMissing as error:
-                attempt.report(error)
-                break
-            except LayoutChanges as error:
-                context.log.info("adopt the parameters of the job", reason=str(error))
-                context.read_layout()
-            except TimeoutError as error:
-                limited = timeout is not None and not context.stands_by
-                if limited or ask.leaving or not attempt.quorum_failed:
-                    raise
-                context.raise_fatal()
-                log = context.log.info if context.stands_by else context.log.warning
-                log("no quorum yet; asking again", step=context.progress.step, reason=str(error))
-
-    def _new_attempt(
-        self, arguments: tuple[object, ...], limit: float, *, allow_heal: bool = True, final: bool = False
-    ) -> Attempt:
-        """End what follows the last step, and open an attempt that is not begun. ``limit``: of a request, seconds."""
-        context = self._context
-        if self._finished is not None:
-            raise RuntimeError(f"finish() has ended the training at step {self._finished.step}; no step follows it")
-        context.reconfigurer.use_current_device()
-        if self._attempt is not None and self._attempt.after is not None:
-            self._attempt.after.end()
-        self._check_change()
-        self._durability.before_step()
-        self._handled = handled_error()
-        self._attempt = Attempt(
-            context,
-            HealRules(
-                allow_heal=allow_heal,
-                sync=final or not allow_heal or not self._settings.use_async_quorum,
-                first_step=self._settings.init_sync and context.progress.step == 0,
-            ),
-            timeout=limit,
-            arguments=arguments,
-        )
-        return self._attempt
+        self._steps.start(allow_heal=allow_heal, shrink_only=shrink_only, timeout=timeout)
 
     def wait_quorum(self) -> None:
         """Wait for the quorum and for the process group.
@@ -411,15 +382,10 @@ class Manager(Finishing, BackgroundQuorum, Rehearsing, StateAndProgress):
         Raises:
             Exception: the reason why no quorum formed, or why the process group could not be built.
         """
-        self._current().wait_plan()
+        self._steps.current().wait_plan()
         error = self.errored()
         if error is not None:
             raise error
-
-    def _current(self) -> Attempt:
-        if self._attempt is None or self._attempt.done:
-            raise RuntimeError("no step has begun: call start_quorum() first (Optimizer.zero_grad() does)")
-        return self._attempt
 
     def allreduce(
         self,
@@ -464,9 +430,9 @@ class Manager(Finishing, BackgroundQuorum, Rehearsing, StateAndProgress):
             raise ValueError(
                 f"an average of {tensor.dtype} would lose its fraction; use ReduceOp.SUM or a float tensor"
             )
-        after = self._attempt.after if self._attempt is not None else None
+        after = self._steps.attempt.after if self._steps.attempt is not None else None
         reduction = Reduction(tensor, reduce_op, average, write_back, should_quantize, refill)
-        return (after or self._current()).allreduce(reduction)
+        return (after or self._steps.current()).allreduce(reduction)
 
     def run_collective(self, tensors: list[torch.Tensor], start: Callable[[Round], Work]) -> Work:
         """Average tensors in place over the groups that take part, in a way of the caller's own. Codecs use this.
@@ -483,7 +449,7 @@ class Manager(Finishing, BackgroundQuorum, Rehearsing, StateAndProgress):
             RuntimeError: no step has begun, or a CUDA graph is being captured.
         """
         refuse_capture(tensors)
-        return self._current().run_collective(tensors, start)
+        return self._steps.current().run_collective(tensors, start)
 
     def mark_synchronized(self) -> None:
         """Declare that this step makes the registered state equal in all groups that take part.
@@ -498,15 +464,7 @@ class Manager(Finishing, BackgroundQuorum, Rehearsing, StateAndProgress):
         buffers, state of optimizers. A difference stays until ``keepstep verify-replicas`` finds it. A group
         that calls this and a group that does not never count as equal after the step; some of them heal.
         """
-        self._current().synchronized = True
-
-    def cancel_step(self) -> None:
-        """End a step that served to heal only: it is neither committed nor discarded.
-
-        Call it in all ranks of the group. In a step in which something was reduced, or has failed, it does nothing.
-        """
-        if self._attempt is not None:
-            self._attempt.cancel()
+        self._steps.current().synchronized = True
 
     @contextlib.contextmanager
     def committing(self, timeout: timedelta | None = None) -> Iterator[bool]:
@@ -533,7 +491,7 @@ class Manager(Finishing, BackgroundQuorum, Rehearsing, StateAndProgress):
         """
         context = self._context
         try:
-            committed = self._conclude(timeout or self._settings.timeout)
+            committed = self._steps.conclude(timeout or self._settings.timeout)
             if committed:
                 self.disallow_state_dict_read()
             yield committed
@@ -574,45 +532,219 @@ class Manager(Finishing, BackgroundQuorum, Rehearsing, StateAndProgress):
             raise
         return committed
 
-    def _conclude(self, limit: timedelta) -> bool:
-        """End the step, and return whether it commits."""
-        attempt = self._current()
-        self._context.raise_fatal()
-        committed = attempt.conclude(limit)
-        if committed and attempt.plan is not None:
-            if not self.catching_up:
-                self._durability.committed(attempt.plan)
-            self._note_values(attempt)
-            self.script_checker.committed(
-                *(self.current_step(), time.monotonic()),
-                groups=self.participation()[1],
-                collectives=attempt.collectives,
-                synchronized=attempt.synchronized,
+    # ---- state and progress
+
+    def register_state_dict_fn(
+        self,
+        key: str,
+        load_state_dict: Callable[[T], None],
+        state_dict: Callable[[], T],
+    ) -> None:
+        """Register a named part of the user's state, which heals together with all other parts.
+
+        Args:
+            key: name of the part, equal in all groups.
+            load_state_dict: loads what ``state_dict`` of another group returned.
+            state_dict: returns the part: tensors, and containers of tensors and plain values.
+
+        Raises:
+            ValueError: ``key`` is registered already.
+        """
+        self._context.state.register(key, load_state_dict, state_dict)
+
+    def set_state_dict_fns(self, load_state_dict: Callable[[T], None], state_dict: Callable[[], T]) -> None:
+        """Register the user's state under "default", in place of what was registered there.
+
+        Args:
+            load_state_dict: see ``register_state_dict_fn``.
+            state_dict: see ``register_state_dict_fn``.
+        """
+        self._context.state.register("default", load_state_dict, state_dict, replace=True)
+
+    def compare_only(self, keys: Collection[str]) -> None:
+        """Exclude state that differs between groups by design from the comparison of their weights. It still heals.
+
+        Args:
+            keys: of the registered parts that are equal in all groups between two steps. Empty: never compare.
+        """
+        self._context.state.compared = frozenset(keys)
+
+    def allow_state_dict_read(self) -> None:
+        """End ``disallow_state_dict_read``."""
+        self._context.state.readable = True
+
+    def disallow_state_dict_read(self) -> None:
+        """Hand out no state until ``allow_state_dict_read``, because the state is in the middle of a change."""
+        self._context.state.readable = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the Manager's part of the user's own checkpoint.
+
+        Returns:
+            ``step``, ``batches_committed`` and, after the first commit, ``lineage``.
+
+        Raises:
+            KeepstepError: this group catches up, and its weights are not those of ``current_step()``.
+        """
+        self._refuse_while_catching_up("state_dict()")
+        self._steps.check_change()
+        return self._context.progress.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Resume from the user's own checkpoint.
+
+        Once groups that resumed have committed a step, a group that was away since before the resume heals from them,
+        even when its step is higher.
+
+        Args:
+            state_dict: what ``state_dict`` returned. One of torchft, which has no lineage, works too.
+        """
+        self._steps.refuse_in_rehearsal("load_state_dict()")
+        self._context.progress.resume(state_dict)
+        self._context.log_progress("loaded")
+
+    def save_checkpoint(self) -> LastCheckpoint:
+        """Write a durable checkpoint of the last step now, in addition to those of ``durable_every``.
+
+        Call it in all groups and ranks, between ``should_commit`` (or ``Optimizer.step``) and the next ``start_quorum``
+        (``Optimizer.zero_grad``). Returns when the state is copied; the upload goes on in the background. If an
+        earlier checkpoint is still being uploaded, this waits up to ``timeout``, unless ``durable_newest_wins``.
+
+        Returns:
+            ``last_checkpoint`` from before this call, with the error of the last write if it failed.
+
+        Raises:
+            RuntimeError: this process has committed no step since it started or healed.
+            KeepstepError: this group catches up.
+        """
+        self._refuse_while_catching_up("save_checkpoint()")
+        self._steps.check_change()
+        return self._durability.save()
+
+    @property
+    def last_checkpoint(self) -> LastCheckpoint:
+        """The newest durable checkpoint that this rank knows to be committed, and the error of the last write."""
+        return self._durability.last
+
+    def resume(self) -> bool:
+        """Load the newest durable checkpoint of the job now, instead of in the first ``start_quorum``.
+
+        Call it in all ranks, after all state is registered, if the script needs ``current_step()`` before its first
+        step. It does nothing if another group has a live state, from which this group heals, if this group has a
+        state, and with ``resume=False``.
+
+        Returns:
+            Whether it loaded one.
+
+        Raises:
+            KeepstepError: no relay says whether the job has one, or it could not be loaded.
+        """
+        self._steps.refuse_in_rehearsal("resume()")
+        return self._durability.resume()
+
+    @property
+    def catching_up(self) -> bool:
+        """Whether this group takes part without weights, while the state of the others arrives.
+
+        Only with ``Optimizer(catch_up=True)``. Until it is False, save, evaluate and export nothing: the weights are
+        not those of ``current_step()``. It changes in ``Optimizer.step`` and in ``finish``.
+        """
+        return self._context.progress.following
+
+    def _refuse_while_catching_up(self, call: str) -> None:
+        if self.catching_up:
+            raise KeepstepError(
+                f"{call} at step {self.current_step()}: this group catches up, and its weights are older than that; "
+                f"save only while manager.catching_up is False"
             )
-        self._context.end_if_repeated(None if committed else attempt.own_error)
-        failures, most = self._context.progress.commit_failures, self._settings.max_retries
-        if not committed and most is not None and failures > most:
-            raise RuntimeError(f"{failures} steps in a row failed (max_retries={most}); the last one: {attempt.error}")
-        return committed
 
-    def _compare_script(self) -> None:
-        """Let the groups compare what was added to the script checker since the last request."""
-        if (new := self.script_checker.common.take_new()) is not None:
-            optimizers, settings = new
-            self._context.add_settings(settings)
-            for lines in filter(None, optimizers):
-                self._context.add_layout(FixedLines(lines))
+    def mark_torn(self) -> None:
+        """Mark this group's state as torn, because an optimizer failed in the middle of a step for example.
 
-    def _note_values(self, attempt: Attempt) -> None:
-        """Report what the optimizers step with now. Groups whose weights differ by design do not compare it."""
-        context, plan = self._context, attempt.plan
-        equal = plan is not None and plan.allow_heal and not (attempt.synchronized or self.catching_up)
-        values = self.script_checker.common.of_step() if equal and context.state.compared != frozenset() else ()
-        if plan is not None and values and context.last_step is not None:
-            digest = context.link.step_values.add(plan.quorum_id, plan.max_step, values)
-            context.last_step = replace(context.last_step, values=digest)
+        The group heals from another one at the next step, and no group heals from it until then.
+        """
+        self._context.tear()
+
+    @property
+    def leaving(self) -> bool:
+        """Whether this group was asked to leave, by SIGTERM or a drain: the next ``start_quorum`` raises Drained."""
+        return bool(self._context.leaving)
+
+    @property
+    def torn(self) -> bool:
+        """Whether this group's state is torn (``mark_torn``), until it heals."""
+        return self._context.progress.torn
+
+    def record(self, **values: float) -> None:
+        """Record numbers of the current step for the metrics service, such as ``record(loss=loss.item())``.
+
+        Rank 0 sends them in the background with the step that ends next. Without a metrics service nothing is sent.
+
+        Args:
+            **values: at most 16 names.
+        """
+        if not self._steps.rehearsing:
+            self._context.telemetry.values({name: float(value) for name, value in values.items()})
+
+    def current_step(self) -> int:
+        """Return the number of committed steps. It changes only in ``should_commit`` and when this group heals."""
+        return self._context.progress.step
+
+    def batches_committed(self) -> int:
+        """Return the number of batches, of all groups, that went into committed steps."""
+        return self._context.progress.batches_committed
+
+    def replica_id(self) -> str:
+        """Return the id of this incarnation of the group, ``name:uuid``."""
+        return self._context.link.replica_id
+
+    def group_rank(self) -> int:
+        """Return the rank of this process in its group."""
+        return self._context.settings.rank
+
+    def group_world_size(self) -> int:
+        """Return the number of ranks of this group."""
+        return self._context.settings.world_size
+
+    @property
+    def services(self) -> tuple[ServiceAddress, ...]:
+        """Relays and metrics services that are registered with the lighthouse now."""
+        return self._context.link.services
 
     # ---- the end
+
+    def finish(self, timeout: timedelta | None = None, *, publish: bool = False) -> Finished:
+        """Wait until all groups have taken their last step, at the same state. No step follows.
+
+        Call it in all groups and ranks, between two steps, after the training loop. A group that died in the last steps
+        is waited for, for ``finish_grace`` of the job's policy (30 s), and heals from the others. This group heals
+        too, if its state differs from theirs, whose digests are compared; so evaluate and save the model afterwards.
+        Then the job is closed: a group that starts later ends with exit code 80, until ``keepstep job reopen`` allows
+        it to train on. With ``publish`` such a group loads the final state from a relay instead, and finishes too.
+
+        The training loop must end at the same step in all groups, also in one that was started again: let
+        ``current_step()`` decide, not a count of the script's own.
+
+        Args:
+            timeout: None: wait as long as groups are connected. Groups that are connected and do not finish are waited
+                for as in a step (``join_timeout``; without limit if they are the majority).
+            publish: True: write the final state to the relays before the job is closed, as a durable checkpoint. All
+                groups and ranks must pass the same value. A failed write is logged, and keeps no group from finishing.
+
+        Returns:
+            The final step, and the number of groups. The same again, if it is called again.
+
+        Raises:
+            TimeoutError: ``timeout`` is over; the message says what the groups wait for. Call it again to go on.
+            KeepstepError: the lighthouse is older than this function.
+            MismatchExit: other groups took their last step at another step, or pass another ``publish``; the reason
+                names both.
+            DivergedExit: the weights of this group differ from those of the others: again after a heal because of that,
+                or no majority tells which are right.
+            JobClosedExit: the others have finished without this group.
+            Drained, EvictedExit: as in ``start_quorum``.
+        """
+        return self._finishing.finish(timeout, publish=publish)
 
     def leave_soon(self, reason: str, notice: timedelta | None = None) -> None:
         """Leave the job at the end of the step, as after SIGTERM: the next ``start_quorum`` raises Drained.
@@ -626,30 +758,15 @@ class Manager(Finishing, BackgroundQuorum, Rehearsing, StateAndProgress):
         """
         self._membership.leave_soon(reason, None if notice is None else notice.total_seconds())
 
-    def leave_if_asked(self) -> None:
-        """Leave the job now if this group was asked to, by SIGTERM or a drain. LocalSGD and DiLoCo call it.
-
-        For loops that take long between two steps. In the middle of a step it does nothing, and neither does it in a
-        group of several ranks, which leave together in their next step.
-
-        Raises:
-            Drained: the group has left.
-            EvictedExit: the group was evicted.
-        """
-        context = self._context
-        context.raise_fatal()
-        between_steps = self._attempt is None or self._attempt.done
-        if context.leaving and between_steps and context.settings.world_size == 1:
-            self._membership.leave(context)
-
     def forked(self) -> None:
         """Disable the copy of this object in a forked child: only the parent has its threads."""
         if not self._membership.ended:
             _running.remove(self)
             atexit.unregister(self._exit)
             self._membership.stop_acting()
-            never_free(self._context, self._attempt, self._durability)
-            self._context = self._attempt = self._durability = cast("Any", OfParent("this Manager", self._pid))
+            never_free(self._context, self._steps, self._durability)
+            of_parent = cast("Any", OfParent("this Manager", self._pid))
+            self._context = self._steps = self._durability = self._background = self._finishing = of_parent
 
     def shutdown(self, wait: bool = True) -> None:
         """Leave the job, and free threads, ports and memory. May be called more than once.
@@ -664,21 +781,22 @@ class Manager(Finishing, BackgroundQuorum, Rehearsing, StateAndProgress):
             wait: wait until transfers of live state have ended, and a durable checkpoint that is due is written. It is
                 not written while an error passes, such as in a ``finally`` block, that came after the last step began.
         """
-        self._shut_down(wait, script_error(self._handled, at_exit=False))
+        self._shut_down(wait=wait, at_exit=False)
 
     def _exit(self) -> None:
-        self._shut_down(True, script_error(self._handled, at_exit=True))
+        self._shut_down(wait=True, at_exit=True)
 
-    def _shut_down(self, wait: bool, error: str) -> None:
+    def _shut_down(self, *, wait: bool, at_exit: bool) -> None:
         if self._membership.ended:
             return
+        error, attempt = script_error(self._steps.handled, at_exit=at_exit), self._steps.attempt
         _running.remove(self)
         atexit.unregister(self._exit)
         self._membership.stop_acting()
         context, limit = self._context, min(self._settings.timeout.total_seconds(), SHUTDOWN_SECONDS)
-        in_step = self._attempt is not None and self._attempt.is_in_flight()
-        if in_step and self._attempt is not None:
-            self._attempt.refuse_joiners("this group ended in the middle of a step")
+        in_step = attempt is not None and attempt.is_in_flight()
+        if in_step and attempt is not None:
+            attempt.refuse_joiners("this group ended in the middle of a step")
         self._membership.end(context, limit, error, in_step=in_step)
         self._durability.close(finish=wait and not in_step and not error)
         wiring.disconnect(context, limit, wait=wait)

@@ -70,7 +70,7 @@ class OptimizerWrapper(Optimizer):
             raise ValueError(
                 "catch_up=True needs Manager(use_async_quorum=True): in a synchronous quorum all groups heal"
             )
-        self._follower = manager.follow_with(optim, self._after_commit, catch_up_memory) if catch_up else None
+        self._follower = manager.steps.follow_with(optim, self._after_commit, catch_up_memory) if catch_up else None
         manager.script_checker.add_optimizer(optim)
         with contextlib.suppress(AttributeError):  # a wrapper of another optimizer, such as Accelerate's, has no hooks
             optim.register_step_pre_hook(self._inner_step_begins)
@@ -152,19 +152,19 @@ class OptimizerWrapper(Optimizer):
         return True
 
     def _inner_step_begins(self, *_: object) -> None:
-        if self.manager.rehearsing:
+        if self.manager.steps.rehearsing:
             return
-        if self.manager.open_step() is None:
-            self.manager.change_begins()
+        if self.manager.steps.open_number is None:
+            self.manager.steps.change_begins()
         elif type(self.optim).step.__module__.startswith("torch.optim"):
             raise self._too_early()
         # another class may call `step` of this wrapper in its own, as torchtitan's container does
 
     def _inner_step_ended(self, *_: object) -> None:
-        if self.manager.open_step() is not None and not self.manager.rehearsing:
+        if self.manager.steps.open_number is not None and not self.manager.steps.rehearsing:
             self.manager.mark_torn()
             raise self._too_early()
-        self.manager.change_ended()
+        self.manager.steps.change_ended()
 
     def _too_early(self) -> RuntimeError:
         name = type(self.optim).__name__
@@ -175,7 +175,7 @@ class OptimizerWrapper(Optimizer):
         )
 
     def _discarded(self) -> None:
-        if self.manager.rehearsing:
+        if self.manager.steps.rehearsing:
             self.optim.step()  # undone at the end of the rehearsal
 
     def _step(self) -> None:
@@ -195,7 +195,7 @@ class OptimizerWrapper(Optimizer):
             )
         seen = scaler._per_optimizer_states[id(self)]  # noqa: SLF001  as other optimizers that take the scaler
         unscaled_by = scaler.get_scale() if seen["stage"] is OptState.UNSCALED else None
-        self.manager.expect_overflow()
+        self.manager.steps.expect_overflow()
         used = overflow = False
         try:
             with self.manager.committing() as committed:

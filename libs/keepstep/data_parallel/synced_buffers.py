@@ -131,7 +131,7 @@ class SyncedBuffers:
 
     def _place(self) -> tuple[bool, int]:
         """Return whether this group is the first of those that take part, and their number."""
-        rank, groups = self._manager.participation()
+        rank, groups = self._manager.steps.participation()
         return rank == 0, groups
 
     def _average(self, buffers: list[_Buffer]) -> None:

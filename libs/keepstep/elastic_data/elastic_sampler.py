@@ -97,7 +97,7 @@ class ElasticSampler(data.Sampler[list[int]]):
         manager.register_state_dict_fn(STATE, self.load_state_dict, self.state_dict)
         shares = f"{global_batch_size=}, {num_ranks=}, {drop_last=}"
         order = f"{shuffle=}, {seed=}, version {VERSION}"
-        manager.add_layout([f"elastic sampler: {length} samples, {shares}, {order}"])
+        manager.steps.add_layout([f"elastic sampler: {length} samples, {shares}, {order}"])
 
     @property
     def length(self) -> int:
@@ -194,11 +194,11 @@ class ElasticSampler(data.Sampler[list[int]]):
         """
         manager = self._manager
         if self._is_left_open():
-            self._leave(allowed=manager.step_continued or not ahead)
-        if manager.open_step() is None:
+            self._leave(allowed=manager.steps.continued or not ahead)
+        if manager.steps.open_number is None:
             manager.start_quorum()
-        self._drawn = manager.open_step()
-        manager.keep_step()
+        self._drawn = manager.steps.open_number
+        manager.steps.keep()
         if self._loaded:
             self._loaded, step = False, manager.current_step()
             if not self._base_step <= step <= self._base_step + 1:  # the state of another job, without its Manager's
@@ -210,7 +210,7 @@ class ElasticSampler(data.Sampler[list[int]]):
         return self._share
 
     def _is_left_open(self) -> bool:
-        return self._drawn is not None and self._manager.open_step() == self._drawn
+        return self._drawn is not None and self._manager.steps.open_number == self._drawn
 
     def _leave(self, *, allowed: bool) -> None:
         """Discard the open step, for which a batch was drawn."""
@@ -242,7 +242,7 @@ class ElasticSampler(data.Sampler[list[int]]):
             if before is not None:
                 before()
             yield self.draw(ahead=ahead)
-            if self._ended_epoch() or self._manager.groups_finish:
+            if self._ended_epoch() or self._manager.steps.groups_finish:
                 return
 
     def _ended_epoch(self) -> bool:
@@ -266,7 +266,7 @@ class ElasticSampler(data.Sampler[list[int]]):
         Args:
             number: of epochs in the whole training, equal in all groups.
         """
-        self._manager.resume_if_set()  # else a job that resumes at its end would train another epoch
+        self._manager.steps.resume_if_set()  # else a job that resumes at its end would train another epoch
         while self.epoch < number:
             yield
             if self.epoch >= number and not self._ended_epoch() and not self._manager.torn:

@@ -97,7 +97,7 @@ class ElasticIterator:
         Raises:
             StopIteration: all elements are in committed steps.
         """
-        self._manager.resume_if_set()  # else a job that resumes at its end would train another step
+        self._manager.steps.resume_if_set()  # else a job that resumes at its end would train another step
         if self.sampler.epoch > 0:
             raise StopIteration
         try:

@@ -1,9 +1,9 @@
 """Quorums that form while the groups train, so that no group waits for a slow one.
 
-    request_quorum      ask for the quorum, and train on
-    quorum_formed       whether it has formed; the same answer in all ranks of the group
-    start_quorum        begin the step with it
-    withdraw_quorum     give it up
+    request                 ask for the quorum, and train on
+    formed                  whether it has formed; the same answer in all ranks of the group
+    Manager.start_quorum    begin the step with it
+    withdraw                give it up
 
 The groups that are ready form the quorum, and the others stay behind. They are *late* in their next step: its
 collectives bring them the state of the others, as ``standing`` says, and they do not heal.
@@ -11,16 +11,14 @@ collectives bring them the state of the others, as ``standing`` says, and they d
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from dataclasses import dataclass
 from datetime import timedelta
 
 from keepstep.group.quorum_plan import QuorumPlan, WorldSizeMode
 from keepstep.lifecycle.manager_settings import ManagerSettings
-from keepstep.lifecycle.membership import GroupMembership
-from keepstep.lifecycle.state_and_progress import StateAndProgress
+from keepstep.lifecycle.steps import Steps
 from keepstep.step.agreeing import all_ready
-from keepstep.step.attempt import Attempt
+from keepstep.step.context import StepContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,53 +46,21 @@ class Standing:
         )
 
 
-class BackgroundQuorum(StateAndProgress):
-    """The methods of a Manager for quorums that form while the group trains."""
+class BackgroundQuorum:
+    """Requests quorums while the group trains.
 
-    _settings: ManagerSettings
-    _membership: GroupMembership
-    _attempt: Attempt | None
+    Args:
+        settings: of the Manager.
+        context: of its steps.
+        steps: opens the attempt of each quorum.
+    """
 
-    @abstractmethod
-    def _compare_script(self) -> None:
-        """See ``Manager``."""
+    def __init__(self, settings: ManagerSettings, context: StepContext, steps: Steps) -> None:
+        self._settings = settings
+        self._context = context
+        self._steps = steps
 
-    @abstractmethod
-    def _new_attempt(
-        self, arguments: tuple[object, ...], limit: float, *, allow_heal: bool = True, final: bool = False
-    ) -> Attempt:
-        """See ``Manager``."""
-
-    def open_step(self) -> int | None:
-        """Return the number of the open attempt, counted in this process. None: no step is open.
-
-        A step is open from ``start_quorum`` to ``should_commit`` or ``shutdown``.
-        """
-        attempt = self._attempt
-        if attempt is None or attempt.done or attempt.requested_early or self._membership.ended:
-            return None
-        return attempt.number
-
-    @property
-    def step_continued(self) -> bool:
-        """Whether ``start_quorum`` was called in the open step after ``keep_step``."""
-        return self._attempt is not None and self._attempt.continued
-
-    @property
-    def groups_finish(self) -> bool:
-        """Whether groups finish in the quorum of this step, or of the last one: it commits nothing, no step follows."""
-        plan = None if self._attempt is None else self._attempt.plan
-        return plan is not None and plan.finishing
-
-    def keep_step(self) -> None:
-        """Let only ``should_commit`` end the open step, because a batch was drawn for its groups.
-
-        A ``start_quorum`` that would begin another step leaves this one open, and keeps it from committing.
-        """
-        if self._attempt is not None:
-            self._attempt.kept = True
-
-    def train_while_quorum_forms(self, min_groups: int, grace: timedelta) -> None:
+    def use(self, min_groups: int, grace: timedelta) -> None:
         """Let quorums form from the groups that are ready. Call it in all groups, before the first step.
 
         From then on every step must bring groups that are behind to the state of the others (``standing``), and call
@@ -114,7 +80,7 @@ class BackgroundQuorum(StateAndProgress):
                 f"min_groups={min_groups} is less than min_replica_size={self._settings.min_replica_size} of the "
                 f"Manager, so that a step of {min_groups} groups never commits; make min_groups at least as large"
             )
-        if self.retry_allreduce:
+        if self._context.kept is not None:
             raise ValueError("retry_allreduce=True makes the groups wait for a quorum of the same step; use False")
         if self._context.stands_by:
             raise ValueError("groups that train while a quorum forms have no spares; unset KEEPSTEP_SPARES")
@@ -126,40 +92,40 @@ class BackgroundQuorum(StateAndProgress):
             )
         self._context.min_groups, self._context.grace = min_groups, grace
 
-    def request_quorum(self) -> None:
+    def request(self) -> None:
         """Request the quorum of the next step, and return. Do nothing while a request is open or has its quorum.
 
         Raises:
             Drained, EvictedExit: the process must end.
             KeepstepError: the reason why no quorum formed, other than that it took too long; the next call asks again.
         """
-        self._refuse_in_rehearsal("request_quorum()")
-        context, attempt = self._context, self._attempt
+        self._steps.refuse_in_rehearsal("request()")
+        context, attempt = self._context, self._steps.attempt
         context.raise_fatal()
         if attempt is not None and not attempt.done:
             if not attempt.quorum_failed:
                 return
-            self._attempt = None
+            self._steps.attempt = None
             try:
                 attempt.wait_plan()
             except TimeoutError as error:
                 context.log.info("no quorum yet; training on", step=context.progress.step, reason=str(error))
-        self._compare_script()
+        self._steps.compare_script()
         limit = self._settings.quorum_timeout.total_seconds()
-        self._new_attempt((), limit).request(context.next_ask(limit, allow_heal=True, shrink_only=False))
+        self._steps.new((), limit).request(context.next_ask(limit, allow_heal=True, shrink_only=False))
 
-    def quorum_formed(self) -> bool:
+    def formed(self) -> bool:
         """Return whether the requested quorum has formed, so that ``start_quorum`` begins its step without a wait.
 
         Call it in all ranks of the group, equally often: the answer is yes once all ranks have the quorum.
         """
-        attempt = self._attempt
+        attempt = self._steps.attempt
         return all_ready(self._context, attempt is not None and not attempt.done and attempt.quorum_formed)
 
-    def withdraw_quorum(self) -> None:
+    def withdraw(self) -> None:
         """Give up the quorum that was requested, unless its step has begun."""
-        if self._attempt is not None and self._attempt.requested_early and not self._attempt.done:
-            self._attempt.withdraw()
+        if self._steps.attempt is not None and self._steps.attempt.requested_early and not self._steps.attempt.done:
+            self._steps.attempt.withdraw()
 
     def standing(self) -> Standing:
         """Wait for the quorum, and return the standing of this group in the step.
@@ -167,6 +133,4 @@ class BackgroundQuorum(StateAndProgress):
         Raises:
             RuntimeError: no step has begun.
         """
-        if self._attempt is None or self._attempt.done:
-            raise RuntimeError("no step has begun: call start_quorum() first")
-        return Standing.of(self._attempt.wait_plan())
+        return Standing.of(self._steps.current().wait_plan())

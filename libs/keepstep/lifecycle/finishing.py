@@ -15,8 +15,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from keepstep.group.agreement import LayoutChanges
-from keepstep.lifecycle.background_quorum import BackgroundQuorum
+from keepstep.lifecycle.durability import Durability
+from keepstep.lifecycle.manager_settings import ManagerSettings
+from keepstep.lifecycle.membership import GroupMembership
+from keepstep.lifecycle.steps import Steps
 from keepstep.step.agreeing import final_root_of
+from keepstep.step.context import StepContext
 from keepstep_mesh.errors import JobClosed, KeepstepError
 from keepstep_mesh.protocol.membership import PUBLISHED, TO_PUBLISH, UNPUBLISHED
 
@@ -34,44 +38,37 @@ class Finished:
     groups: int
 
 
-class Finishing(BackgroundQuorum):
-    """The method of a Manager that ends the training in all groups together."""
+class Finishing:
+    """Ends the training of this process together with the other groups.
 
-    _finished: Finished | None = None
-    _published = False
+    Args:
+        settings: of the Manager.
+        context: of its steps.
+        membership: leaves the job when this group was asked to.
+        durability: publishes the final state.
+        steps: opens the attempts in which groups that are behind heal.
+    """
+
+    def __init__(
+        self,
+        settings: ManagerSettings,
+        context: StepContext,
+        membership: GroupMembership,
+        durability: Durability,
+        steps: Steps,
+    ) -> None:
+        self._settings = settings
+        self._context = context
+        self._membership = membership
+        self._durability = durability
+        self._steps = steps
+        self._finished: Finished | None = None
+        self._published = False
 
     def finish(self, timeout: timedelta | None = None, *, publish: bool = False) -> Finished:
-        """Wait until all groups have taken their last step, at the same state. No step follows.
-
-        Call it in all groups and ranks, between two steps, after the training loop. A group that died in the last steps
-        is waited for, for ``finish_grace`` of the job's policy (30 s), and heals from the others. This group heals
-        too, if its state differs from theirs, whose digests are compared; so evaluate and save the model afterwards.
-        Then the job is closed: a group that starts later ends with exit code 80, until ``keepstep job reopen`` allows
-        it to train on. With ``publish`` such a group loads the final state from a relay instead, and finishes too.
-
-        The training loop must end at the same step in all groups, also in one that was started again: let
-        ``current_step()`` decide, not a count of the script's own.
-
-        Args:
-            timeout: None: wait as long as groups are connected. Groups that are connected and do not finish are waited
-                for as in a step (``join_timeout``; without limit if they are the majority).
-            publish: True: write the final state to the relays before the job is closed, as a durable checkpoint. All
-                groups and ranks must pass the same value. A failed write is logged, and keeps no group from finishing.
-
-        Returns:
-            The final step, and the number of groups. The same again, if it is called again.
-
-        Raises:
-            TimeoutError: ``timeout`` is over; the message says what the groups wait for. Call it again to go on.
-            KeepstepError: the lighthouse is older than this function.
-            MismatchExit: other groups took their last step at another step, or pass another ``publish``; the reason
-                names both.
-            DivergedExit: the weights of this group differ from those of the others: again after a heal because of that,
-                or no majority tells which are right.
-            JobClosedExit: the others have finished without this group.
-            Drained, EvictedExit: as in ``start_quorum``.
-        """
-        self._refuse_in_rehearsal("finish()")
+        """End the training: ``Manager.finish``."""
+        steps = self._steps
+        steps.refuse_in_rehearsal("finish()")
         context = self._context
         context.raise_fatal()
         if self._finished is not None:
@@ -80,7 +77,7 @@ class Finishing(BackgroundQuorum):
         self._end_open_step()
         if context.follower is not None:
             context.follower.finish()
-        last_step = self._attempt
+        last_step = steps.attempt
         last_plan = None if last_step is None else last_step.plan
         # groups whose rounds forbid heals may hold different weights between two averages
         compares = last_plan is None or last_plan.allow_heal
@@ -95,7 +92,7 @@ class Finishing(BackgroundQuorum):
             try:
                 context.root = root
                 finished = self._ask_for_the_end(limit, deadline, publish=publish)
-                plan = None if self._attempt is None else self._attempt.plan
+                plan = None if steps.attempt is None else steps.attempt.plan
                 if root is not None and finished is None and (plan is None or plan.heal):
                     root = final_root_of(context)
             except TimeoutError as error:
@@ -103,11 +100,12 @@ class Finishing(BackgroundQuorum):
                 if deadline is not None and time.monotonic() >= deadline:
                     raise TimeoutError(f"the groups have not finished within {timeout}: {error}") from None
                 context.log.warning("not finished yet; asking again", step=context.progress.step, reason=str(error))
-        self._finished, self._attempt = finished, last_step  # participating_rank() and the like are of that step
+        self._finished, steps.ended_at = finished, finished.step
+        steps.attempt = last_step  # participating_rank() and the like are of that step
         return finished
 
     def _end_open_step(self) -> None:
-        attempt = self._attempt
+        attempt = self._steps.attempt
         if attempt is None or attempt.done:
             return
         if attempt.requested_early:
@@ -121,7 +119,7 @@ class Finishing(BackgroundQuorum):
         None too if this group has to ask again with other parameters.
         """
         context = self._context
-        step, attempt = context.progress.step, self._new_attempt((), limit, final=True)
+        step, attempt = context.progress.step, self._steps.new((), limit, final=True)
         wanted = PUBLISHED if self._published else TO_PUBLISH if publish else UNPUBLISHED
         context.read_layout()
         try:

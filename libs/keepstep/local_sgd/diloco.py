@@ -144,7 +144,7 @@ class DiLoCo(OuterSteps):
         keys = [f"StreamingDiLoCoFragment_{number}" for number in range(len(model_fragments))]
         everything = [one for fragment in parameters for one in fragment.values()]
         if decoupled is not None:
-            manager.train_while_quorum_forms(decoupled.min_groups, decoupled.grace)
+            manager.background.use(decoupled.min_groups, decoupled.grace)
         super().__init__(manager, inner_optimizer, everything, schedule, frozenset(keys))
         self._fragments = [
             (Fragment if decoupled is None else MergedFragment)(
@@ -176,7 +176,7 @@ class DiLoCo(OuterSteps):
             lines += [optimizer_line(number, outer), *parameter_lines(parameters[number], f"fragment {number} ")]
             lines += buffers[number].lines
         trained = {f"fragment {n} {name}": one for n, named in enumerate(parameters) for name, one in named.items()}
-        manager.add_layout([*lines, *order_lines(inner_optimizer, trained)])
+        manager.steps.add_layout([*lines, *order_lines(inner_optimizer, trained)])
         for outer in dict.fromkeys(outers) if decoupled is None else ():  # decoupled groups step them at other times
             manager.script_checker.common.add_optimizer(outer, trained)
 
@@ -258,10 +258,10 @@ class DiLoCo(OuterSteps):
         """Stop counting. An outer step that other groups wait for ends now, unless an exception leaves the block."""
         super().__exit__(kind, error, trace)
         if self._merges is not None:
-            if error is None and self._manager.quorum_formed():
+            if error is None and self._manager.background.formed():
                 self._merge()
             else:
-                self._manager.withdraw_quorum()
+                self._manager.background.withdraw()
 
     def _count_step(self) -> None:
         super()._count_step()

@@ -97,13 +97,13 @@ class OuterMerges:
             )
         if inner_steps >= self._limit:
             return True  # the step waits for its quorum
-        self._manager.request_quorum()
-        return self._manager.quorum_formed()
+        self._manager.background.request()
+        return self._manager.background.formed()
 
     def merge(self) -> bool:
         """Take the outer step whose quorum has formed. Return whether it committed."""
         manager = self._manager
-        standing = manager.standing()
+        standing = manager.background.standing()
         manager.mark_synchronized()
         for one in self._fragments:
             one.resolve(standing.step)

@@ -88,7 +88,7 @@ class OuterSteps(ABC):
         """Forget the collectives."""
 
     def __enter__(self) -> Self:
-        if self._manager.rehearsing:
+        if self._manager.steps.rehearsing:
             raise RuntimeError(f"{type(self).__name__} in rehearse(), which cannot undo its steps; enter it afterwards")
         if self._hook is not None:
             raise RuntimeError(f"this {type(self).__name__} is entered already; leave its block first")
@@ -128,7 +128,7 @@ class OuterSteps(ABC):
         if self._schedule.begins:
             self._advance()
         else:
-            self._manager.cancel_step()  # the first outer step has a quorum of its own, with groups that start later
+            self._manager.steps.cancel()  # the first outer step has a quorum of its own, with groups that start later
 
     def _after_inner_step(self, *_: object) -> None:
         found_inf = getattr(self._optimizer, "found_inf", None)  # set by a GradScaler while a fused optimizer steps
@@ -136,7 +136,7 @@ class OuterSteps(ABC):
             return
         self._count_step()
         self._advance()
-        self._manager.leave_if_asked()  # the next outer step may be minutes away
+        self._manager.steps.leave_if_asked()  # the next outer step may be minutes away
 
     def _count_step(self) -> None:
         self._schedule.count()
@@ -152,7 +152,7 @@ class OuterSteps(ABC):
         if self._schedule.begins:
             self._start(self._schedule.begin(self._manager.current_step()))
         else:
-            self._manager.cancel_step()  # this group has healed from one that is earlier in its period
+            self._manager.steps.cancel()  # this group has healed from one that is earlier in its period
 
     def _end(self, fragment: int) -> bool:
         try:

@@ -60,7 +60,7 @@ class LocalSGD(OuterSteps):
         self._averages: list[torch.Tensor] = []
         self._works: list[Work] = []
         lines = [f"LocalSGD sync_every {sync_every}", *parameter_lines(parameters), *self._buffers.lines]
-        manager.add_layout([*lines, *order_lines(optimizer, parameters)])
+        manager.steps.add_layout([*lines, *order_lines(optimizer, parameters)])
 
     def sync(self) -> bool:
         """Average now, and begin a new period. Call it in all groups, after the same number of steps.
@@ -71,7 +71,7 @@ class LocalSGD(OuterSteps):
         self._schedule.skip_to_begin()
         self._start_quorum()
         if not self._schedule.begins:
-            self._manager.cancel_step()
+            self._manager.steps.cancel()
             return False
         fragment = self._schedule.begin(self._manager.current_step())
         self._start(fragment)

@@ -51,8 +51,9 @@ MUTATIONS = (
     Mutation(
         "a loop ends its epoch where a heal goes on in another one",
         f"{ROOM}/elastic_sampler.py",
-        "            if self._ended_epoch() or self._manager.groups_finish:\n",
-        "            if self._share and self._share.position.epoch != self.epoch or self._manager.groups_finish:\n",
+        "            if self._ended_epoch() or self._manager.steps.groups_finish:\n",
+        "            if self._share and self._share.position.epoch != self.epoch "
+        "or self._manager.steps.groups_finish:\n",
         Test(f"{EPOCHS}::test_a_group_that_heals_in_another_epoch_goes_on_in_it[async-from a checkpoint-with_epochs]"),
     ),
     Mutation(

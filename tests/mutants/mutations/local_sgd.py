@@ -65,7 +65,7 @@ MUTATIONS = (
     Mutation(
         "the quorum that a group heals in stays open for its first period",
         "libs/keepstep/local_sgd/outer_steps.py",
-        "            self._manager.cancel_step()  # the first outer step has a quorum of its own",
+        "            self._manager.steps.cancel()  # the first outer step has a quorum of its own",
         "            pass  # the first outer step has a quorum of its own",
         Test(f"{GROUPS}::test_a_group_that_starts_a_moment_later_is_in_the_first_outer_step[diloco]"),
     ),

@@ -201,7 +201,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a wrapped optimizer that failed after a bare commit goes unnoticed",
-        "libs/keepstep/lifecycle/state_and_progress.py",
+        "libs/keepstep/lifecycle/steps.py",
         "            if not context.progress.torn:\n",
         "            if context.progress.torn:\n",
         Test(f"{CHANGES}::test_an_error_of_an_optimizer_after_the_commit_makes_the_group_heal[should_commit]"),

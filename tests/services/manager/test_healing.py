@@ -128,7 +128,7 @@ def test_a_joiner_contributes_zeros_at_once_and_its_heal_holds_up_no_all_reduce(
             members = 0
             while not members:  # the quorum that takes the joiner in may be the next one
                 worked = m.allreduce(tensor).wait()
-                members = m._current().plan.replica_world_size - 1
+                members = m.steps.current().plan.replica_world_size - 1
                 if not members:
                     assert m.should_commit()
                     m.start_quorum()

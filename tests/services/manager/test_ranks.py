@@ -198,14 +198,14 @@ def test_ranks_that_withdraw_their_request_finish_without_it(lighthouse, behind)
 
     def rank(number: int) -> int:
         with manager(lighthouse, "a", rank=number, **place) as m:
-            m.train_while_quorum_forms(2, SECOND)  # no other group comes
-            m.request_quorum()
+            m.background.use(2, SECOND)  # no other group comes
+            m.background.request()
             until_connected(lighthouse, "a", asked=True)
             both_asked.wait(30)
             if number == behind:  # in its last local steps, when the other rank has ended its loop
                 assert other_left.wait(30)
-                m.request_quorum()
-            m.withdraw_quorum()
+                m.background.request()
+            m.background.withdraw()
             other_left.set()
             return m.finish(30 * SECOND).groups
 

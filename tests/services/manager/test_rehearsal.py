@@ -147,7 +147,7 @@ def test_what_a_rehearsal_cannot_undo_is_refused(lighthouse):
         own = Group(m)
         local = LocalSGD(m, own.model, own.inner, sync_every=2)
         with m.rehearse():
-            for call in (m.finish, m.resume, m.request_quorum, lambda: m.load_state_dict({})):
+            for call in (m.finish, m.resume, m.background.request, lambda: m.load_state_dict({})):
                 with pytest.raises(RuntimeError, match="in rehearse\\(\\), which undoes"):
                     call()
             with pytest.raises(RuntimeError, match="LocalSGD in rehearse"):

@@ -37,7 +37,7 @@ def test_after_a_host_that_never_answers_the_members_meet_at_another(three_neede
             for _ in range(4):
                 m.start_quorum()
                 m.allreduce(torch.ones(1)).wait()
-                quorum_id = m._current().wait_plan().quorum_id
+                quorum_id = m.steps.current().wait_plan().quorum_id
                 if committed := m.should_commit():
                     break
             done.wait(60)

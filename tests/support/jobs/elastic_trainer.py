@@ -42,7 +42,7 @@ class Digits(Dataset[tuple[int, torch.Tensor, int]]):
 
 def quorum_of(manager: Manager) -> int | None:
     """Return the quorum_id of the open step; None: no quorum formed."""
-    plan = manager._attempt.plan if manager._attempt is not None else None
+    plan = manager.steps.attempt.plan if manager.steps.attempt is not None else None
     return None if plan is None else plan.quorum_id
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Self
 
 from keepstep.group.agreement import LayoutPart
 from keepstep.script_checks.script_checker import ScriptChecker
@@ -14,7 +15,7 @@ from keepstep_mesh.config.logging import get_logger
 class ManagerDouble:
     """The common part of all doubles of a Manager: its default settings, its layout, and its script checker.
 
-    A double adds the steps and collectives that its tests need.
+    A double adds the steps and collectives that its tests need. It is its own ``steps`` and ``background``.
 
     Args:
         rank: of this group among those that take part.
@@ -27,6 +28,12 @@ class ManagerDouble:
         self.rank = rank
         self.layout: list[str] = []
         self.script_checker = ScriptChecker(LiveState(dict, lambda _: None), get_logger("keepstep.tests"), 0, 1)
+
+    @property
+    def steps(self) -> Self:
+        return self
+
+    background = steps
 
     def should_commit(self) -> bool:
         """Return whether the step commits."""

@@ -48,16 +48,16 @@ class DecoupledMember(Member):
     def __init__(self, rounds: Sequence[Round], rank: int) -> None:
         super().__init__(Groups(1), rank)
         self.rounds = [one for one in rounds if rank in one.inner_steps]
-        self.formed = self.synchronized = False
+        self.has_formed = self.synchronized = False
 
-    def train_while_quorum_forms(self, min_groups: int, grace: timedelta) -> None: ...
+    def use(self, min_groups: int, grace: timedelta) -> None: ...
 
-    def request_quorum(self) -> None: ...
+    def request(self) -> None: ...
 
-    def quorum_formed(self) -> bool:
-        return self.formed
+    def formed(self) -> bool:
+        return self.has_formed
 
-    def withdraw_quorum(self) -> None: ...
+    def withdraw(self) -> None: ...
 
     def standing(self) -> Standing:
         assert self.open
@@ -87,7 +87,7 @@ class DecoupledMember(Member):
         assert self.open
         assert self.synchronized
         now = self.rounds.pop(0)
-        self.open = self.formed = self.synchronized = False
+        self.open = self.has_formed = self.synchronized = False
         committed = self.rank in now.commits and not now.lost
         if committed:
             self.step = now.standings[self.rank].step + 1

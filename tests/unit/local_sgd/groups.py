@@ -97,7 +97,7 @@ class Member(ManagerDouble):
 
     def leave_if_asked(self) -> None: ...
 
-    def cancel_step(self) -> None:
+    def cancel(self) -> None:
         self.open = False
 
     def allreduce(self, tensor: torch.Tensor, **options: Any) -> Work:

@@ -77,7 +77,7 @@ def test_decoupled_groups_train_the_numbers_of_a_plain_computation(job) -> None:
         with diloco:
             for one in [*member.rounds]:
                 for left in reversed(range(one.inner_steps[rank])):
-                    member.formed = left == 0
+                    member.has_formed = left == 0
                     if by_tokens:
                         diloco.count_tokens(tokens_of(rank, step))
                     train(inner, rank, step)
@@ -106,7 +106,7 @@ def test_groups_of_equal_weight_train_as_groups_that_are_not_decoupled() -> None
         inner = inner_of([*model.parameters()])
         with DiLoCo(member, [model], inner, OUTERS["nesterov"](model.parameters()), 3, **options):
             for step in range(12):
-                member.formed = True
+                member.has_formed = True
                 train(inner, member.rank, step)
         return [one.detach() for one in model.parameters()]
 

@@ -210,7 +210,7 @@ class KeepstepStrategy(strategies.DDPStrategy):  # type: ignore[misc]  # its pac
 
     def _begin(self) -> None:
         """Begin the step, unless it is open: a sampler began it, or this is a later batch of an accumulation."""
-        if self.manager.open_step() is None:
+        if self.manager.steps.open_number is None:
             self.manager.start_quorum()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -253,7 +253,7 @@ class KeepstepStrategy(strategies.DDPStrategy):  # type: ignore[misc]  # its pac
             all: whether all groups have to agree; else one suffices.
         """
         decision = bool(super().reduce_boolean_decision(decision, all))
-        if not (self._fitting() and self.committed) or self.manager.open_step() is not None:
+        if not (self._fitting() and self.committed) or self.manager.steps.open_number is not None:
             return decision
         flag = torch.tensor([float(decision)], device=self.root_device)
         work = self.manager.allreduce(flag, reduce_op=ReduceOp.MIN if all else ReduceOp.MAX)

@@ -93,7 +93,7 @@ def replace_model(manager: Manager, accelerator: Accelerator, model: nn.Module, 
     """
 
     def begin(module: nn.Module, _arguments: Any) -> None:
-        if module.training and torch.is_grad_enabled() and manager.open_step() is None:
+        if module.training and torch.is_grad_enabled() and manager.steps.open_number is None:
             manager.start_quorum()
 
     replicated = DistributedDataParallel(manager, model, **kwargs)

@@ -35,7 +35,7 @@ class CommittedFlow(TrainerCallback):  # type: ignore[misc]  # its package may b
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         manager = self._trainer.manager
         self._loss_before = self._trainer._tr_loss.clone()
-        if manager.open_step() is None:
+        if manager.steps.open_number is None:
             self._trainer.save_before_leaving()
             manager.start_quorum()
         self._step_before = state.global_step

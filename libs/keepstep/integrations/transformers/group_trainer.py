@@ -246,7 +246,7 @@ class KeepstepMixin:
                 setattr(one, name, value)
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        self._agrees = self.committed and self.manager.open_step() is None
+        self._agrees = self.committed and self.manager.steps.open_number is None
         try:
             metrics: dict[str, float] = super()._evaluate(*args, **kwargs)  # type: ignore[misc]
         finally:

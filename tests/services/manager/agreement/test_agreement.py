@@ -175,8 +175,8 @@ def test_a_steady_round_without_healing_is_one_for_all(lighthouse):
         for number in range(4):
             m.start_quorum(allow_heal=not (name == "b" and number == 2), timeout=20 * SECOND)
             m.wait_quorum()
-            assert m._attempt is not None
-            seen.append((m.num_participants(), m._attempt._quorum.allow_heal))
+            assert m.steps.attempt is not None
+            seen.append((m.num_participants(), m.steps.attempt._quorum.allow_heal))
             ready.wait(30)
             assert m.should_commit()
         return seen

@@ -9,7 +9,6 @@ import pytest
 
 from keepstep import Manager, ProcessGroupGloo
 from keepstep.coordination import LighthouseServer
-from keepstep.lifecycle.manager_settings import DurableSettings
 from keepstep.runtime.exits import EvictedExit
 from keepstep_mesh.exit_codes import EXIT_EVICTED
 from tests.services.manager.groups import manager
@@ -54,11 +53,10 @@ def test_a_launcher_that_cannot_be_told_the_name_is_no_reason_not_to_train(monke
         assert one.should_commit()
 
 
-def test_the_variable_of_the_durable_relays_overrides_the_argument(monkeypatch):
+def test_the_variable_of_the_durable_relays_overrides_the_argument(monkeypatch, lighthouse):
     monkeypatch.setenv("KEEPSTEP_DURABLE_RELAYS", "http://a:1, http://b:1")
-    wait = timedelta(seconds=1)
-    settings = DurableSettings.from_arguments(1, None, "http://c:1", 1, newest_wins=False, resume_wait=wait)
-    assert settings.relays == ("http://a:1", "http://b:1")
+    with manager(lighthouse, "a", durable_relays="http://c:1") as one:
+        assert one._settings.durable.relays == ("http://a:1", "http://b:1")
 
 
 def test_an_evicted_rank_says_so_before_it_ends(capsys):
@@ -121,6 +119,6 @@ def test_every_override_of_the_environment_reaches_where_the_value_is_used(light
         assert m._context.reconfigurer._timeout == timedelta(seconds=1.5)
         assert m._context.transport.direct.server._timeout == 1.5
         m.start_quorum()
-        assert m._attempt is not None
-        assert m._attempt._timeout == 2.5
+        assert m.steps.attempt is not None
+        assert m.steps.attempt._timeout == 2.5
         assert m.should_commit()

@@ -77,7 +77,7 @@ class Pace:
     def inner_step(self, one: Merging) -> None:
         with self.changed:
             before = self.outer_steps
-            attempt = one.manager._attempt
+            attempt = one.manager.steps.attempt
             while self.outer_steps == before and not (attempt.requested_early and attempt.quorum_formed):
                 self.changed.wait(0.01)  # nothing tells that the quorum has formed
         one.step()

@@ -195,7 +195,7 @@ def test_a_block_that_is_left_before_its_first_outer_step_leaves_the_job_in_orde
     with trainer(lighthouse, "a", "diloco") as one:
         with one.block:
             one.step()
-        assert not one.manager._attempt.is_in_flight()
+        assert not one.manager.steps.attempt.is_in_flight()
     assert "discarded" not in events(steps)
 
 

@@ -127,8 +127,8 @@ def train(lighthouse: str, build: Callable[[Manager], nn.Module], passes: Passes
         model.zero_grad()
         m.start_quorum()
         passes(model, values)
-        assert m._attempt is not None
-        reduced = m._attempt.collectives
+        assert m.steps.attempt is not None
+        reduced = m.steps.attempt.collectives
         assert m.should_commit(), m.errored()
         return gradients(model), reduced
 
@@ -234,7 +234,7 @@ def test_a_step_of_a_sharded_model_is_retried_with_the_same_gradients(lighthouse
                 model.set_requires_gradient_sync(last)
                 loss_of(model, PASSES["a"][last]).backward()
             assert m.should_commit(), m.errored()
-            assert m._attempt.retries == failures
+            assert m.steps.attempt.retries == failures
             found.append(gradients(model))
     assert found[0].abs().max() > 0
     assert all(one.equal(found[0]) for one in found)

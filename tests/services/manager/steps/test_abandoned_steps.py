@@ -33,7 +33,7 @@ class Story:
             self.ahead.set()
             while True:
                 m.start_quorum()
-                if m._current().wait_plan().destinations:
+                if m.steps.current().wait_plan().destinations:
                     break
                 m.should_commit()
             ends(m)
@@ -113,7 +113,7 @@ def test_a_source_that_cancels_its_step_refuses_its_joiner_at_once(lighthouse: s
     story = Story(lighthouse)
 
     def cancels(m: Manager) -> None:
-        m.cancel_step()
+        m.steps.cancel()
         goes_on(story)(m)
 
     _, (took, why, weights) = together(lambda: story.source(cancels), lambda: story.joiner(nothing))
@@ -145,7 +145,7 @@ def test_a_source_that_begins_again_before_it_reduced_anything_continues_the_ste
             ahead.set()
             while True:
                 m.start_quorum()
-                if destinations := len(m._current().wait_plan().destinations):
+                if destinations := len(m.steps.current().wait_plan().destinations):
                     m.start_quorum()
                     reduce(m)
                 assert m.should_commit()

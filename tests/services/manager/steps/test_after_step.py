@@ -64,7 +64,9 @@ def test_a_group_that_committed_does_not_wait_for_one_that_discarded(lighthouse)
             assert m.allreduce(torch.ones(1)).wait()
             reduced.wait(30)
             reported.wait(30)
-            m._attempt._first_error.vote_no(RuntimeError("this group alone"))  # without an abort, as another rank's no
+            m.steps.attempt._first_error.vote_no(
+                RuntimeError("this group alone")
+            )  # without an abort, as another rank's no
             seen = [m.should_commit(), m.allreduce(torch.ones(1)).wait(), m.current_step()]
             m.start_quorum()
             m.allreduce(torch.ones(1))

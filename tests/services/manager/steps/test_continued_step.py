@@ -51,16 +51,16 @@ def test_other_arguments_begin_another_step(lighthouse, steps: Path, second):
 
 def test_a_step_that_is_cancelled_is_neither_committed_nor_discarded(lighthouse, steps: Path):
     with manager(lighthouse, "a") as m:
-        m.cancel_step()
+        m.steps.cancel()
         for _ in range(3):
             m.start_quorum()
             m.wait_quorum()
-            m.cancel_step()
+            m.steps.cancel()
         with pytest.raises(RuntimeError, match="no step has begun"):
             m.should_commit()
         m.start_quorum()
         m.allreduce(torch.ones(1)).wait()
-        m.cancel_step()
+        m.steps.cancel()
         assert m.should_commit(), "a step in which something was reduced goes on"
         assert m.current_step() == 1
     assert "discarded" not in events(steps)

@@ -1,0 +1,357 @@
+"""The steps of one process, one after the other: which attempt is open, how the next one begins, and how one ends.
+
+DDP, optimizers, samplers, LocalSGD and DiLoCo of keepstep reach it as ``Manager.steps``. On the training thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from datetime import timedelta
+
+from torch.optim import Optimizer
+
+from keepstep.group.agreement import FixedLines, LayoutChanges, LayoutPart, PartsMissing
+from keepstep.lifecycle.durability import Durability
+from keepstep.lifecycle.manager_settings import ManagerSettings
+from keepstep.lifecycle.membership import GroupMembership
+from keepstep.lifecycle.rehearsal.rehearsed_step import RehearsedStep
+from keepstep.lifecycle.rehearsal.state_before import StateBefore
+from keepstep.runtime.exits import handled_error
+from keepstep.script_checks.script_checker import ScriptChecker
+from keepstep.step.attempt import Attempt
+from keepstep.step.catching_up.catch_up import CatchUp
+from keepstep.step.context import StepContext
+from keepstep.step.step_quorum import HealRules
+
+
+class Steps:
+    """Opens an attempt for each step, and ends it.
+
+    Args:
+        settings: of the Manager.
+        context: what all attempts share.
+        membership: leaves the job between two steps.
+        durability: writes a durable checkpoint, or loads one, between two steps.
+        checker: warns of mistakes of the script, and compares it with those of other groups.
+    """
+
+    def __init__(
+        self,
+        settings: ManagerSettings,
+        context: StepContext,
+        membership: GroupMembership,
+        durability: Durability,
+        checker: ScriptChecker,
+    ) -> None:
+        self._settings = settings
+        self._context = context
+        self._membership = membership
+        self._durability = durability
+        self._checker = checker
+        self.attempt: Attempt | None = None
+        """The open attempt, or the one that ended last."""
+        self.rehearsing = False
+        """Whether this process is in ``Manager.rehearse``."""
+        self.ended_at: int | None = None
+        """Step at which ``Manager.finish`` has ended the training."""
+        self.handled = handled_error()
+        """Error that the script had handled when its last step began; 0: none."""
+
+    # ---- the open step
+
+    @property
+    def open_number(self) -> int | None:
+        """Number of the open attempt, counted in this process. None: no step is open.
+
+        A step is open from ``start_quorum`` to ``should_commit`` or ``shutdown``.
+        """
+        attempt = self.attempt
+        if attempt is None or attempt.done or attempt.requested_early or self._membership.ended:
+            return None
+        return attempt.number
+
+    @property
+    def continued(self) -> bool:
+        """Whether ``start_quorum`` was called in the open step after ``keep``."""
+        return self.attempt is not None and self.attempt.continued
+
+    @property
+    def groups_finish(self) -> bool:
+        """Whether groups finish in the quorum of this step, or of the last one: it commits nothing, no step follows."""
+        plan = None if self.attempt is None else self.attempt.plan
+        return plan is not None and plan.finishing
+
+    def current(self) -> Attempt:
+        """Return the open attempt. RuntimeError if no step has begun."""
+        if self.attempt is None or self.attempt.done:
+            raise RuntimeError("no step has begun: call start_quorum() first (Optimizer.zero_grad() does)")
+        return self.attempt
+
+    def participation(self) -> tuple[int | None, int]:
+        """Wait for the quorum, and return ``participating_rank`` and ``num_participants``.
+
+        After ``should_commit`` they are of the step that ended. A step that asks for them may be retried, so what
+        depends on them must be computed again then.
+        """
+        attempt = self.attempt
+        if attempt is None or not attempt.done or attempt.plan is None:
+            attempt = self.current()
+        return attempt.part()
+
+    def keep(self) -> None:
+        """Let only ``should_commit`` end the open step, because a batch was drawn for its groups.
+
+        A ``start_quorum`` that would begin another step leaves this one open, and keeps it from committing.
+        """
+        if self.attempt is not None:
+            self.attempt.kept = True
+
+    def expect_overflow(self) -> None:
+        """Declare that a GradScaler multiplied the gradients of this step: an infinity in them is no mistake.
+
+        Then this group is not named for it. ``Optimizer`` calls this for a GradScaler.
+        """
+        if self.attempt is not None:
+            self.attempt.may_overflow = True
+
+    def cancel(self) -> None:
+        """End a step that served to heal only: it is neither committed nor discarded.
+
+        Call it in all ranks of the group. In a step in which something was reduced, or has failed, it does nothing.
+        """
+        if self.attempt is not None:
+            self.attempt.cancel()
+
+    # ---- begin
+
+    def start(self, *, allow_heal: bool, shrink_only: bool, timeout: timedelta | None) -> None:
+        """Begin a step, or continue the open one: ``Manager.start_quorum``."""
+        context = self._context
+        context.raise_fatal()
+        if context.faults is not None:
+            context.faults.raise_ordered()
+        if self.rehearsing:
+            if self.attempt is None or not self.attempt.goes_on(()):
+                self.attempt = RehearsedStep(context)
+            return
+        self._checker.quorum_requested(time.monotonic())
+        self.compare_script()
+        context.read_layout()
+        limit = (timeout or self._settings.quorum_timeout).total_seconds()
+        arguments = (allow_heal, shrink_only, limit, context.layout_digest)
+        attempt = self.attempt
+        if attempt is None or attempt.done or not attempt.requested_early:
+            if attempt is not None and not attempt.done:
+                if attempt.goes_on(arguments):
+                    return
+                attempt.abandon()
+                context.end_if_repeated(attempt.own_error)
+            attempt = self.new(arguments, limit, allow_heal=allow_heal)
+        while True:
+            if context.leaving and context.settings.world_size == 1:
+                self._membership.leave(context)
+            ask = context.next_ask(limit, allow_heal=allow_heal, shrink_only=shrink_only)
+            try:
+                attempt.begin(ask)
+                if context.stands_by:  # else the forward pass would begin before the group has a place
+                    attempt.wait_plan()
+                    context.stands_by = False
+                break
+            except PartsMissing as error:
+                attempt.report(error)
+                break
+            except LayoutChanges as error:
+                context.log.info("adopt the parameters of the job", reason=str(error))
+                context.read_layout()
+            except TimeoutError as error:
+                limited = timeout is not None and not context.stands_by
+                if limited or ask.leaving or not attempt.quorum_failed:
+                    raise
+                context.raise_fatal()
+                log = context.log.info if context.stands_by else context.log.warning
+                log("no quorum yet; asking again", step=context.progress.step, reason=str(error))
+
+    def new(
+        self, arguments: tuple[object, ...], limit: float, *, allow_heal: bool = True, final: bool = False
+    ) -> Attempt:
+        """End what follows the last step, and open an attempt that is not begun.
+
+        Args:
+            arguments: of ``start``; another call with these continues the attempt.
+            limit: of a request, seconds.
+            allow_heal: as of ``Manager.start_quorum``.
+            final: no step follows, because this group finishes.
+        """
+        context = self._context
+        if self.ended_at is not None:
+            raise RuntimeError(f"finish() has ended the training at step {self.ended_at}; no step follows it")
+        context.reconfigurer.use_current_device()
+        if self.attempt is not None and self.attempt.after is not None:
+            self.attempt.after.end()
+        self.check_change()
+        self._durability.before_step()
+        self.handled = handled_error()
+        self.attempt = Attempt(
+            context,
+            HealRules(
+                allow_heal=allow_heal,
+                sync=final or not allow_heal or not self._settings.use_async_quorum,
+                first_step=self._settings.init_sync and context.progress.step == 0,
+            ),
+            timeout=limit,
+            arguments=arguments,
+        )
+        return self.attempt
+
+    def compare_script(self) -> None:
+        """Let the groups compare what was added to the script checker since the last request."""
+        if (new := self._checker.common.take_new()) is not None:
+            optimizers, settings = new
+            self._context.add_settings(settings)
+            for lines in filter(None, optimizers):
+                self._context.add_layout(FixedLines(lines))
+
+    def add_layout(self, lines: list[str] | LayoutPart) -> None:
+        """Add to the layout that all groups must have in common. Each DDP adds the layout of its module.
+
+        A group whose lines differ from the job's, also in their order, is refused with the first difference. All groups
+        may add lines between two steps, in the same step.
+
+        Args:
+            lines: one for each parameter or bucket; or a part whose lines may change between two steps.
+        """
+        self._context.add_layout(FixedLines(lines) if isinstance(lines, list) else lines)
+
+    def refuse_in_rehearsal(self, call: str) -> None:
+        """Raise RuntimeError in a rehearsal, for a ``call`` that it cannot undo."""
+        if self.rehearsing:
+            raise RuntimeError(f"{call} in rehearse(), which undoes what happens in it; call it outside")
+
+    def resume_if_set(self) -> None:
+        """Call ``Manager.resume`` if ``durable_every`` or ``resume=True`` say so, as the first step does."""
+        if not self.rehearsing:
+            self._durability.resume_if_set()
+
+    def follow_with(
+        self, optimizer: Optimizer, after_commit: Sequence[Callable[[], object]], memory: int | None
+    ) -> CatchUp:
+        """Let this group catch up when it joins, instead of making the others wait. ``Optimizer`` calls it.
+
+        Args:
+            optimizer: replays the steps of the others; the only one of the script.
+            after_commit: called after each of its steps.
+            memory: limit of the kept gradients, in bytes; None: see ``Optimizer``.
+
+        Raises:
+            ValueError: the Manager was built with settings that do not allow it, or has another such optimizer.
+        """
+        context = self._context
+        if context.follower is not None:
+            raise ValueError("this Manager has an Optimizer with catch_up=True already; give it to one optimizer only")
+        if not getattr(context.transport, "receives_in_background", False):
+            raise ValueError(
+                f"catch_up=True does not work with {type(context.transport).__name__}, which receives within a step; "
+                f"use RelayTransport (the default) or HTTPTransport"
+            )
+        if context.kept is not None:
+            raise ValueError(
+                "catch_up=True does not work with retry_allreduce=True (KEEPSTEP_RETRY_ALLREDUCE=1): a step that is "
+                "repeated may not be the one that a group follows; use one of them"
+            )
+        if context.min_groups:
+            raise ValueError("catch_up=True does not work with groups that train while a quorum forms; remove one")
+        follower = CatchUp(context, optimizer, after_commit, memory)
+        context.follower = follower
+        self.add_layout(["optimizer catches up"])
+        return follower
+
+    @contextlib.contextmanager
+    def rehearse(self) -> Iterator[None]:
+        """Run steps of the script without a quorum, and undo them: ``Manager.rehearse``."""
+        if self.rehearsing or self.attempt is not None:
+            raise RuntimeError(
+                "rehearse() belongs before the first step, and this process has begun one; call it once, after the "
+                "model and the optimizer are wrapped and before the training loop"
+            )
+        context, began = self._context, time.monotonic()
+        context.raise_fatal()
+        before = StateBefore(self._checker.trained(), context.state.user_state())
+        self.rehearsing = True
+        try:
+            yield
+        finally:
+            self.rehearsing, self.attempt = False, None
+            before.restore()
+        context.log.info("rehearsed a step", seconds=round(time.monotonic() - began, 3))
+
+    # ---- end
+
+    def conclude(self, limit: timedelta) -> bool:
+        """End the step, and return whether it commits. ``limit``: of the vote."""
+        attempt = self.current()
+        context = self._context
+        context.raise_fatal()
+        committed = attempt.conclude(limit)
+        if committed and attempt.plan is not None:
+            if not context.progress.following:
+                self._durability.committed(attempt.plan)
+            self._note_values(attempt)
+            self._checker.committed(
+                *(context.progress.step, time.monotonic()),
+                groups=self.participation()[1],
+                collectives=attempt.collectives,
+                synchronized=attempt.synchronized,
+            )
+        context.end_if_repeated(None if committed else attempt.own_error)
+        failures, most = context.progress.commit_failures, self._settings.max_retries
+        if not committed and most is not None and failures > most:
+            raise RuntimeError(f"{failures} steps in a row failed (max_retries={most}); the last one: {attempt.error}")
+        return committed
+
+    def _note_values(self, attempt: Attempt) -> None:
+        """Report what the optimizers step with now. Groups whose weights differ by design do not compare it."""
+        context, plan = self._context, attempt.plan
+        equal = plan is not None and plan.allow_heal and not (attempt.synchronized or context.progress.following)
+        values = self._checker.common.of_step() if equal and context.state.compared != frozenset() else ()
+        if plan is not None and values and context.last_step is not None:
+            digest = context.link.step_values.add(plan.quorum_id, plan.max_step, values)
+            context.last_step = replace(context.last_step, values=digest)
+
+    def change_begins(self) -> None:
+        """Note that the weights begin to change. Unless ``change_ended`` follows, the state is torn.
+
+        ``Optimizer`` calls both around each step of its inner optimizer.
+        """
+        self._context.changing = self._context.requests > 0  # before the first step the weights are the script's own
+
+    def change_ended(self) -> None:
+        """Note that the change of the weights is complete."""
+        self._context.changing = False
+
+    def check_change(self) -> None:
+        """Mark the state as torn if the last change of the weights failed."""
+        context = self._context
+        if context.changing:
+            context.changing = False
+            if not context.progress.torn:
+                context.log.error("an optimizer failed in the middle of its step", step=context.progress.step)
+                context.tear()
+
+    def leave_if_asked(self) -> None:
+        """Leave the job now if this group was asked to, by SIGTERM or a drain. LocalSGD and DiLoCo call it.
+
+        For loops that take long between two steps. In the middle of a step it does nothing, and neither does it in a
+        group of several ranks, which leave together in their next step.
+
+        Raises:
+            Drained: the group has left.
+            EvictedExit: the group was evicted.
+        """
+        context = self._context
+        context.raise_fatal()
+        between_steps = self.attempt is None or self.attempt.done
+        if context.leaving and between_steps and context.settings.world_size == 1:
+            self._membership.leave(context)
