@@ -39,6 +39,7 @@ from keepstep_mesh.errors import (
     StartRefused,
 )
 from keepstep_mesh.net.http import Problem
+from keepstep_mesh.protocol.frozen_records import copier
 from keepstep_mesh.protocol.group_messages import RankAsk, RankVote
 from keepstep_mesh.protocol.membership import MemberInfo, Quorum
 from keepstep_mesh.protocol.messages import (
@@ -57,6 +58,8 @@ LEAVE_PATIENCE = 1.0
 """Seconds that a group that is asked to leave waits for the answer to an open request."""
 LEAVE_SECONDS = 5.0
 """Seconds that it waits for the lighthouse to confirm its goodbye."""
+
+_request_of = copier(QuorumRequest, RankAsk, "request", "info", "durable_relays")
 
 
 class GroupServer:
@@ -305,28 +308,7 @@ class GroupServer:
                 f"cannot retry the step: the lighthouse {self._session.lighthouse} speaks protocol "
                 f"{self._session.version}, a retry needs {RETRY_VERSION}: update the lighthouses"
             )
-        request = QuorumRequest(
-            request=0,
-            step=ask.step,
-            lineage=ask.lineage,
-            shrink_only=ask.shrink_only,
-            commit_failures=ask.commit_failures,
-            timeout_ms=ask.timeout_ms,
-            info=self._info,
-            root=ask.root,
-            batches_committed=ask.batches_committed,
-            allow_heal=ask.allow_heal,
-            settings=ask.settings,
-            last_step=ask.last_step,
-            min_groups=ask.min_groups,
-            grace_ms=ask.grace_ms,
-            final=ask.final,
-            durable_relays=self._stored_at,
-            failure=ask.failure,
-            retry=ask.retry,
-            replace=ask.replace,
-            publish=ask.publish,
-        )
+        request = _request_of(ask, request=0, info=self._info, durable_relays=self._stored_at)
         retries_left = self._settings.quorum_retries
         while True:
             self._requesting = True

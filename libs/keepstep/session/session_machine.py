@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from keepstep_mesh.errors import ProtocolError
 from keepstep_mesh.protocol import codec
-from keepstep_mesh.protocol.frozen_records import maker
+from keepstep_mesh.protocol.frozen_records import copier
 from keepstep_mesh.protocol.membership import HeldAnswer, Member, MemberInfo, Quorum
 from keepstep_mesh.protocol.messages import (
     OLDEST_PROTOCOL_VERSION,
@@ -25,7 +25,8 @@ from keepstep_mesh.protocol.messages import (
     Welcome,
 )
 
-_make_request, _make_quorum = maker(QuorumRequest), maker(Quorum)
+_request_with = copier(QuorumRequest, QuorumRequest, "request", "timeout_ms", "info", "settings", "durable_relays")
+_quorum_of = copier(Quorum, QuorumAnswer, "uniform", "listed")
 
 
 class StaleLighthouseError(ProtocolError):
@@ -121,27 +122,13 @@ class SessionCore:
         self._known_info, self._known_settings = request.info, request.settings
         relays = () if request.durable_relays == self._known_relays else request.durable_relays
         self._known_relays = request.durable_relays
-        return _make_request(
+        return _request_with(
+            request,
             request=self.number,
-            step=request.step,
-            lineage=request.lineage,
-            shrink_only=request.shrink_only,
-            commit_failures=request.commit_failures,
             timeout_ms=timeout_ms,
             info=None if known else request.info,
-            root=request.root,
-            batches_committed=request.batches_committed,
-            allow_heal=request.allow_heal,
             settings="" if known else request.settings,
-            last_step=request.last_step,
-            min_groups=request.min_groups,
-            grace_ms=request.grace_ms,
-            final=request.final,
             durable_relays=relays,
-            failure=request.failure,
-            retry=request.retry,
-            replace=request.replace,
-            publish=request.publish,
         )
 
     def withdraw(self, number: int) -> bool:
@@ -167,21 +154,7 @@ class SessionCore:
             return None
         self.stands_by = False
         self.held = HeldAnswer(answer.epoch, answer.quorum_id, answer.step)
-        return _make_quorum(
-            epoch=answer.epoch,
-            quorum_id=answer.quorum_id,
-            created_ms=answer.created_ms,
-            joiners=answer.joiners,
-            step=answer.step,
-            lineage=answer.lineage,
-            uniform=uniform,
-            listed=self._listed,
-            verify=answer.verify,
-            allow_heal=answer.allow_heal,
-            went_back_from=answer.went_back_from,
-            finishing=answer.finishing,
-            differ=answer.differ,
-        )
+        return _quorum_of(answer, uniform=uniform, listed=self._listed)
 
     def finished_step(self) -> None:
         self.held = None

@@ -13,8 +13,9 @@ MUTATIONS = (
     Mutation(
         "the evidence about a failed step is not sent",
         "libs/keepstep/session/session_machine.py",
-        "            failure=request.failure,\n",
-        "",
+        "        request = self.open\n        if request is None:\n",
+        "        request = self.open and copier(QuorumRequest, QuorumRequest, 'failure')(self.open, None)\n"
+        "        if request is None:\n",
         Test(f"{OTHERS_GO_ON}[fails]"),
     ),
     Mutation(

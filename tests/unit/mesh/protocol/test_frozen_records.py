@@ -1,4 +1,4 @@
-"""Records from a maker are those that their class makes."""
+"""Records from a maker are those that their class makes; a copier takes the fields of another record."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import FrozenInstanceError, dataclass, field
 
 import pytest
 
-from keepstep_mesh.protocol.frozen_records import maker
+from keepstep_mesh.protocol.frozen_records import copier, maker
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,3 +50,22 @@ def test_a_made_record_is_one_of_its_class_with_its_defaults_and_frozen() -> Non
 def test_other_classes_are_refused(cls: type) -> None:
     with pytest.raises(TypeError):
         maker(cls)
+
+
+def test_a_copy_has_the_equal_fields_of_another_record_and_those_that_are_given() -> None:
+    @dataclass(frozen=True, slots=True)
+    class Asked:
+        number: int
+        lineage: int | str
+        other: str = ""
+
+    copy = copier(Step, Asked, "number")
+    copied = copy(Asked(3, 7, "not of a step"), number=4)
+    assert copied == Step(4, 7, ())
+    with pytest.raises(FrozenInstanceError):
+        copied.number = 5  # type: ignore[misc]
+
+
+def test_a_copy_without_a_value_for_a_field_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match="Collecting has no field 'number'"):
+        copier(Step, Collecting)
