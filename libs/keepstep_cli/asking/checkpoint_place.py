@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import click
 
+from keepstep.relay_client import relay_paths
+from keepstep.relay_client.relay_paths import AtRelay
 from keepstep_cli.asking.job_link import connect_relay, relay_option
 from keepstep_cli.asking.options import client_options
 from keepstep_cli.asking.rest import Relay, read_token, run
@@ -42,8 +43,7 @@ class Places:
             Refused: no relay has it.
         """
         if (at := _relay_of(name)) is not None:
-            address, path = at
-            run(Relay(address, self.token, self.tls).get(*path))
+            run(Relay(at.address, self.token, self.tls).get(*relay_paths.checkpoint(at.job, at.id)))
             return name
         if "/" in name:
             return name
@@ -51,7 +51,7 @@ class Places:
         with _naming_directories(name):
             for one in self._relays():
                 try:
-                    run(one.get("jobs", self.job, "checkpoints", name))
+                    run(one.get(*relay_paths.checkpoint(self.job, name)))
                     return self._url(one, name)
                 except Refused as refusal:
                     if refusal.status not in (HTTPStatus.NOT_FOUND, HTTPStatus.GONE):
@@ -66,21 +66,20 @@ class Places:
             Unreachable: no relay answers.
         """
         if (at := _relay_of(name)) is not None:
-            address, path = at
-            run(Relay(address, self.token, self.tls).get(*path[:-1]))
+            run(Relay(at.address, self.token, self.tls).get(*relay_paths.checkpoints(at.job)))
             return name
         if "/" in name:
             return name
         with _naming_directories(name):
             one = self._relays()[0]
-            run(one.get("jobs", self.job, "checkpoints"))
+            run(one.get(*relay_paths.checkpoints(self.job)))
             return self._url(one, name)
 
     def _relays(self) -> list[Relay]:
         return connect_relay(self.addresses, self.token, self.tls, self.relays).each()
 
     def _url(self, relay: Relay, name: str) -> str:
-        return f"{relay.address}/v1/jobs/{self.job}/checkpoints/{name}"
+        return str(AtRelay(relay.address, self.job, name))
 
 
 @contextmanager
@@ -95,15 +94,17 @@ def _naming_directories(name: str) -> Iterator[None]:
         raise Refused(error.message + hint, error.status) from error
 
 
-def _relay_of(name: str) -> tuple[str, list[str]] | None:
-    """Return the address of the relay in a URL, and the path below /v1; None for any other name."""
-    url = urlsplit(name)
-    if url.scheme not in ("http", "https"):
+def _relay_of(name: str) -> AtRelay | None:
+    """Return the checkpoint that a URL names; None for any other name."""
+    if not name.startswith(("http://", "https://")):
         return None
-    parts = url.path.split("/")
-    if len(parts) != 6 or parts[1:3] != ["v1", "jobs"] or parts[4] != "checkpoints" or not all(parts[1:]):
-        raise click.UsageError(f"{name}: expected http://HOST:PORT/v1/jobs/JOB/checkpoints/ID")
-    return f"{url.scheme}://{url.netloc}", parts[2:]
+    try:
+        at = AtRelay.parse(name)
+    except ValueError as error:
+        raise click.UsageError(f"{name}: {error}; expected {relay_paths.CHECKPOINT_URL}") from error
+    if at is None:
+        raise click.UsageError(f"{name}: expected {relay_paths.CHECKPOINT_URL}")
+    return at
 
 
 def with_places(command: Callable[..., None]) -> Callable[..., None]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from keepstep.relay_client import relay_paths
 from keepstep_cli.asking.job_link import JobLink, show_json, with_relay
 from keepstep_cli.asking.progress import Progress, showing_progress
 from keepstep_cli.asking.rest import run
@@ -27,7 +28,7 @@ checkpoint.add_command(import_files)
 @with_relay
 def list_all(link: JobLink) -> None:
     """Show the checkpoints of a job."""
-    answer = link.get("checkpoints")
+    answer = run(link.service.get(*relay_paths.checkpoints(link.job)))
     if link.as_json:
         show_json(answer)
         return
@@ -41,7 +42,7 @@ def list_all(link: JobLink) -> None:
 @click.argument("checkpoint")
 def show(link: JobLink, checkpoint: str) -> None:
     """Show everything about one checkpoint."""
-    answer = link.get("checkpoints", checkpoint)
+    answer = run(link.service.get(*relay_paths.checkpoint(link.job, checkpoint)))
     if link.as_json:
         show_json(answer)
         return
@@ -88,13 +89,13 @@ async def _verify(link: JobLink, checkpoint: str, progress: Progress) -> dict[st
         read_envelope,
     )
 
-    path = ("jobs", link.job, "checkpoints", checkpoint)
-    facts = (await link.service.get(*path))["checkpoint"]
+    facts = (await link.service.get(*relay_paths.checkpoint(link.job, checkpoint)))["checkpoint"]
+    manifest_path = relay_paths.manifest(link.job, checkpoint)
     damaged: list[dict[str, Any]] = []
     chunks = size = done = 0
     for rank in range(facts["ranks"]):
         try:
-            manifest = await link.service.read(*path, "manifest", limit=MAX_MANIFEST_BYTES, rank=rank)
+            manifest = await link.service.read(*manifest_path, limit=MAX_MANIFEST_BYTES, rank=rank)
             envelope = read_envelope(manifest)
         except (Refused, ManifestError) as error:
             damaged.append({"rank": rank, "chunk": None, "reason": str(error)})
@@ -104,7 +105,7 @@ async def _verify(link: JobLink, checkpoint: str, progress: Progress) -> dict[st
             progress("verifying", done, facts["bytes"])
             done += chunk_length(envelope.pack_bytes, number)
             try:
-                data = await link.service.read("chunks", digest.hex(), limit=CHUNK_BYTES)
+                data = await link.service.read(*relay_paths.chunk(digest), limit=CHUNK_BYTES)
             except Refused as error:
                 damaged.append({"rank": rank, "chunk": number, "reason": str(error)})
                 continue
@@ -118,7 +119,7 @@ async def _verify(link: JobLink, checkpoint: str, progress: Progress) -> dict[st
 @click.argument("checkpoint")
 def rm(link: JobLink, checkpoint: str) -> None:
     """Delete a checkpoint from every tier of the relay. Needs the admin token."""
-    run(link.service.delete("jobs", link.job, "checkpoints", checkpoint))
+    run(link.service.delete(*relay_paths.checkpoint(link.job, checkpoint)))
     print(
         json.dumps({"job": link.job, "id": checkpoint, "removed": True}) if link.as_json else f"{checkpoint}: removed"
     )
