@@ -15,7 +15,6 @@ from typing import Any
 
 from torch_checkpointing.storage.base_storage import ReadArgs, Storage, StorageConfig
 
-from keepstep.checkpoint.places.location import parse
 from keepstep.checkpoint.places.relay_files import FileAtRelay, RelayFiles, files_below
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES
 
@@ -54,11 +53,10 @@ class RelayStorage(Storage):  # type: ignore[misc]
     """
 
     def __init__(self, config: RelayStorageConfig) -> None:
-        at: Any = parse(f"{config.url.rstrip('/')}/name")
         self._url = config.url.rstrip("/")
         self._folder = PurePosixPath(config.folder)
         timeout = timedelta(seconds=config.timeout_seconds)
-        self._files = RelayFiles(at.address, at.job, kind=config.kind, timeout=timeout, token=config.token)
+        self._files = RelayFiles(config.url, kind=config.kind, timeout=timeout, token=config.token)
 
     # ---- files
 

@@ -7,7 +7,8 @@ from urllib.parse import quote, urlsplit
 
 from keepstep_mesh.protocol import names
 
-CHECKPOINT_URL = "http://HOST:PORT/v1/jobs/JOB/checkpoints/ID"
+CHECKPOINTS_URL = "http://HOST:PORT/v1/jobs/JOB/checkpoints"
+CHECKPOINT_URL = f"{CHECKPOINTS_URL}/ID"
 
 Parts = tuple[str, ...]
 """The parts of a path below ``/v1``, not quoted."""

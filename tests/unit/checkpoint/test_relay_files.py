@@ -23,7 +23,7 @@ LARGE = random.Random(1).randbytes(CHUNK_BYTES + 1000)
 
 @contextmanager
 def files(address: str, job: str = "j"):
-    one = RelayFiles(address, job, kind="live", timeout=timedelta(seconds=30), token=None)
+    one = RelayFiles(f"{address}/v1/jobs/{job}/checkpoints", kind="live", timeout=timedelta(seconds=30), token=None)
     try:
         yield one
     finally:

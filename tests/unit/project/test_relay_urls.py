@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 LIBS = Path(__file__).resolve().parents[3] / "libs"
-URL = re.compile(r"/v1/chunks|/checkpoints\b|/(plan|result|commit|abort|layouts?|packs)(\?|$)")
+URL = re.compile(r"/v1/chunks|/checkpoints\b|(?<!/v1)/(plan|result|commit|abort|layouts?|packs)(\?|$)")
 REQUESTS = re.compile(r"\b(link|service|relay|one)\b.*\.(get|read|post|patch|delete)$")
 
 

@@ -22,11 +22,11 @@ from keepstep.checkpoint.places.at_relay import link_to
 from keepstep.connection.deadline import Deadline
 from keepstep.connection.http_connection import BrokenConnection, Connection, Refusal
 from keepstep.relay_client.relay_link import RelayLink, is_absent
-from keepstep.relay_client.relay_paths import AtRelay
+from keepstep.relay_client.relay_paths import CHECKPOINTS_URL, AtRelay
 from keepstep.relay_client.relay_requests import RelayCheckpoint, ask_chunk, list_checkpoints
 from keepstep.relay_client.upload_share import UploadShare
 from keepstep.relay_client.uploading import STREAMS, Packed, RelayUpload
-from keepstep.state.errors import CheckpointDamaged, TransferError, TransferTimeout
+from keepstep.state.errors import CheckpointDamaged, CheckpointError, TransferError, TransferTimeout
 from keepstep.state.state_manifest import build_manifest
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import ManifestError
@@ -75,16 +75,23 @@ class RelayFiles:
     """The files of one job at a relay. Safe to use from several threads.
 
     Args:
-        address: of the relay, ``http://host:port``.
-        job: name of the job.
+        url: of the checkpoints of a job, ``http://HOST:PORT/v1/jobs/JOB/checkpoints``.
         kind: ``durable`` or ``live``: of the checkpoints that commits make.
         timeout: time limit of one call.
         token: token for the relay. None: that of the environment.
+
+    Raises:
+        CheckpointError: the url is invalid.
     """
 
-    def __init__(self, address: str, job: str, *, kind: str, timeout: timedelta, token: str | None) -> None:
-        self._address = address
-        self._job = job
+    def __init__(self, url: str, *, kind: str, timeout: timedelta, token: str | None) -> None:
+        try:
+            at = AtRelay.parse(f"{url.rstrip('/')}/any")
+        except ValueError as error:
+            raise CheckpointError(f"invalid url {url!r}: {error}; expected {CHECKPOINTS_URL}") from error
+        if at is None:
+            raise CheckpointError(f"invalid url {url!r}: expected {CHECKPOINTS_URL}")
+        self._address, self._job = at.address, at.job
         self._kind = kind
         self._seconds = timeout.total_seconds()
         self._token = token

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from keepstep.checkpoint.places.location import parse
 from keepstep.checkpoint.places.relay_files import RelayFiles
 from keepstep.integrations.lightning.lightning_modules import checkpoint_io
 from keepstep_mesh.config.logging import get_logger
@@ -48,8 +47,7 @@ class RelayCheckpointIO(checkpoint_io.CheckpointIO):  # type: ignore[misc]  # it
         token: str | None = None,
     ) -> None:
         super().__init__()
-        at: Any = parse(f"{url.rstrip('/')}/name")
-        self._files = RelayFiles(at.address, at.job, kind=kind, timeout=timeout, token=token)
+        self._files = RelayFiles(url, kind=kind, timeout=timeout, token=token)
 
     @staticmethod
     def name(path: object) -> str:
