@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from keepstep.relay_client import relay_paths
-from keepstep.relay_client.relay_paths import AtRelay
 from keepstep_cli.asking.job_link import connect_relay, relay_option
 from keepstep_cli.asking.options import client_options
 from keepstep_cli.asking.rest import Relay, read_token, run
 from keepstep_cli.errors import Refused, Unreachable
 
 if TYPE_CHECKING:
+    from keepstep.relay_client.relay_paths import AtRelay
     from keepstep_mesh.security.tls import TlsFiles
     from keepstep_mesh.security.tokens import ClientToken
 
@@ -43,7 +42,7 @@ class Places:
             Refused: no relay has it.
         """
         if (at := _relay_of(name)) is not None:
-            run(Relay(at.address, self.token, self.tls).get(*relay_paths.checkpoint(at.job, at.id)))
+            run(Relay(at.address, self.token, self.tls).checkpoint(at.job, at.id))
             return name
         if "/" in name:
             return name
@@ -51,7 +50,7 @@ class Places:
         with _naming_directories(name):
             for one in self._relays():
                 try:
-                    run(one.get(*relay_paths.checkpoint(self.job, name)))
+                    run(one.checkpoint(self.job, name))
                     return self._url(one, name)
                 except Refused as refusal:
                     if refusal.status not in (HTTPStatus.NOT_FOUND, HTTPStatus.GONE):
@@ -66,19 +65,21 @@ class Places:
             Unreachable: no relay answers.
         """
         if (at := _relay_of(name)) is not None:
-            run(Relay(at.address, self.token, self.tls).get(*relay_paths.checkpoints(at.job)))
+            run(Relay(at.address, self.token, self.tls).checkpoints(at.job))
             return name
         if "/" in name:
             return name
         with _naming_directories(name):
             one = self._relays()[0]
-            run(one.get(*relay_paths.checkpoints(self.job)))
+            run(one.checkpoints(self.job))
             return self._url(one, name)
 
     def _relays(self) -> list[Relay]:
         return connect_relay(self.addresses, self.token, self.tls, self.relays).each()
 
     def _url(self, relay: Relay, name: str) -> str:
+        from keepstep.relay_client.relay_paths import AtRelay
+
         return str(AtRelay(relay.address, self.job, name))
 
 
@@ -98,12 +99,14 @@ def _relay_of(name: str) -> AtRelay | None:
     """Return the checkpoint that a URL names; None for any other name."""
     if not name.startswith(("http://", "https://")):
         return None
+    from keepstep.relay_client.relay_paths import CHECKPOINT_URL, AtRelay
+
     try:
         at = AtRelay.parse(name)
     except ValueError as error:
-        raise click.UsageError(f"{name}: {error}; expected {relay_paths.CHECKPOINT_URL}") from error
+        raise click.UsageError(f"{name}: {error}; expected {CHECKPOINT_URL}") from error
     if at is None:
-        raise click.UsageError(f"{name}: expected {relay_paths.CHECKPOINT_URL}")
+        raise click.UsageError(f"{name}: expected {CHECKPOINT_URL}")
     return at
 
 

@@ -39,6 +39,13 @@ class JobLink:
         return run(self.service.post("jobs", self.job, *path, **body))
 
 
+@dataclass(frozen=True, slots=True)
+class JobAtRelay(JobLink):
+    """One job at a relay."""
+
+    service: Relay
+
+
 def show_json(answer: Any) -> None:
     """Print ``answer`` as indented JSON."""
     print(json.dumps(answer, indent=2))
@@ -50,8 +57,8 @@ def with_lighthouse(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def with_relay(command: Callable[..., None]) -> Callable[..., None]:
-    """Give ``command`` the options of a client and ``--relay``, and a ``JobLink`` to the relay."""
-    return relay_option(client_options(_linked(command, connect_relay)))
+    """Give ``command`` the options of a client and ``--relay``, and a ``JobAtRelay``."""
+    return relay_option(client_options(_linked(command, connect_relay, JobAtRelay)))
 
 
 relay_option = click.option(
@@ -63,14 +70,16 @@ relay_option = click.option(
 )
 
 
-def _linked(command: Callable[..., None], connect: Connect) -> Callable[..., None]:
+def _linked(
+    command: Callable[..., None], connect: Connect, link: Callable[..., JobLink] = JobLink
+) -> Callable[..., None]:
     @functools.wraps(command)
     def run_linked(
         *, addresses: str | None, token_file: Path | None, tls: TlsFiles, job: str, as_json: bool, **others: Any
     ) -> None:
         of_relay = {"relays": others.pop("relays")} if "relays" in others else {}
         service = connect(addresses, read_token(token_file), tls, **of_relay)
-        command(JobLink(service, job, as_json), **others)
+        command(link(service, job, as_json), **others)
 
     return run_linked
 

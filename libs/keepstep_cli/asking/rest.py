@@ -19,6 +19,8 @@ from keepstep_cli.asking.defaults import DEFAULT_LIGHTHOUSE
 from keepstep_cli.errors import Refused, Unreachable
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     import aiohttp
 
     from keepstep_mesh.errors import AuthError
@@ -313,6 +315,33 @@ class Relay(Lighthouse):
         """Its first address."""
         return self._addresses[0]
 
+    async def checkpoints(self, job: str) -> Any:
+        """Return the checkpoints of a job."""
+        return await self.get(*_paths().checkpoints(job))
+
+    async def checkpoint(self, job: str, name: str) -> Any:
+        """Return one checkpoint, rank by rank."""
+        return await self.get(*_paths().checkpoint(job, name))
+
+    async def manifest(self, job: str, name: str, rank: int, *, limit: int) -> bytes:
+        """Return the manifest of a rank. Raises ``Refused`` if it is longer than ``limit``."""
+        return await self.read(*_paths().manifest(job, name), limit=limit, rank=rank)
+
+    async def chunk(self, digest: bytes, *, limit: int) -> bytes:
+        """Return a chunk. Raises ``Refused`` if it is longer than ``limit``."""
+        return await self.read(*_paths().chunk(digest), limit=limit)
+
+    async def remove(self, job: str, name: str) -> None:
+        """Delete a checkpoint."""
+        await self.delete(*_paths().checkpoint(job, name))
+
     def each(self) -> list[Relay]:
         """Return a client of each of its addresses alone."""
         return [Relay(one, self._token, self._tls, self._timeout, told=self._told) for one in self._addresses]
+
+
+def _paths() -> ModuleType:
+    """Return the URLs of relays, loaded when a command asks one."""
+    from keepstep.relay_client import relay_paths
+
+    return relay_paths

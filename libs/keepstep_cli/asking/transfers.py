@@ -18,7 +18,6 @@ from rich.live import Live
 from rich.markup import escape
 from rich.progress_bar import ProgressBar
 
-from keepstep.relay_client.relay_paths import checkpoints
 from keepstep_cli.asking.rest import FOLLOW_PATIENCE_SECONDS, Lighthouse
 from keepstep_cli.asking.tables import console, short, table_of
 from keepstep_cli.asking.units import seconds_text
@@ -50,7 +49,7 @@ async def _uploads(lighthouse: Lighthouse, job: str, relay: Found) -> list[Found
     """Record in ``relay`` why it did not answer."""
     relay["trouble"] = None
     try:
-        answer = await lighthouse.relay(relay["address"], RELAY_ANSWER_SECONDS).get(*checkpoints(job))
+        answer = await lighthouse.relay(relay["address"], RELAY_ANSWER_SECONDS).checkpoints(job)
     except ClickException as error:
         lines = error.message.splitlines()
         relay["trouble"] = next((line.strip() for line in lines if relay["address"] in line), lines[0])

@@ -7,8 +7,7 @@ from typing import Any
 
 import click
 
-from keepstep.relay_client import relay_paths
-from keepstep_cli.asking.job_link import JobLink, show_json, with_relay
+from keepstep_cli.asking.job_link import JobAtRelay, show_json, with_relay
 from keepstep_cli.asking.progress import Progress, showing_progress
 from keepstep_cli.asking.rest import run
 from keepstep_cli.commands.checkpoint_files import export_files, import_files
@@ -26,9 +25,9 @@ checkpoint.add_command(import_files)
 
 @checkpoint.command("ls")
 @with_relay
-def list_all(link: JobLink) -> None:
+def list_all(link: JobAtRelay) -> None:
     """Show the checkpoints of a job."""
-    answer = run(link.service.get(*relay_paths.checkpoints(link.job)))
+    answer = run(link.service.checkpoints(link.job))
     if link.as_json:
         show_json(answer)
         return
@@ -40,9 +39,9 @@ def list_all(link: JobLink) -> None:
 @checkpoint.command()
 @with_relay
 @click.argument("checkpoint")
-def show(link: JobLink, checkpoint: str) -> None:
+def show(link: JobAtRelay, checkpoint: str) -> None:
     """Show everything about one checkpoint."""
-    answer = run(link.service.get(*relay_paths.checkpoint(link.job, checkpoint)))
+    answer = run(link.service.checkpoint(link.job, checkpoint))
     if link.as_json:
         show_json(answer)
         return
@@ -55,7 +54,7 @@ def show(link: JobLink, checkpoint: str) -> None:
 @checkpoint.command()
 @with_relay
 @click.argument("checkpoint")
-def verify(link: JobLink, checkpoint: str) -> None:
+def verify(link: JobAtRelay, checkpoint: str) -> None:
     """Fetch every chunk of a checkpoint and compare it with its digest.
 
     Exit code: 0 all chunks are intact, 1 a chunk is damaged or missing.
@@ -79,7 +78,7 @@ def verify(link: JobLink, checkpoint: str) -> None:
         raise SystemExit(1)
 
 
-async def _verify(link: JobLink, checkpoint: str, progress: Progress) -> dict[str, Any]:
+async def _verify(link: JobAtRelay, checkpoint: str, progress: Progress) -> dict[str, Any]:
     from keepstep_mesh.errors import ManifestError
     from keepstep_mesh.protocol.manifest import (
         CHUNK_BYTES,
@@ -89,13 +88,12 @@ async def _verify(link: JobLink, checkpoint: str, progress: Progress) -> dict[st
         read_envelope,
     )
 
-    facts = (await link.service.get(*relay_paths.checkpoint(link.job, checkpoint)))["checkpoint"]
-    manifest_path = relay_paths.manifest(link.job, checkpoint)
+    facts = (await link.service.checkpoint(link.job, checkpoint))["checkpoint"]
     damaged: list[dict[str, Any]] = []
     chunks = size = done = 0
     for rank in range(facts["ranks"]):
         try:
-            manifest = await link.service.read(*manifest_path, limit=MAX_MANIFEST_BYTES, rank=rank)
+            manifest = await link.service.manifest(link.job, checkpoint, rank, limit=MAX_MANIFEST_BYTES)
             envelope = read_envelope(manifest)
         except (Refused, ManifestError) as error:
             damaged.append({"rank": rank, "chunk": None, "reason": str(error)})
@@ -105,7 +103,7 @@ async def _verify(link: JobLink, checkpoint: str, progress: Progress) -> dict[st
             progress("verifying", done, facts["bytes"])
             done += chunk_length(envelope.pack_bytes, number)
             try:
-                data = await link.service.read(*relay_paths.chunk(digest), limit=CHUNK_BYTES)
+                data = await link.service.chunk(digest, limit=CHUNK_BYTES)
             except Refused as error:
                 damaged.append({"rank": rank, "chunk": number, "reason": str(error)})
                 continue
@@ -117,9 +115,9 @@ async def _verify(link: JobLink, checkpoint: str, progress: Progress) -> dict[st
 @checkpoint.command()
 @with_relay
 @click.argument("checkpoint")
-def rm(link: JobLink, checkpoint: str) -> None:
+def rm(link: JobAtRelay, checkpoint: str) -> None:
     """Delete a checkpoint from every tier of the relay. Needs the admin token."""
-    run(link.service.delete(*relay_paths.checkpoint(link.job, checkpoint)))
+    run(link.service.remove(link.job, checkpoint))
     print(
         json.dumps({"job": link.job, "id": checkpoint, "removed": True}) if link.as_json else f"{checkpoint}: removed"
     )
