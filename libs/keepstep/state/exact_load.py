@@ -19,36 +19,42 @@ from keepstep.state.values.sharding import is_dtensor
 _ABSENT = object()
 
 
-def put_back(loaded: Any, held: Any) -> None:
+def put_back(loaded: Any, held: Any) -> bool:
     """Put tensors of ``loaded`` that have another dtype in ``held`` back into the states of optimizers in ``held``.
 
     Args:
         loaded: what ``state_dict`` of another group returned.
         held: what ``state_dict`` of this group returns now. Not changed outside of optimizers' states.
+
+    Returns:
+        Whether a tensor was put back.
     """
     if not isinstance(loaded, Mapping) or not isinstance(held, Mapping):
-        return
+        return False
     of_optimizer = {"state", "param_groups"} <= held.keys()
+    changed = False
     for key, value in loaded.items():
-        if of_optimizer and key == "state":
-            _put_back_into(value, held[key])
-        else:
-            put_back(value, held.get(key))
+        put = _put_back_into if of_optimizer and key == "state" else put_back
+        changed |= put(value, held.get(key))
+    return changed
 
 
-def _put_back_into(loaded: Any, held: Any) -> None:
+def _put_back_into(loaded: Any, held: Any) -> bool:
     if isinstance(loaded, Mapping) and isinstance(held, dict):
         pairs: Iterator[tuple[Any, Any]] = iter(loaded.items())
     elif isinstance(loaded, list) and isinstance(held, list) and len(loaded) == len(held):
         pairs = iter(enumerate(loaded))
     else:
-        return
+        return False
+    changed = False
     for key, value in pairs:
         here = held.get(key) if isinstance(held, dict) else held[key]
         if not isinstance(value, torch.Tensor):
-            _put_back_into(value, here)
+            changed |= _put_back_into(value, here)
         elif isinstance(here, torch.Tensor) and here.dtype != value.dtype and here.shape == value.shape:
             held[key] = value.to(here.device)
+            changed = True
+    return changed
 
 
 def differences(loaded: Any, held: Any, path: str = "") -> Iterator[str]:

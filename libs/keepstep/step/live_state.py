@@ -184,9 +184,11 @@ class LiveState:
         """
         try:
             held = self.user_state()
-            put_back(user, held)
+            for key, loaded in user.items():
+                if put_back(loaded, held[key]):
+                    held[key] = self._parts[key].save()  # it may have returned a copy
             compared = user.keys() if self.compared is None else user.keys() & self.compared  # others may differ
-            lost = [path for key in sorted(compared) for path in differences(user[key], self._parts[key].save(), key)]
+            lost = [path for key in sorted(compared) for path in differences(user[key], held[key], key)]
         except Exception as error:  # noqa: BLE001  the state is loaded, and the groups compare their weights later
             self._log.warning("loaded state not compared", reason=f"{type(error).__name__}: {error}")
             return

@@ -79,3 +79,25 @@ def test_only_registered_parts_are_compared_and_another_key_is_named() -> None:
     state.compared = frozenset({"modle"})
     with pytest.raises(KeepstepError, match=r"compare_only\(\) has \['modle'\].*\['model', 'own'\]"):
         state.root()
+
+
+@pytest.mark.parametrize(("dtype", "reads"), [(torch.float32, 1), (torch.bfloat16, 2)], ids=["as loaded", "cast"])
+def test_a_state_is_read_once_after_a_load_and_again_where_torch_has_cast_it(dtype: torch.dtype, reads: int) -> None:
+    parameter = torch.nn.Parameter(torch.ones(2, dtype=dtype))
+    optimizer = torch.optim.SGD([parameter], 0.1, momentum=0.9)
+    groups = optimizer.state_dict()["param_groups"]
+    loaded = {"state": {0: {"momentum_buffer": torch.rand(2)}}, "param_groups": groups}
+    read: list[str] = []
+    state = LiveState(dict, lambda _: None)
+
+    def save(name: str, value: Any) -> Any:
+        read.append(name)
+        return value
+
+    state.register("model", lambda _: None, lambda: save("model", {"w": 1}))
+    state.register("optimizer", optimizer.load_state_dict, lambda: save("optimizer", optimizer.state_dict()))
+    user = {"model": {"w": 1}, "optimizer": loaded}
+    state.load_user_state(user)
+    state.check_loaded(user)
+    assert [read.count(name) for name in ("model", "optimizer")] == [1, reads]
+    assert torch.equal(optimizer.state[parameter]["momentum_buffer"], loaded["state"][0]["momentum_buffer"])
