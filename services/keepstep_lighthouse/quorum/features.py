@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from keepstep_lighthouse.quorum.agreement.agreements import Agreements
 from keepstep_lighthouse.quorum.agreement.step_reports import StepReports
-from keepstep_lighthouse.quorum.finishing.closing import Finishing
+from keepstep_lighthouse.quorum.finishing.finishing import Finishing
 from keepstep_lighthouse.quorum.forming.announcing import Announcer
 from keepstep_lighthouse.quorum.job_record import JobRecord
 from keepstep_lighthouse.quorum.job_state import JobState
@@ -17,7 +17,7 @@ from keepstep_lighthouse.quorum.presence.arrivals import Arrivals
 from keepstep_lighthouse.quorum.presence.departures import Departures
 from keepstep_lighthouse.quorum.presence.health import Health
 from keepstep_lighthouse.quorum.presence.ports import Ports
-from keepstep_lighthouse.quorum.probation.parting import Probation
+from keepstep_lighthouse.quorum.probation.probation import Probation
 from keepstep_lighthouse.quorum.spares import Spares
 from keepstep_lighthouse.quorum.takeover import Takeover
 from keepstep_lighthouse.quorum.verification.verification import Verification

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from keepstep_lighthouse.quorum.events import Announce, Decision, EndSession, LogEntry, Persist, Tell
-from keepstep_lighthouse.quorum.groups.all_groups import Groups
 from keepstep_lighthouse.quorum.groups.group import Group
+from keepstep_lighthouse.quorum.groups.groups import Groups
 from keepstep_lighthouse.quorum.job_record import JobRecord
 from keepstep_lighthouse.quorum.policies import policy_problem
 from keepstep_mesh.protocol.lineage import is_torn

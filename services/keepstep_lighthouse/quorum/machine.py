@@ -51,8 +51,8 @@ from keepstep_lighthouse.quorum.events import (
 )
 from keepstep_lighthouse.quorum.features import Features
 from keepstep_lighthouse.quorum.forming.quorum_rules import ANNOUNCING, Verdict
-from keepstep_lighthouse.quorum.groups.all_groups import NEVER
 from keepstep_lighthouse.quorum.groups.group import Group
+from keepstep_lighthouse.quorum.groups.groups import NEVER
 from keepstep_lighthouse.quorum.groups.tally import Tally
 from keepstep_lighthouse.quorum.job_record import JobRecord
 from keepstep_lighthouse.quorum.settling import Settling

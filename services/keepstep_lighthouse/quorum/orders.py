@@ -14,7 +14,7 @@ from keepstep_lighthouse.quorum.policies import policy_changes, policy_problem
 from keepstep_lighthouse.quorum.presence import bans
 from keepstep_lighthouse.quorum.presence.departures import Departures
 from keepstep_lighthouse.quorum.presence.health import Health
-from keepstep_lighthouse.quorum.probation.parting import Probation
+from keepstep_lighthouse.quorum.probation.probation import Probation
 from keepstep_lighthouse.quorum.takeover import Takeover
 from keepstep_mesh.protocol.messages import Evicted
 from keepstep_mesh.protocol.names import name_of

@@ -21,13 +21,13 @@ from __future__ import annotations
 from dataclasses import replace as changed
 
 from keepstep_lighthouse.quorum.events import ReplaceOrdered
-from keepstep_lighthouse.quorum.finishing.closing import Finishing
+from keepstep_lighthouse.quorum.finishing.finishing import Finishing
 from keepstep_lighthouse.quorum.forming.quorum_rules import full_count
 from keepstep_lighthouse.quorum.groups.group import Exclusion, Group
 from keepstep_lighthouse.quorum.job_record import Replacement
 from keepstep_lighthouse.quorum.job_state import JobState
 from keepstep_lighthouse.quorum.presence.departures import FAILED, Departures
-from keepstep_lighthouse.quorum.probation.parting import Probation
+from keepstep_lighthouse.quorum.probation.probation import Probation
 from keepstep_lighthouse.quorum.takeover import Takeover
 from keepstep_lighthouse.quorum.views.reasons import named
 from keepstep_mesh.protocol.lineage import worth

@@ -1,4 +1,4 @@
-"""Bugs in how groups finish together: ``keepstep_lighthouse.quorum.finishing.closing`` and what it relies on."""
+"""Bugs in how groups finish together: ``keepstep_lighthouse.quorum.finishing.finishing`` and what it relies on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ENDS_TOGETHER = "tests/simulation/test_simulation.py::test_groups_finish_togethe
 MUTATIONS = (
     Mutation(
         "the last step of the job is that of a group with weights which the job has left",
-        "services/keepstep_lighthouse/quorum/finishing/closing.py",
+        "services/keepstep_lighthouse/quorum/finishing/finishing.py",
         "    sound = [group for group in sound if origin(group.lineage).resumed == resumed]",
         "    sound = [group for group in sound if resumed >= 0]",
         Test(
@@ -24,7 +24,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a job is closed while its groups have different states of the last step",
-        f"{LIGHTHOUSE}/quorum/finishing/closing.py",
+        f"{LIGHTHOUSE}/quorum/finishing/finishing.py",
         "_is_final(group) and (group.step, group.lineage) == (step, lineage) and",
         "_is_final(group) and group.step == step and",
         Test(WAITED_FOR),
@@ -38,28 +38,28 @@ MUTATIONS = (
     ),
     Mutation(
         "a job is closed before its groups have published the final state",
-        f"{LIGHTHOUSE}/quorum/finishing/closing.py",
+        f"{LIGHTHOUSE}/quorum/finishing/finishing.py",
         "    if not at_end or any(_publish(group) == TO_PUBLISH for group in chosen):\n",
         "    if not at_end:\n",
         Test(OTHER_ENDS),
     ),
     Mutation(
         "the final state of a job is not written",
-        f"{LIGHTHOUSE}/quorum/finishing/closing.py",
+        f"{LIGHTHOUSE}/quorum/finishing/finishing.py",
         "        if step:\n            self._job.persist(",
         "        if step < 0:\n            self._job.persist(",
         Test(ENDS_TOGETHER),
     ),
     Mutation(
         "groups that finish leave one behind that was killed in its heals",
-        f"{LIGHTHOUSE}/quorum/finishing/closing.py",
+        f"{LIGHTHOUSE}/quorum/finishing/finishing.py",
         "        if self._probation.let_in_at_end():\n",
         "        if not self._job.groups:\n",
         Test(WAITED_FOR),
     ),
     Mutation(
         "groups that finish do not wait for a group that was lost lately",
-        f"{LIGHTHOUSE}/quorum/finishing/closing.py",
+        f"{LIGHTHOUSE}/quorum/finishing/finishing.py",
         "    if now < until:\n",
         "    if now < until and step < 0:\n",
         Test(WAITED_FOR),
@@ -73,7 +73,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a group trains on although the job is closed",
-        f"{LIGHTHOUSE}/quorum/finishing/closing.py",
+        f"{LIGHTHOUSE}/quorum/finishing/finishing.py",
         "        if final is None:\n            return False\n",
         "        if final is None or not request.final:\n            return False\n",
         Test(ENDS_TOGETHER),

@@ -73,14 +73,14 @@ MUTATIONS = (
     ),
     Mutation(
         "a job is closed although a group has to heal",
-        f"{LIGHTHOUSE}/quorum/finishing/closing.py",
+        f"{LIGHTHOUSE}/quorum/finishing/finishing.py",
         "== (step, lineage) and not group.diverged\n",
         "== (step, lineage)\n",
         Test(VALUES),
     ),
     Mutation(
         "a job runs again when a request of a group that waits times out",
-        f"{LIGHTHOUSE}/quorum/groups/all_groups.py",
+        f"{LIGHTHOUSE}/quorum/groups/groups.py",
         "        return 0.0 if self._waits_since is None else now - max(self._waits_since, self._clock_start)\n",
         "        first = self.first_asked()\n        return 0.0 if first is None else now - first\n",
         Test("tests/scenarios/test_scenarios.py::test_the_lighthouse_decides_as_the_scenario_says[31_how_a_job_ends]"),
@@ -327,7 +327,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a diverged group that missed its answer counts as healthy",
-        f"{LIGHTHOUSE}/quorum/groups/all_groups.py",
+        f"{LIGHTHOUSE}/quorum/groups/groups.py",
         "        if group.diverged and (group.step, group.lineage) != (request.step, request.lineage):\n",
         "        if group.diverged:\n",
         Test(VERIFICATION),
@@ -348,7 +348,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a quorum that groups heal before counts as a step",
-        f"{LIGHTHOUSE}/quorum/groups/all_groups.py",
+        f"{LIGHTHOUSE}/quorum/groups/groups.py",
         "committed = not (failed or same_step or same_state)\n",
         "committed = not (failed or same_state)\n",
         Test(f"{HEAL_ROUNDS}::test_it_is_no_step_that_was_committed_or_failed"),

@@ -29,7 +29,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a group that asks at its old state again has committed a step",
-        "services/keepstep_lighthouse/quorum/groups/all_groups.py",
+        "services/keepstep_lighthouse/quorum/groups/groups.py",
         "committed = not (failed or same_step or same_state)\n",
         "committed = not (failed or same_step)\n",
         Test(f"{SCENARIOS}[46_replacement]"),
@@ -112,7 +112,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a process that was started again counts when the old one of its name is lost",
-        "services/keepstep_lighthouse/quorum/groups/all_groups.py",
+        "services/keepstep_lighthouse/quorum/groups/groups.py",
         "        if group.stands_by:\n            self.exclude(group, Excluded(Exclusion.SPARE))\n        elif",
         "        if",
         Test(f"{CORE}::test_the_restarted_process_of_a_name_stands_by_also_when_it_came_before_the_old_one_was_lost"),

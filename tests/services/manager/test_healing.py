@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from keepstep import HTTPTransport
-from keepstep_lighthouse.quorum.probation import parted
+from keepstep_lighthouse.quorum.probation import partings
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.exit_codes import EXIT_STATE_MISMATCH
 from tests.services.manager.groups import SECOND, change_policy, manager, together
@@ -302,7 +302,7 @@ def ahead_until(
 
 @pytest.mark.parametrize(("cause", "sync"), [("keys", True), ("load", False), ("load", True), ("unstorable", False)])
 def test_a_group_that_can_never_load_the_state_ends_with_a_code_of_its_own(lighthouse, capfd, monkeypatch, cause, sync):
-    monkeypatch.setattr(parted, "PARTED_SECONDS", 0.1)  # of the lighthouse, a thread here: the joiner is kept out
+    monkeypatch.setattr(partings, "PARTED_SECONDS", 0.1)  # of the lighthouse, a thread here: the joiner is kept out
     joined, ended = threading.Event(), threading.Event()
     tries = 0
 

@@ -31,8 +31,8 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from keepstep_lighthouse.quorum.groups.all_groups import Groups
 from keepstep_lighthouse.quorum.groups.group import Group
+from keepstep_lighthouse.quorum.groups.groups import Groups
 from keepstep_lighthouse.quorum.job_record import JobRecord, Policy
 from keepstep_mesh.protocol.heal_limit import heal_limit
 

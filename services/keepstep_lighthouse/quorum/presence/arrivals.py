@@ -11,7 +11,7 @@ from keepstep_lighthouse.quorum.job_state import JobState
 from keepstep_lighthouse.quorum.presence import bans
 from keepstep_lighthouse.quorum.presence.departures import MAX_LOSSES_TOLD, Departures
 from keepstep_lighthouse.quorum.presence.ports import Ports
-from keepstep_lighthouse.quorum.probation.parting import Probation
+from keepstep_lighthouse.quorum.probation.probation import Probation
 from keepstep_lighthouse.quorum.takeover import Takeover
 from keepstep_mesh.protocol.membership import HeldAnswer
 from keepstep_mesh.protocol.messages import Drain, MemberLost, Refused, RoundBroken

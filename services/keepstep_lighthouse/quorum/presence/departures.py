@@ -19,7 +19,7 @@ from keepstep_lighthouse.quorum.events import LeftOnPurpose
 from keepstep_lighthouse.quorum.groups.group import Group
 from keepstep_lighthouse.quorum.job_record import JobEnd
 from keepstep_lighthouse.quorum.job_state import JobState
-from keepstep_lighthouse.quorum.probation.parting import Probation
+from keepstep_lighthouse.quorum.probation.probation import Probation
 from keepstep_lighthouse.quorum.takeover import Takeover
 from keepstep_lighthouse.quorum.views.replicas import Gone, gone_view
 from keepstep_mesh.protocol.messages import Goodbye, MemberLost

@@ -9,7 +9,7 @@ A tick that is late means that frames may be unread, so every group gets ``LATE_
 
 from __future__ import annotations
 
-from keepstep_lighthouse.quorum.groups.all_groups import NEVER
+from keepstep_lighthouse.quorum.groups.groups import NEVER
 from keepstep_lighthouse.quorum.job_state import JobState
 from keepstep_lighthouse.quorum.presence.departures import Departures
 from keepstep_lighthouse.quorum.takeover import Takeover

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from keepstep_lighthouse.quorum.events import Reason
-from keepstep_lighthouse.quorum.groups.all_groups import Groups
+from keepstep_lighthouse.quorum.groups.groups import Groups
 from keepstep_lighthouse.quorum.job_record import JobRecord
 from keepstep_lighthouse.quorum.views import reasons
 

@@ -16,8 +16,8 @@ from keepstep_lighthouse.quorum.forming.quorum_rules import (
     initial_count,
     least_candidates,
 )
-from keepstep_lighthouse.quorum.groups.all_groups import Groups
 from keepstep_lighthouse.quorum.groups.group import WORKING, Exclusion, Group
+from keepstep_lighthouse.quorum.groups.groups import Groups
 from keepstep_lighthouse.quorum.job_record import JobRecord
 from keepstep_mesh.protocol.lineage import is_following
 from keepstep_mesh.protocol.membership import FinalState

@@ -9,8 +9,8 @@ from enum import Enum
 from itertools import islice
 
 from keepstep_lighthouse.quorum.events import Announce, Reason
-from keepstep_lighthouse.quorum.groups.all_groups import Groups
 from keepstep_lighthouse.quorum.groups.group import ASKING, HEALING, Exclusion, Group, Heal
+from keepstep_lighthouse.quorum.groups.groups import Groups
 from keepstep_lighthouse.quorum.job_record import JobRecord
 from keepstep_lighthouse.quorum.views import reasons
 from keepstep_mesh.protocol.lineage import is_following

@@ -8,9 +8,9 @@ import pytest
 
 from keepstep_lighthouse.quorum.events import LogEntry
 from keepstep_lighthouse.quorum.groups.group import Exclusion
-from keepstep_lighthouse.quorum.probation import parted
+from keepstep_lighthouse.quorum.probation import partings
 from keepstep_lighthouse.quorum.probation.evidence import COST_FACTOR, Evidence, accusations, cover
-from keepstep_lighthouse.quorum.probation.parted import MAX_PARTED_SECONDS, PARTED_ROUNDS, PARTED_SECONDS, Partings
+from keepstep_lighthouse.quorum.probation.partings import MAX_PARTED_SECONDS, PARTED_ROUNDS, PARTED_SECONDS, Partings
 from keepstep_mesh.protocol.membership import OWN, PEER, UNKNOWN, StepFailure
 from tests.support.models.core_driver import Driver
 
@@ -93,14 +93,14 @@ def test_each_parting_doubles_the_time_up_to_a_limit() -> None:
 
 
 def test_names_that_never_return_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parted, "MAX_REMEMBERED", 3)
-    partings = Partings()
+    monkeypatch.setattr(partings, "MAX_REMEMBERED", 3)
+    kept = Partings()
     for number in range(9):
-        partings.part(f"r{number}", "own", "", 0.0, 0.0).out = number == 0
-        partings.heal_failed(f"r{number}")
-    assert len(partings.groups) <= 4
-    assert partings.is_out("r0")
-    assert len(partings.failed_heals) == 3
+        kept.part(f"r{number}", "own", "", 0.0, 0.0).out = number == 0
+        kept.heal_failed(f"r{number}")
+    assert len(kept.groups) <= 4
+    assert kept.is_out("r0")
+    assert len(kept.failed_heals) == 3
 
 
 @pytest.mark.parametrize("seed", range(3))

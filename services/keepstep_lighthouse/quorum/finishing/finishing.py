@@ -35,7 +35,7 @@ from keepstep_lighthouse.quorum.forming.quorum_rules import Verdict, choose
 from keepstep_lighthouse.quorum.groups.group import Excluded, Exclusion, Group
 from keepstep_lighthouse.quorum.job_state import JobState
 from keepstep_lighthouse.quorum.presence.departures import Departures
-from keepstep_lighthouse.quorum.probation.parting import Probation
+from keepstep_lighthouse.quorum.probation.probation import Probation
 from keepstep_lighthouse.quorum.verification import divergence
 from keepstep_lighthouse.quorum.verification.verification import Verification
 from keepstep_lighthouse.quorum.views import reasons

@@ -1,7 +1,7 @@
 """Part the groups that keep others from committing, and let them in again. Pure.
 
 Before a quorum forms after a failed round, the evidence of its members is judged (``evidence``). The groups that
-explain what is confirmed are parted (``parted``): they stay connected, and quorums form without them. Rules:
+explain what is confirmed are parted (``partings``): they stay connected, and quorums form without them. Rules:
 
 * A round that lost a member is not judged: the loss explains it.
 * The fewest groups are parted. Of two that are accused equally often: not a member of the last quorum that committed,
@@ -24,7 +24,7 @@ from keepstep_lighthouse.quorum.forming.quorum_rules import least_candidates
 from keepstep_lighthouse.quorum.groups.group import Excluded, Exclusion, Group
 from keepstep_lighthouse.quorum.job_state import JobState, Round
 from keepstep_lighthouse.quorum.probation.evidence import Accusation, Evidence, accusations, cover
-from keepstep_lighthouse.quorum.probation.parted import Cause, Partings
+from keepstep_lighthouse.quorum.probation.partings import Cause, Partings
 from keepstep_lighthouse.quorum.views.reasons import named
 from keepstep_mesh.protocol.membership import OWN, StepFailure
 from keepstep_mesh.protocol.messages import QuorumRequest
