@@ -23,7 +23,7 @@ from keepstep.state.errors import CheckpointError, UnsupportedValue
 from keepstep.state.flattening import Leaf, build, flatten
 from keepstep.state.pack import Unread
 from keepstep.state.pack_layout import describe
-from keepstep_formats.dcp_directory import DcpDirectory, write_dcp_directory
+from keepstep_formats.dcp_directory import DcpDirectory
 from keepstep_formats.dcp_metadata import METADATA
 from keepstep_formats.finished_output import check_free
 from keepstep_formats.foreign_errors import CannotHold, ForeignCheckpointError, RefusedClass
@@ -126,6 +126,8 @@ def export_checkpoint(
             case Format.TORCH:
                 _write_torch(exported, path)
             case Format.DCP:
+                from keepstep_formats.dcp_writing import write_dcp_directory  # noqa: PLC0415  slow import
+
                 exported.left_out += write_dcp_directory(build(exported.leaves), path, exported.read)
     finally:
         reader.close()

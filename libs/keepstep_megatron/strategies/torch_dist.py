@@ -13,7 +13,6 @@ from pathlib import Path
 
 from keepstep.checkpoint.places.durable_files import write_whole
 from keepstep_formats.dcp_metadata import METADATA
-from keepstep_formats.dcp_metadata_file import dcp_metadata_file
 from keepstep_megatron.core import CheckpointingException
 from keepstep_megatron.mapping import ShardedStateDict
 from keepstep_megatron.stages import TIMEOUT, Ranks
@@ -125,6 +124,8 @@ class _OneSave:
 
     def _write_metadata(self, written: list[bytes]) -> None:
         if self._ranks.rank == 0:
+            from keepstep_formats.dcp_writing import dcp_metadata_file  # noqa: PLC0415  slow import
+
             write_whole(self._path / METADATA, dcp_metadata_file(self._path, merged(written)))
 
 

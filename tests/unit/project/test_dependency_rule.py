@@ -51,7 +51,6 @@ FRAGMENTS = {
         *("completion", "demo", "doctor_command", "metrics_command", "restart"),  # one file for each command
         *("bans", "standard_output", "too_few", "watching"),
     },
-    "keepstep_formats": {"dcp_metadata_file"},  # imports what the readers do without
     "keepstep_lighthouse": {"bad_messages", "repeated_frames", "service_handlers", "welcomed"},
     "keepstep_megatron": {"nonpersistent"},  # public
     "keepstep_mesh": {"audit", "certificate_end", "clock_offset"},
@@ -139,6 +138,14 @@ def test_the_public_names_load_no_other_package_but_the_mesh() -> None:
     script = "import sys; from keepstep import *; import keepstep.checkpoint; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert {name.partition(".")[0] for name in done.stdout.split()} & PACKAGES == {"keepstep", "keepstep_mesh"}
+
+
+def test_the_names_of_megatron_do_not_load_torchs_own_checkpoints() -> None:
+    script = "import sys; import keepstep.sharded; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    loaded = done.stdout.split()
+    assert "keepstep_megatron.strategies.torch_dist" in loaded
+    assert "torch.distributed.checkpoint" not in loaded, "it takes as long to import as torch"
 
 
 @pytest.fixture(scope="module")
