@@ -1,10 +1,11 @@
-"""Bugs in the code that all packages share: ``keepstep_mesh``."""
+"""Bugs in the code that all packages share, ``keepstep_mesh``, and in sessions."""
 
 from __future__ import annotations
 
 from tests.mutants.mutation import Mutation, Seeds, Test, Trace
 
 MESH = "libs/keepstep_mesh"
+OPEN_REQUESTS = "tests/unit/mesh/session/test_open_requests.py"
 SYNCHRONIZED = "tests/services/manager/agreement/test_synchronized.py"
 HISTORIES = "tests/unit/lighthouse/test_lineage_model.py::test_no_short_history_breaks_a_rule"
 VERIFICATION = "tests/scenarios/test_scenarios.py::test_the_lighthouse_decides_as_the_scenario_says[30_verify_replicas]"
@@ -73,5 +74,28 @@ MUTATIONS = (
         "        request = self.open\n        if request is None or self._known_info is None and self.number > 9:\n"
         "            return None\n        known",
         Seeds(1, 0, 200),
+    ),
+    Mutation(
+        "a request that is late is not withdrawn from the server",
+        "libs/keepstep/session/open_requests.py",
+        "        one = self._open.pop(key)\n        self._give_up(key, one)\n",
+        "        one = self._open.pop(key)\n",
+        Test(f"{OPEN_REQUESTS}::test_a_request_ends_at_its_deadline_and_the_others_do_not"),
+    ),
+    Mutation(
+        "the end of a session leaves its requests open",
+        "libs/keepstep/session/open_requests.py",
+        "        for key in tuple(self._open):\n",
+        "        for key in ():\n",
+        Test(f"{OPEN_REQUESTS}::test_the_end_of_the_session_ends_all_requests"),
+    ),
+    Mutation(
+        "the silence of a peer has no consequence",
+        "libs/keepstep/session/message_channel.py",
+        "                self._on_silent(now - self.link.last_received)\n",
+        "                pass\n",
+        Test(
+            "tests/services/worker/test_rank_silence.py::test_a_frozen_rank_is_noticed_after_the_heartbeat_timeout[0]"
+        ),
     ),
 )

@@ -73,6 +73,7 @@ async def test_the_end_of_the_session_ends_all_requests() -> None:
     requests = Requests()
     asked = [requests.ask(key) for key in (1, 2)]
     requests.open.fail_all(SessionClosed("the session has ended"))
+    assert [one.done() for one in asked] == [True, True]
     for one in asked:
         with pytest.raises(SessionClosed, match="the session has ended"):
             await one
