@@ -209,8 +209,8 @@ MUTATIONS = (
     Mutation(
         "an error of the script ends the group although steps committed in between",
         "libs/keepstep/step/evidence/repeated_error.py",
-        "        self._count = self._count + 1 if kind == self._kind else 1\n",
-        "        self._count = self._count + 1 if kind else self._count\n",
+        "        self._count = self._count + 1 if last is not None and own.is_same(last) else 1\n",
+        "        self._count += 1\n",
         Test("tests/unit/step/test_repeated_error.py::test_steps_that_commit_or_fail_for_another_reason_do_not"),
     ),
 )

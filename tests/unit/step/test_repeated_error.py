@@ -32,6 +32,18 @@ def test_errors_of_one_type_and_place_end_the_group_whatever_they_say() -> None:
         assert [errors.step_ended(fails()) for _ in range(LIMIT)] == [False] * (LIMIT - 1) + [True]
 
 
+def test_errors_that_another_thread_reports_are_compared_by_their_text() -> None:
+    def reported_by_a_thread(text: str) -> OwnError:
+        """As of a thread of torch, whose stack has no frame of a script."""
+        return OwnError(ValueError(text), ())
+
+    errors = RepeatedError()
+    of_script = OwnError.reported(ValueError("not a number"), sys._getframe())
+    told = [errors.step_ended(one) for one in (reported_by_a_thread("not a number"), of_script)]
+    assert [*told, errors.step_ended(reported_by_a_thread("not a number"))] == [False, False, True]
+    assert not errors.step_ended(reported_by_a_thread("another one"))
+
+
 def test_steps_that_commit_or_fail_for_another_reason_do_not() -> None:
     others: list[Callable[[], OwnError | None]] = [
         lambda: None,
