@@ -8,10 +8,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from keepstep_lighthouse.quorum.job_record import Policy
-from keepstep_lighthouse.quorum.policies import policy_problem
 from keepstep_lighthouse.store.opening import checked_store
 from keepstep_mesh.config.settings import Settings, boolean, duration, whole
+from keepstep_mesh.protocol.policy import Policy, policy_problem
 from keepstep_mesh.serving.listen_settings import ListenSettings, read_listen_settings
 
 
@@ -51,7 +50,7 @@ def _max_jobs(count: int) -> int:
     return count
 
 
-def read_like(default: object) -> Callable[[Any], Any]:
+def _reader(default: object) -> Callable[[Any], Any]:
     """Return the parser of a policy field that has this default."""
     readers: dict[type, Callable[[Any], Any]] = {int: whole, str: str, bool: boolean}
     return readers.get(type(default), duration)
@@ -77,7 +76,7 @@ def read_settings(flags: Mapping[str, Any], environ: Mapping[str, str] = os.envi
     limits: dict[str, Any] = {}
     for one in fields(Policy):
         limits[one.name] = settings.get(
-            f"lighthouse_{one.name}", read_like(one.default), getattr(default.policy, one.name)
+            f"lighthouse_{one.name}", _reader(one.default), getattr(default.policy, one.name)
         )
     policy = Policy(**limits)
     if (problem := policy_problem(policy)) is not None:

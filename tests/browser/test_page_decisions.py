@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from keepstep_mesh.protocol.policy import SETTINGS
 from tests.browser.devtools import CHROMIUM
 from tests.browser.told import HEADLINE, LIVE, SHOWN, TOAST, ToldMesh, row, shown
 
@@ -119,6 +120,8 @@ async def test_an_admin_verifies_the_job_changes_its_policy_and_readmits_a_group
             await page.until(f"{TOAST} === '{done}'")
         await page.click(".now .orders button:last-child")
         await page.until("document.querySelector('#policy').open")
+        told = await page.run("document.querySelector('#policy .fields').textContent")
+        assert all(setting.text in told for setting in SETTINGS.values())
         await page.run("document.querySelector('#policy [name=min_replicas]').value = '3'")
         await page.click("#policy button.danger")
         await page.until(f"{TOAST} === 'Policy: min_replicas is 3'")

@@ -15,7 +15,8 @@ from typing import Any
 from keepstep_lighthouse.jobs.job import Job
 from keepstep_lighthouse.leadership.term import EPOCH_KEY
 from keepstep_lighthouse.quorum.events import ReadmitOrdered
-from keepstep_lighthouse.quorum.job_record import JobRecord, Policy
+from keepstep_lighthouse.quorum.job_record import JobRecord
+from keepstep_mesh.protocol.policy import Policy
 from tests.simulation.actors.collectives import Collectives
 from tests.simulation.actors.node import Node, address_of, simulated
 from tests.simulation.actors.ports import Network

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from keepstep_lighthouse.quorum.job_record import Policy
+from keepstep_mesh.protocol.policy import Policy
 from tests.simulation.actors.troubles import TROUBLES_TIMEOUT_SECONDS
 from tests.simulation.run import explain, violation
 from tests.simulation.simulation import Script, Simulation

@@ -13,7 +13,7 @@ from typing import Any
 
 from keepstep_lighthouse.leadership.campaign import Leadership
 from keepstep_lighthouse.quorum.events import EvictOrdered
-from keepstep_lighthouse.quorum.job_record import Policy
+from keepstep_mesh.protocol.policy import Policy
 from tests.simulation.actors.node import Node
 from tests.simulation.actors.worker import Worker
 from tests.simulation.simulation import Script, Simulation

@@ -6,7 +6,7 @@ import collections
 import functools
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from keepstep.coordination.connections import Connections
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS, LoopThread
@@ -18,6 +18,7 @@ from keepstep_mesh.protocol import codec
 from keepstep_mesh.protocol.membership import Data, Member, MemberInfo
 from keepstep_mesh.protocol.membership import Quorum as MeshQuorum
 from keepstep_mesh.protocol.messages import QuorumRequest
+from keepstep_mesh.protocol.policy import Policy, policy_problem
 from keepstep_mesh.security.reloaded_files import ReloadedFiles
 from keepstep_mesh.serving.listen_settings import ListenSettings, read_listen_settings
 
@@ -145,15 +146,11 @@ class LighthouseServer:
     ) -> None:
         try:
             from keepstep_lighthouse.app import Lighthouse, LighthouseSettings  # noqa: PLC0415  a service, loaded lazily
-            from keepstep_lighthouse.quorum.job_record import Policy  # noqa: PLC0415
-            from keepstep_lighthouse.quorum.policies import policy_problem  # noqa: PLC0415
         except ImportError as error:
             raise RuntimeError(f"LighthouseServer needs pip install 'keepstep[services]': {error}") from error
-        policy = Policy(
-            min_replicas=min_replicas,
-            join_timeout=60.0 if join_timeout_ms is None else join_timeout_ms / 1000,
-            heartbeat_timeout=5.0 if heartbeat_timeout_ms is None else heartbeat_timeout_ms / 1000,
-        )
+        given = {"join_timeout": join_timeout_ms, "heartbeat_timeout": heartbeat_timeout_ms}
+        limits: dict[str, Any] = {name: ms / 1000 for name, ms in given.items() if ms is not None}
+        policy = Policy(min_replicas, **limits)
         if (problem := policy_problem(policy)) is not None:
             raise ValueError(problem)
         settings = Settings(flags={"lighthouse_bind": bind.removeprefix("http://")})

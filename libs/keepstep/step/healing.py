@@ -21,7 +21,7 @@ from keepstep.step.reporting.heal_meter import REPORT_SECONDS, HealMeter, log_fi
 from keepstep.step.reporting.step_telemetry import StepTimes
 from keepstep.transfer.exchange import Exchange
 from keepstep_mesh.errors import KeepstepError
-from keepstep_mesh.protocol.heal_limit import heal_limit
+from keepstep_mesh.protocol.policy import heal_limit
 from keepstep_mesh.telemetry.tracing.spans import HEAL
 
 GIVE_UP_SECONDS = 1.0

@@ -14,17 +14,18 @@ import click
 
 from keepstep_cli.asking.defaults import DEFAULT_PORT
 from keepstep_cli.asking.options import Seconds, all_of, make_folder
-from keepstep_cli.asking.policy_options import FIELDS, new_job_policy
+from keepstep_cli.asking.policy_options import new_job_policy
 from keepstep_cli.asking.sections import SectionedCommand
 from keepstep_cli.running.service_options import FILE, service_options
 from keepstep_cli.running.services import announce, checked, configure_logs, importing, reported
+from keepstep_mesh.protocol.policy import SETTINGS
 
 if TYPE_CHECKING:
     from keepstep_mesh.serving.process import Hosted
     from keepstep_mesh.serving.service import Endpoint, Service
 
 RELAY_PORTS_ABOVE, METRICS_PORTS_ABOVE = 10, 20
-SETTING = re.compile(rf"^(bind|store|lease|advertise)\b|\b({'|'.join(field.name for field in FIELDS)})\b")
+SETTING = re.compile(rf"^(bind|store|lease|advertise)\b|\b({'|'.join(SETTINGS)})\b")
 """Pattern of a setting's name in an error of the lighthouse."""
 
 _event_log_option = click.option("--event-log", type=FILE, help="File to append every event to, as a line of JSON.")

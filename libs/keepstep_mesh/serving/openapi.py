@@ -180,7 +180,9 @@ def _schema(hint: Any, schemas: dict[str, Any]) -> dict[str, Any]:
             hints = typing.get_type_hints(hint)
             schemas[hint.__name__] = {
                 "type": "object",
-                "properties": {one.name: _schema(hints[one.name], schemas) for one in fields(hint)},
+                "properties": {
+                    one.name: _schema(hints[one.name], schemas) | one.metadata.get("schema", {}) for one in fields(hint)
+                },
                 "required": [
                     one.name for one in fields(hint) if one.default is MISSING and one.default_factory is MISSING
                 ],

@@ -37,13 +37,12 @@ from keepstep_lighthouse.quorum.events import (
     StragglerFound,
     VerifyOrdered,
 )
-from keepstep_lighthouse.quorum.job_record import Policy
-from keepstep_lighthouse.quorum.policies import MAX_STEPS, policy_problem
 from keepstep_lighthouse.quorum.presence import bans
 from keepstep_lighthouse.quorum.spares import NO_SPARE
 from keepstep_lighthouse.quorum.views.replicas import ReplicaState
 from keepstep_mesh.net.http import Problem
 from keepstep_mesh.protocol.names import name_of
+from keepstep_mesh.protocol.policy import MAX_STEPS, Policy, policy_problem
 from keepstep_mesh.serving.application import CALLER, read_json
 from keepstep_mesh.serving.rest import MAX_NAMED, bad, checked, json_answer, read_body
 from keepstep_mesh.text import listed

@@ -14,11 +14,12 @@ from keepstep_lighthouse.jobs.expiry import NEVER, due_at
 from keepstep_lighthouse.jobs.job import Job
 from keepstep_lighthouse.jobs.lighthouse_node import LighthouseNode
 from keepstep_lighthouse.quorum.events import Reason
-from keepstep_lighthouse.quorum.job_record import Ban, Policy
+from keepstep_lighthouse.quorum.job_record import Ban
 from keepstep_lighthouse.quorum.views.job_status import JobStatus
 from keepstep_lighthouse.quorum.views.replicas import HealView, QuorumView, ReplicaState, ReplicaView
 from keepstep_mesh.net.http import Problem
 from keepstep_mesh.protocol.membership import FinalState
+from keepstep_mesh.protocol.policy import Policy
 from keepstep_mesh.serving.rest import bad, json_answer
 
 

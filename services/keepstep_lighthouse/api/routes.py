@@ -29,9 +29,9 @@ from keepstep_lighthouse.api.read_handlers import (
 )
 from keepstep_lighthouse.api.service_handlers import ServiceHandlers
 from keepstep_lighthouse.jobs.lighthouse_node import LighthouseNode
-from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_lighthouse.quorum.views.replicas import ReplicaView
 from keepstep_lighthouse.registry.service_records import ServiceRecord
+from keepstep_mesh.protocol.policy import Policy
 from keepstep_mesh.security.tokens import Access
 from keepstep_mesh.serving import openapi
 from keepstep_mesh.serving.application import Route

@@ -30,8 +30,7 @@ from keepstep_lighthouse.leadership.election import Leader
 from keepstep_lighthouse.leadership.leader_link import FollowerLinks, LeaderLink
 from keepstep_lighthouse.leadership.nodes import Nodes
 from keepstep_lighthouse.leadership.term import STORE_TIMEOUT, Term, TermOverError
-from keepstep_lighthouse.quorum.job_record import JobRecord, Policy
-from keepstep_lighthouse.quorum.policies import policy_changes
+from keepstep_lighthouse.quorum.job_record import JobRecord
 from keepstep_lighthouse.registry.service_registry import Registry
 from keepstep_lighthouse.settings import LighthouseSettings
 from keepstep_lighthouse.store.contract import Store, StoreError
@@ -43,6 +42,7 @@ from keepstep_mesh.net.event_loop import cancelled
 from keepstep_mesh.net.http import Problem
 from keepstep_mesh.protocol import codec
 from keepstep_mesh.protocol.messages import Hello, Services
+from keepstep_mesh.protocol.policy import Policy, policy_changes
 
 T = TypeVar("T")
 

@@ -6,9 +6,10 @@ import json
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from keepstep_lighthouse.quorum.job_record import Ban, Divergence, JobEnd, JobRecord, Policy, Replacement
+from keepstep_lighthouse.quorum.job_record import Ban, Divergence, JobEnd, JobRecord, Replacement
 from keepstep_lighthouse.store.contract import StoreError
 from keepstep_mesh.protocol.membership import FinalState
+from keepstep_mesh.protocol.policy import Policy
 
 T = TypeVar("T")
 

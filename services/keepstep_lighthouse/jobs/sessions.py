@@ -23,7 +23,7 @@ from keepstep_lighthouse.quorum.events import (
     LeftOnPurpose,
     MovedAway,
 )
-from keepstep_lighthouse.quorum.job_record import JobRecord, Policy
+from keepstep_lighthouse.quorum.job_record import JobRecord
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import ProtocolError, VersionError
 from keepstep_mesh.net import websocket
@@ -45,6 +45,7 @@ from keepstep_mesh.protocol.messages import (
     Timing,
     Welcome,
 )
+from keepstep_mesh.protocol.policy import Policy
 
 HELLO_SECONDS = 10.0
 SESSION_CLOSE_SECONDS = 5.0

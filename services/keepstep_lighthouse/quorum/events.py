@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from keepstep_lighthouse.quorum.job_record import JobRecord, Policy
+from keepstep_lighthouse.quorum.job_record import JobRecord
 from keepstep_mesh.protocol.membership import Data, HeldAnswer, Member
 from keepstep_mesh.protocol.messages import Healing, QuorumRequest, ToWorker
+from keepstep_mesh.protocol.policy import Policy
 
 # ---- events
 

@@ -5,39 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from keepstep_mesh.protocol.membership import FinalState
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """Policy of one job; times in seconds."""
-
-    min_replicas: int = 1
-    max_replicas: int = 0
-    """0: no limit."""
-    join_timeout: float = 60.0
-    heal_timeout: float = 60.0
-    heartbeat_timeout: float = 5.0
-    reconnect_grace: float = 0.2
-    takeover_grace: float | None = None
-    """None: the heartbeat timeout."""
-    initial_replicas: int = 0
-    """Number of groups that the first quorum of the job waits for, up to ``join_timeout`` and up to half of the time
-    limit of the open requests; 0: the number that the groups tell. A later quorum waits for it only with
-    ``refuse_going_back``, after the loss of all members."""
-    verify_every: int = 1000
-    """Compare root digests at each step that is a multiple of this, before the first one at the steps 10 and 100, and
-    when a group has caught up; 0: only when ordered."""
-    on_divergence: str = "heal"
-    """Action for a group whose root digest differs from the majority's. ``heal``: it receives the state of another
-    group; ``drain``: it heals and then leaves; ``report``: none."""
-    drain_straggler_after: int = 0
-    """Drain a group that was a straggler for so many consecutive steps; 0: never."""
-    refuse_going_back: bool = False
-    """Deny a quorum more than one step below the step that the job has reached."""
-    job_ttl: float = 7 * 86400.0
-    """Time after which a job without sessions is deleted; 0: never."""
-    finish_grace: float = 30.0
-    """Time for which groups that have finished wait for the return of a group that was lost."""
+from keepstep_mesh.protocol.policy import Policy
 
 
 @dataclass(frozen=True, slots=True)

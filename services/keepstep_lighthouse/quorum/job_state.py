@@ -12,11 +12,11 @@ from keepstep_lighthouse.quorum.events import Announce, Decision, EndSession, Lo
 from keepstep_lighthouse.quorum.groups.group import Group
 from keepstep_lighthouse.quorum.groups.groups import Groups
 from keepstep_lighthouse.quorum.job_record import JobRecord
-from keepstep_lighthouse.quorum.policies import policy_problem
 from keepstep_mesh.protocol.lineage import is_torn
 from keepstep_mesh.protocol.membership import Data
 from keepstep_mesh.protocol.messages import Drain, RoundBroken, ToWorker
 from keepstep_mesh.protocol.names import name_of
+from keepstep_mesh.protocol.policy import policy_problem
 
 MAX_FORMER_MEMBERS = 4000
 """Number of names of former members that are kept."""

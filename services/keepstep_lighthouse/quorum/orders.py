@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from keepstep_lighthouse.quorum.events import EvictOrdered, PolicyOrdered, ReadmitOrdered
 from keepstep_lighthouse.quorum.job_state import JobState
-from keepstep_lighthouse.quorum.policies import policy_changes, policy_problem
 from keepstep_lighthouse.quorum.presence import bans
 from keepstep_lighthouse.quorum.presence.departures import Departures
 from keepstep_lighthouse.quorum.presence.health import Health
@@ -18,6 +17,7 @@ from keepstep_lighthouse.quorum.probation.probation import Probation
 from keepstep_lighthouse.quorum.takeover import Takeover
 from keepstep_mesh.protocol.messages import Evicted
 from keepstep_mesh.protocol.names import name_of
+from keepstep_mesh.protocol.policy import policy_changes, policy_problem
 
 
 class Orders:

@@ -11,6 +11,7 @@ from typing import Any
 from aiohttp import web
 
 from keepstep_mesh.net.http import Problem
+from keepstep_mesh.protocol.policy import Policy
 from keepstep_mesh.protocol.telemetry_records import read_batch
 from keepstep_mesh.security.tokens import Access
 from keepstep_mesh.serving import openapi
@@ -122,7 +123,7 @@ SHAPES = {
         query=SPAN | {"limit": f"maximum number of events in them, up to {MAX_LIMIT}; default: {LIMIT}"},
     ),
     f"GET {JOB}": Shape(None),
-    f"PATCH {JOB}": Shape(None, status=202),
+    f"PATCH {JOB}": Shape(None, status=202, body=Policy),
     f"POST {JOB}/verify": Shape(None, status=202),
     f"POST {ONE}/readmit": Shape(None, status=202),
     "GET /v1/cluster": Shape(ClusterView),

@@ -153,8 +153,8 @@ async function order(job, action, name) {
 
 async function changePolicy(path) {
   try {
-    const { policy } = await api.get(path);
-    const changes = await askPolicy(byId("policy"), policy);
+    const [{ policy }, { components }] = await Promise.all([api.get(path), api.get("openapi.json")]);
+    const changes = await askPolicy(byId("policy"), policy, components.schemas.Policy.properties);
     if (!changes) return;
     await api.post(path, changes, "PATCH");
     toast(`Policy: ${Object.entries(changes).map(([name, value]) => `${name} is ${value}`).join(", ")}`);

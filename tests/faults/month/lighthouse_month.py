@@ -13,7 +13,6 @@ from keepstep_lighthouse.api import prometheus
 from keepstep_lighthouse.jobs.event_log import KEPT_IN_ALL, MAX_FILE_BYTES, FiledEventLog
 from keepstep_lighthouse.jobs.lighthouse_node import LighthouseNode, cancelled
 from keepstep_lighthouse.jobs.sessions import Session
-from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_lighthouse.settings import LighthouseSettings
 from keepstep_lighthouse.store.opening import store_at
 from keepstep_mesh.net import websocket
@@ -30,6 +29,7 @@ from keepstep_mesh.protocol.messages import (
     Refused,
     Welcome,
 )
+from keepstep_mesh.protocol.policy import Policy
 from tests.faults.month.figures import Figures, bytes_of, lines_of
 from tests.faults.month.virtual_time import Clock
 

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from keepstep_lighthouse.app import Lighthouse
-from keepstep_lighthouse.quorum.job_record import Policy
+from keepstep_mesh.protocol.policy import Policy
 from keepstep_mesh.security.tokens import Tokens
 from tests.support.services.asking_group import Group
 from tests.support.services.command import process

@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import quote
 
 from keepstep.runtime.exits import EvictedExit
-from keepstep_lighthouse.quorum.job_record import Policy
+from keepstep_mesh.protocol.policy import Policy
 from tests.services.manager.groups import manager
 from tests.support.services.lighthouse_driver import eventually, lighthouse
 from tests.support.services.metrics_driver import client, metrics

@@ -17,6 +17,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from keepstep_mesh.net.http import Identity
+from keepstep_mesh.protocol.policy import SETTINGS
 from keepstep_mesh.protocol.telemetry_records import StepRecord
 from keepstep_mesh.security.tokens import ClientToken
 from keepstep_mesh.serving.service import all_routes
@@ -86,6 +87,15 @@ def story(now: float) -> list[dict[str, Any]]:
 def test_the_table_has_every_route() -> None:
     routes = [(one.method, one.path) for one in all_routes(Metrics(MetricsSettings()).service())]
     assert sorted(routes) == sorted(ACCESS)
+
+
+async def test_the_description_has_what_the_page_shows_of_each_field_of_a_policy() -> None:
+    async with metrics() as one, client(one.address) as asking:
+        known = (await asking.call("GET", "/openapi.json"))["components"]["schemas"]["Policy"]["properties"]
+    assert {name: {**schema, **SETTINGS[name].schema()} for name, schema in known.items()} == known
+    assert known.keys() == SETTINGS.keys()
+    assert known["on_divergence"]["enum"] == ["heal", "drain", "report"]
+    assert known["join_timeout"]["x-unit"] == "seconds"
 
 
 @pytest.mark.parametrize("asker", ASKERS)

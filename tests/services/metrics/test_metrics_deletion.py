@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from keepstep_lighthouse.quorum.job_record import Policy
+from keepstep_mesh.protocol.policy import Policy
 from keepstep_mesh.protocol.telemetry_records import read_batch
 from keepstep_metrics.app import FILE
 from keepstep_metrics.history import machine

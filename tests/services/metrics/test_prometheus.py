@@ -22,8 +22,8 @@ import pytest
 import yaml
 
 from keepstep_lighthouse.api.prometheus import FROM_ZERO
-from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_mesh.protocol.messages import Healing, Welcome
+from keepstep_mesh.protocol.policy import Policy
 from keepstep_mesh.security.tokens import Tokens
 from keepstep_metrics.history.findings.alerts import SEVERITIES
 from tests.support.network.ports import free_port

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 
 from keepstep_lighthouse.app import Lighthouse
-from keepstep_lighthouse.quorum.job_record import Policy
+from keepstep_mesh.protocol.policy import Policy
 from tests.support.services.lighthouse_driver import DEADLINE, Worker, lighthouse, round_of, workers
 
 JOB = "/v1/jobs/job"

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_lighthouse.store.contract import WriteFailedError
 from keepstep_lighthouse.store.memory_store import MemoryStore
 from keepstep_mesh.protocol.membership import StateRoot
 from keepstep_mesh.protocol.messages import Closed, Denied, Drain, Evicted, MemberLost, QuorumAnswer
+from keepstep_mesh.protocol.policy import Policy
 from tests.services.rest.scene import JOB, scene
 from tests.support.services.lighthouse_driver import DEADLINE, connection, eventually, round_of
 
@@ -142,7 +142,7 @@ async def test_a_policy_is_changed_at_once_and_twice_is_once() -> None:
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        (b"", "no field of the policy: expected one of min_replicas, max_replicas, join_timeout"),
+        (b"", "no field of the policy: expected one of min_replicas, max_replicas, initial_replicas"),
         (b'{"min_replica": 1}', "unknown field 'min_replica'; known fields"),
         (b'{"min_replicas": 1.5}', "min_replicas must be a whole number, not 1.5"),
         (b'{"min_replicas": null}', "min_replicas must be a whole number, not None"),

@@ -18,13 +18,13 @@ from keepstep.group.ranks.rank_link import Leaving
 from keepstep.session.session_events import Push
 from keepstep_lighthouse.app import Lighthouse
 from keepstep_lighthouse.quorum.events import EvictOrdered
-from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_lighthouse.quorum.views.replicas import HealView
 from keepstep_lighthouse.registry.service_registry import new_record
 from keepstep_mesh.errors import JobClosed, KeepstepError, LayoutMismatch, SessionClosed, StartRefused
 from keepstep_mesh.protocol.group_messages import RankAsk, RankVote
 from keepstep_mesh.protocol.membership import Quorum
 from keepstep_mesh.protocol.messages import Evicted, Healing, RoundBroken, ServiceAddress
+from keepstep_mesh.protocol.policy import Policy
 from tests.services.worker.group_driver import DEADLINE, Group, ask
 from tests.support.services.lighthouse_driver import eventually
 from tests.support.services.lighthouse_driver import lighthouse as in_loop

@@ -17,8 +17,8 @@ from keepstep.runtime.loop_thread import LoopThread
 from keepstep.session.session_settings import SessionSettings
 from keepstep_lighthouse.app import Lighthouse
 from keepstep_lighthouse.quorum.events import PolicyOrdered
-from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_mesh.protocol.group_messages import RankAsk
+from keepstep_mesh.protocol.policy import Policy
 from tests.support.services.lighthouse_driver import eventually
 from tests.support.services.lighthouse_driver import lighthouse as in_loop
 

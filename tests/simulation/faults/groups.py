@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from keepstep_lighthouse.quorum.events import DrainOrdered, EvictOrdered, PolicyOrdered, ReadmitOrdered, ReplaceOrdered
-from keepstep_lighthouse.quorum.job_record import Policy
+from keepstep_mesh.protocol.policy import Policy
 
 if TYPE_CHECKING:
     from tests.simulation.actors.troubles import Trouble
@@ -140,7 +140,11 @@ def ban(sim: Simulation, worker: Worker, fault: Fault) -> None:
 def change_the_policy(sim: Simulation, _: Worker, fault: Fault) -> None:
     minimum = 1 + fault.other % len(sim.names)
     old = sim.policy
-    sim.order(PolicyOrdered(Policy(minimum, old.max_replicas, old.join_timeout, old.heal_timeout), "ann"))
+    sim.order(
+        PolicyOrdered(
+            Policy(minimum, old.max_replicas, join_timeout=old.join_timeout, heal_timeout=old.heal_timeout), "ann"
+        )
+    )
 
 
 # ---- troubles

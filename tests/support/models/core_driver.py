@@ -34,11 +34,12 @@ from keepstep_lighthouse.quorum.events import (
     Tick,
     VerifyOrdered,
 )
-from keepstep_lighthouse.quorum.job_record import JobRecord, Policy
+from keepstep_lighthouse.quorum.job_record import JobRecord
 from keepstep_lighthouse.quorum.machine import JobCore
 from keepstep_lighthouse.quorum.views.replicas import ReplicaState
 from keepstep_mesh.protocol.membership import HeldAnswer, Lineage, MemberInfo, StateRoot, StepFailure, StepReport
 from keepstep_mesh.protocol.messages import Healing, QuorumRequest, ToWorker
+from keepstep_mesh.protocol.policy import Policy
 
 BEAT_SECONDS = 0.5
 UNIX_AT_START = 1_000_000.0

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from keepstep_lighthouse.jobs.expiry import NEVER, OVER_SECONDS, JobUse, due_at, expired, next_due, replaceable
 from keepstep_lighthouse.quorum.events import Persist
-from keepstep_lighthouse.quorum.job_record import JobRecord, Policy
+from keepstep_lighthouse.quorum.job_record import JobRecord
+from keepstep_mesh.protocol.policy import Policy
 from tests.support.models.core_driver import Driver
 
 IDLE = JobUse("idle", ttl=10, sessions=0, used_at=100)

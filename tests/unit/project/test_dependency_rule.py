@@ -130,7 +130,10 @@ def test_the_help_of_the_command_imports_next_to_nothing() -> None:
     assert not loaded & {"torch", "numpy", "aiohttp", "rich", "asyncio", "structlog", "msgpack"}
     assert loaded & PACKAGES == {"keepstep_cli", "keepstep_mesh"}
     of_mesh = {name for name in done.stdout.split() if name.startswith("keepstep_mesh")}
-    light = {"keepstep_mesh", "keepstep_mesh.net", "keepstep_mesh.net.backoff"}
+    light = {"keepstep_mesh", "keepstep_mesh.net", "keepstep_mesh.net.backoff"} | {
+        "keepstep_mesh.protocol",
+        "keepstep_mesh.protocol.policy",
+    }
     assert of_mesh == light, "these import nothing"
 
 

@@ -34,13 +34,12 @@ from keepstep_cli.running.supervisor_events import Restarts
 from keepstep_lighthouse.api import event_stream
 from keepstep_lighthouse.jobs import job_endings, sessions
 from keepstep_lighthouse.leadership import leader_link, term
-from keepstep_lighthouse.quorum import policies
-from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_lighthouse.quorum.presence import health
 from keepstep_lighthouse.settings import MIN_LEASE, LighthouseSettings
 from keepstep_lighthouse.store import etcd_store, sqlite_store
 from keepstep_mesh.discovery import registration
 from keepstep_mesh.net import lighthouse_addresses
+from keepstep_mesh.protocol.policy import MIN_HEARTBEAT_TIMEOUT, Policy
 from keepstep_mesh.serving import open_port, service
 from keepstep_mesh.threads import ending, starting, watchdog
 from keepstep_relay import checkpoint_store
@@ -78,7 +77,7 @@ RULES = {
     # a group that dies or is silent
     "ten heartbeats fit into the timeout": 10 * BEAT <= POLICY.heartbeat_timeout,
     "the smallest timeout allowed leaves room for a tick that is late": (
-        policies.MIN_HEARTBEAT_TIMEOUT <= health.LATE_TICK_SECONDS < POLICY.heartbeat_timeout
+        MIN_HEARTBEAT_TIMEOUT <= health.LATE_TICK_SECONDS < POLICY.heartbeat_timeout
     ),
     "a broken connection is judged before a silent one": POLICY.reconnect_grace < POLICY.heartbeat_timeout,
     "a broken connection is retried twice within the grace": (

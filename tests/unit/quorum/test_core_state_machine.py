@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from keepstep_lighthouse.quorum.events import Announce, Decision, EndSession, Tell
-from keepstep_lighthouse.quorum.job_record import Policy
-from keepstep_lighthouse.quorum.policies import ON_DIVERGENCE
 from keepstep_lighthouse.quorum.presence.health import LATE_TICK_SECONDS
 from keepstep_lighthouse.quorum.views.replicas import ReplicaState
 from keepstep_mesh.protocol.membership import HeldAnswer, MemberInfo, StateRoot
 from keepstep_mesh.protocol.messages import Denied
+from keepstep_mesh.protocol.policy import SETTINGS, Policy
 from tests.support.models.core_driver import Driver
 
 GONE = ReplicaState.GONE
@@ -180,12 +179,12 @@ class Onlooker(RuleBasedStateMachine):
         min_replicas=st.integers(1, 3),
         max_replicas=st.sampled_from([0, 3]),
         heartbeat_timeout=st.sampled_from([5.0, 5.0, 1.0]),
-        on_divergence=st.sampled_from(ON_DIVERGENCE),
+        on_divergence=st.sampled_from(SETTINGS["on_divergence"].choices),
     )
     def changes_the_policy(
         self, min_replicas: int, max_replicas: int, heartbeat_timeout: float, on_divergence: str
     ) -> None:
-        policy = Policy(min_replicas, max_replicas, 10.0, 4.0, heartbeat_timeout, on_divergence=on_divergence)
+        policy = Policy(min_replicas, max_replicas, 0, 10.0, 4.0, heartbeat_timeout, on_divergence=on_divergence)
         self.onlook(self.driver.sets_policy(policy))
 
     @rule(seconds=st.sampled_from([0.1, 0.2, 1.0, 5.0, 12.0]), silent=st.sets(NAMES, max_size=2))

@@ -32,8 +32,8 @@ from keepstep.step.context import StepContext
 from keepstep.step.reporting.heal_meter import REPORT_SECONDS, HealMeter
 from keepstep.transfer.exchange import Exchange
 from keepstep_mesh.errors import KeepstepError
-from keepstep_mesh.protocol.heal_limit import heal_limit
 from keepstep_mesh.protocol.lineage import followed
+from keepstep_mesh.protocol.policy import heal_limit
 
 MAX_FAILURES = 3
 """Catch-ups in a row that may fail; after them the group heals, and the others wait for it."""

@@ -33,8 +33,8 @@ from typing import Literal, NamedTuple
 
 from keepstep_lighthouse.quorum.groups.group import Group
 from keepstep_lighthouse.quorum.groups.groups import Groups
-from keepstep_lighthouse.quorum.job_record import JobRecord, Policy
-from keepstep_mesh.protocol.heal_limit import heal_limit
+from keepstep_lighthouse.quorum.job_record import JobRecord
+from keepstep_mesh.protocol.policy import Policy, heal_limit
 
 Code = Literal[
     "fast",

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_mesh.protocol.messages import Healing
+from keepstep_mesh.protocol.policy import Policy
 from tests.services.cli.scene import keepstep
 from tests.support.network.ports import free_port
 from tests.support.services.command import environment, process

@@ -15,9 +15,9 @@ from keepstep_lighthouse.app import Lighthouse, LighthouseSettings
 from keepstep_lighthouse.leadership import forwarding
 from keepstep_lighthouse.leadership.campaign import LEADER_KEY
 from keepstep_lighthouse.leadership.election import Leader
-from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_lighthouse.store.opening import open_store
 from keepstep_mesh.protocol.messages import NotLeader, QuorumAnswer
+from keepstep_mesh.protocol.policy import Policy
 from tests.support.services.etcd_server import EtcdCluster
 from tests.support.services.lighthouse_driver import DEADLINE, connection, eventually, lighthouse, worker
 

@@ -18,12 +18,12 @@ from keepstep_lighthouse.api import prometheus
 from keepstep_lighthouse.app import Lighthouse
 from keepstep_lighthouse.jobs import event_log, records
 from keepstep_lighthouse.jobs.expiry import OVER_SECONDS, due_at
-from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_lighthouse.store.contract import Compare, Write, WriteFailedError
 from keepstep_lighthouse.store.memory_store import MemoryStore
 from keepstep_lighthouse.store.opening import open_store
 from keepstep_mesh.protocol.membership import HeldAnswer
 from keepstep_mesh.protocol.messages import Closed, Evicted, QuorumAnswer, RoundBroken
+from keepstep_mesh.protocol.policy import Policy
 from tests.services.rest.scene import Rest
 from tests.support.services.etcd_server import EtcdCluster
 from tests.support.services.lighthouse_driver import (

@@ -7,7 +7,7 @@ import asyncio
 import aiohttp
 
 from keepstep.session.session_machine import About
-from keepstep_lighthouse.quorum.job_record import Policy
+from keepstep_mesh.protocol.policy import Policy
 from tests.support.services.asking_group import Group
 from tests.support.services.lighthouse_driver import eventually, lighthouse
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_mesh.protocol.messages import Drain, Welcome
+from keepstep_mesh.protocol.policy import Policy
 from keepstep_mesh.security.tokens import ClientToken, Tokens
 from keepstep_metrics.app import Metrics
 from keepstep_metrics.lighthouse import draining

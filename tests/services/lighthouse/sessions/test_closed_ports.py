@@ -21,9 +21,9 @@ from keepstep_lighthouse.app import Lighthouse
 from keepstep_lighthouse.jobs import port_probes
 from keepstep_lighthouse.jobs.port_probes import PortProbes, refuses, serves
 from keepstep_lighthouse.quorum.events import FindPort, PortRefused, ProbePort
-from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_mesh.protocol.group_messages import RankAsk
 from keepstep_mesh.protocol.messages import MemberLost
+from keepstep_mesh.protocol.policy import Policy
 from keepstep_mesh.testing import DEADLINE
 from tests.support.network.namespaces import Namespaces, why_not
 from tests.support.services.asking_group import Group

@@ -22,10 +22,10 @@ from hypothesis import strategies as st
 from keepstep_lighthouse import app
 from keepstep_lighthouse.app import Lighthouse
 from keepstep_lighthouse.jobs import sessions
-from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_mesh.protocol import codec
 from keepstep_mesh.protocol.membership import MemberInfo
 from keepstep_mesh.protocol.messages import Heartbeat, QuorumAnswer, QuorumRequest, Welcome
+from keepstep_mesh.protocol.policy import Policy
 from tests.support.services.lighthouse_driver import (
     DEADLINE,
     Worker,

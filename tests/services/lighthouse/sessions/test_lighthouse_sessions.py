@@ -14,7 +14,6 @@ import pytest
 from keepstep_lighthouse.jobs import sessions, welcomed
 from keepstep_lighthouse.jobs.lighthouse_node import HIGHEST_EPOCH_SEEN
 from keepstep_lighthouse.quorum.events import PolicyOrdered
-from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_mesh.net.addresses import outward_address
 from keepstep_mesh.protocol import codec
 from keepstep_mesh.protocol.membership import HeldAnswer, MemberInfo
@@ -35,6 +34,7 @@ from keepstep_mesh.protocol.messages import (
     Timing,
     Welcome,
 )
+from keepstep_mesh.protocol.policy import Policy
 from tests.support.services.lighthouse_driver import (
     DEADLINE,
     connection,

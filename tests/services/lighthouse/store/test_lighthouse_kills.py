@@ -16,8 +16,8 @@ import pytest
 from keepstep.session.lighthouse_session import LighthouseSession
 from keepstep.session.session_settings import SessionSettings
 from keepstep_chaos.histories.reading import check_files
-from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_mesh.protocol.messages import MemberLost, QuorumAnswer, Welcome
+from keepstep_mesh.protocol.policy import Policy
 from tests.support.services.asking_group import quorum_request
 from tests.support.services.lighthouse_driver import (
     DEADLINE,

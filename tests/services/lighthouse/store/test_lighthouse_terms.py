@@ -18,7 +18,7 @@ from keepstep_lighthouse.jobs import lighthouse_node, records
 from keepstep_lighthouse.jobs.job import Job
 from keepstep_lighthouse.leadership import campaign, term
 from keepstep_lighthouse.quorum.events import Asked, Closed, Decision, Event, EvictOrdered, Opened, Tick
-from keepstep_lighthouse.quorum.job_record import WEIGHTS, Ban, Divergence, JobRecord, Policy
+from keepstep_lighthouse.quorum.job_record import WEIGHTS, Ban, Divergence, JobRecord
 from keepstep_lighthouse.quorum.machine import JobCore
 from keepstep_lighthouse.store.contract import (
     Compare,
@@ -30,6 +30,7 @@ from keepstep_lighthouse.store.contract import (
 from keepstep_lighthouse.store.memory_store import MemoryStore
 from keepstep_lighthouse.store.opening import open_store
 from keepstep_mesh.protocol.messages import Evicted, QuorumAnswer, Welcome
+from keepstep_mesh.protocol.policy import Policy
 from tests.support.services.lighthouse_driver import (
     DEADLINE,
     connection,

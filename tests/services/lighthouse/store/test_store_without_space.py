@@ -12,10 +12,10 @@ import pytest
 
 from keepstep_cli.doctor import probes
 from keepstep_lighthouse.jobs import lighthouse_node
-from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_lighthouse.store.contract import StoreError
 from keepstep_lighthouse.store.opening import open_store
 from keepstep_mesh.protocol.messages import QuorumAnswer
+from keepstep_mesh.protocol.policy import Policy
 from keepstep_mesh.security.tls import TlsFiles
 from tests.services.lighthouse.store.test_etcd_store import ETCDCTL, compact
 from tests.support.services.etcd_server import EtcdCluster

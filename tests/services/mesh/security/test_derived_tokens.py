@@ -15,9 +15,9 @@ import pytest
 import torch
 from aiohttp import web
 
-from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_mesh.discovery.registration import Registration, registered
 from keepstep_mesh.net.http import Problem, client_session
+from keepstep_mesh.protocol.policy import Policy
 from keepstep_mesh.security.tokens import Tokens, derived, place_of, watched_tokens
 from tests.services.cli.scene import keepstep
 from tests.services.manager.groups import manager

@@ -8,11 +8,12 @@ import pytest
 
 from keepstep_lighthouse.quorum.events import Announce, Decision, EndSession, Persist, Tell
 from keepstep_lighthouse.quorum.forming.membership import HIGHEST_QUORUM_ID_SEEN
-from keepstep_lighthouse.quorum.job_record import Ban, JobRecord, Policy
+from keepstep_lighthouse.quorum.job_record import Ban, JobRecord
 from keepstep_lighthouse.quorum.presence.bans import MAX_EVICTED
 from keepstep_lighthouse.quorum.views.replicas import ReplicaState
 from keepstep_mesh.protocol.membership import HeldAnswer
 from keepstep_mesh.protocol.messages import Drain, Evicted, MemberLost, Refused, RoundBroken
+from keepstep_mesh.protocol.policy import Policy
 from tests.support.models.core_driver import Driver, announced, announces, logged, members, states, told
 
 

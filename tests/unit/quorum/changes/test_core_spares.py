@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from keepstep_lighthouse.jobs import records
-from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_lighthouse.quorum.views.replicas import ReplicaState
 from keepstep_mesh.protocol.messages import Denied, Drain
+from keepstep_mesh.protocol.policy import Policy
 from tests.support.models.core_driver import Driver, announced, announces, logged, members, states, told
 
 

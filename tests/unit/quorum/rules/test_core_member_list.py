@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from keepstep_lighthouse.quorum.events import Persist
-from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_mesh.protocol.membership import MemberInfo
+from keepstep_mesh.protocol.policy import Policy
 from tests.support.models.core_driver import Driver, announced
 
 

@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from keepstep_lighthouse.quorum.events import LogEntry, Persist
-from keepstep_lighthouse.quorum.job_record import Policy
-from keepstep_lighthouse.quorum.policies import policy_problem
 from keepstep_lighthouse.quorum.views.replicas import ReplicaState
+from keepstep_mesh.protocol.policy import Policy, policy_problem
 from tests.support.models.core_driver import Driver, announced, announces, logged, members
 
 
@@ -17,7 +16,7 @@ from tests.support.models.core_driver import Driver, announced, announces, logge
     ("policy", "problem"),
     [
         (Policy(), None),
-        (Policy(3, 3, 0, 0, 0.1, 0, 0), None),
+        (Policy(3, 3, 0, 0, 0, 0.1, 0, 0), None),
         (Policy(min_replicas=0), "min_replicas must be at least 1"),
         (Policy(max_replicas=-1), "max_replicas must be 0"),
         (Policy(min_replicas=3, max_replicas=2), "max_replicas 2 is less than min_replicas 3"),

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from keepstep_lighthouse.quorum.events import Reason
-from keepstep_lighthouse.quorum.job_record import Policy
 from keepstep_lighthouse.quorum.views.reasons import named
 from keepstep_lighthouse.quorum.views.replicas import ReplicaState, ReplicaView
 from keepstep_mesh.protocol.membership import MemberInfo
 from keepstep_mesh.protocol.messages import Denied
+from keepstep_mesh.protocol.policy import Policy
 from tests.support.models.core_driver import Driver, told
 
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep_lighthouse.quorum.events import Decision
-from keepstep_lighthouse.quorum.job_record import JobRecord, Policy
-from keepstep_mesh.protocol.heal_limit import heal_limit
+from keepstep_lighthouse.quorum.job_record import JobRecord
+from keepstep_mesh.protocol.policy import Policy, heal_limit
 from tests.support.models.core_driver import Driver, announced, announces, members
 
 TWO = Policy(min_replicas=2, join_timeout=10)
