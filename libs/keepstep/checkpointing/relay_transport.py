@@ -15,7 +15,7 @@ from typing import TypeVar
 from keepstep.checkpointing.http_transport import HTTPTransport
 from keepstep.checkpointing.transport import CheckpointTransport
 from keepstep.connection.http_connection import Endpoint
-from keepstep.relay_client.credentials import Credentials
+from keepstep.relay_client.relay_link import Credentials
 from keepstep.transfer.direct.direct_fetch import DirectChunks
 from keepstep.transfer.direct.peer_choice import SOURCE
 from keepstep.transfer.direct.transfer import ChunkSource, Transfer

@@ -30,7 +30,7 @@ from keepstep.connection.http_connection import Endpoint
 from keepstep.connection.rate_limiter import RateLimiter
 from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.lifecycle.manager_settings import ManagerSettings
-from keepstep.relay_client.credentials import Credentials
+from keepstep.relay_client.relay_link import Credentials
 from keepstep.relay_client.relay_requests import RelayCheckpoint
 from keepstep.runtime.exits import JobClosedExit
 from keepstep.state.errors import StateDamaged

@@ -8,16 +8,21 @@ it, or at the deadline.
 from __future__ import annotations
 
 import contextlib
+import ssl
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 from keepstep.connection.deadline import Deadline
 from keepstep.connection.http_connection import BrokenConnection, Connection, Endpoint, Refusal
+from keepstep.relay_client.relay_paths import AtRelay
 from keepstep.state.errors import TransferError, TransferTimeout
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.net.backoff import Backoff
+from keepstep_mesh.security.tls import TlsFiles, tls_of_client, watched_client_context
+from keepstep_mesh.security.tokens import ClientToken, derived, place_of
 
 T = TypeVar("T")
 
@@ -34,6 +39,30 @@ MAX_DAMAGES = 3
 """Times that the bytes of one request may arrive damaged from one relay."""
 
 log = get_logger("keepstep.relay_client")
+
+
+class Credentials:
+    """The current token for relays, and the current TLS settings, for each new connection."""
+
+    def __init__(self, token: ClientToken, tls: TlsFiles) -> None:
+        self._token = token
+        self._context = watched_client_context(tls)
+        self._default: ssl.SSLContext | None = None
+
+    def endpoint(self, address: str) -> Endpoint:
+        """Return the endpoint of the relay at ``address``. Raises ``ValueError`` for an invalid address."""
+        return Endpoint.of(address, partial(self._headers, place_of("relay", address)), self._tls)
+
+    def _headers(self, place: str) -> Mapping[str, str]:
+        token = self._token.latest()
+        return {"Authorization": f"Bearer {derived(token, place)}"} if token else {}
+
+    def _tls(self) -> ssl.SSLContext:
+        if self._context is None:
+            self._default = self._default or TlsFiles().client_context()
+            return self._default
+        self._context.refresh()
+        return self._context.value
 
 
 class DamagedBytes(TransferError):
@@ -192,3 +221,15 @@ def _joined(errors: list[TransferError]) -> TransferError:
     if len(errors) > 1:
         chosen.args = ("; ".join(map(str, errors)),)
     return chosen
+
+
+def link_to(location: AtRelay, deadline: Deadline, token: str | None) -> RelayLink:
+    """Return a link to the relays of a checkpoint.
+
+    Args:
+        location: the checkpoint.
+        deadline: of all requests together.
+        token: token of the job. None: that of ``KEEPSTEP_TOKEN`` or ``KEEPSTEP_TOKEN_FILE``.
+    """
+    credentials = Credentials(ClientToken.of(token) if token else ClientToken(), tls_of_client())
+    return RelayLink([credentials.endpoint(address) for address in (location.address, *location.others)], deadline)

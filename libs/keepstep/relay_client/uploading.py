@@ -73,7 +73,7 @@ class RelayUpload:
         facts: fields with which the checkpoint begins.
         again: whether to begin a checkpoint that was deleted.
         streams: chunks that are sent at a time.
-        limiter: of the bandwidth.
+        limiter: of the bandwidth. None: no limit.
         needs_disk: False: the relay may have the chunks in memory only, because its disk is full.
     """
 
@@ -93,7 +93,7 @@ class RelayUpload:
         self._facts = facts
         self._again = again
         self._streams = streams
-        self._limiter = limiter or RateLimiter(None)
+        self._limiter = limiter
         self._needs_disk = needs_disk
         self._begun = False
         self._lock = threading.Lock()
@@ -108,12 +108,14 @@ class RelayUpload:
         self._begun, self._again = True, False  # what another rank has aborted since is not begun again
         return view
 
-    def send(self, packed: Packed, share: UploadShare, wait: Callable[[int], object]) -> View:
+    def send(
+        self, packed: Packed, share: UploadShare | None = None, wait: Callable[[int], object] = lambda _missing: None
+    ) -> View:
         """Upload until no chunk is missing, and report it.
 
         Args:
             packed: the state of this rank.
-            share: chooses the chunks that this process sends.
+            share: chooses the chunks that this process sends. None: all.
             wait: called with the missing chunks (bits) while other processes send them. Waits, and may raise.
 
         Returns:
@@ -127,11 +129,13 @@ class RelayUpload:
         def upload() -> View:
             while missing := self.announce(packed):
                 began = time.monotonic()
-                if mine := share.choose(missing, began):
-                    self.put(packed, mine)
-                    share.sent(mine, time.monotonic() - began)
-                else:
+                mine = missing if share is None else share.choose(missing, began)
+                if not mine:
                     wait(missing)
+                    continue
+                self.put(packed, mine)
+                if share is not None:
+                    share.sent(mine, time.monotonic() - began)
             return self.report()
 
         return self.until_kept(upload)
@@ -177,7 +181,8 @@ class RelayUpload:
                 pool.shutdown(cancel_futures=True)
 
     def _put_chunk(self, digest: bytes, data: memoryview) -> None:
-        self._link.pause(self._limiter.delay(data.nbytes, time.monotonic()))
+        if self._limiter is not None:
+            self._link.pause(self._limiter.delay(data.nbytes, time.monotonic()))
         try:
             self.ask(lambda connection: put_chunk(connection, digest, data), lost=INCOMPLETE)
         except Refusal as refusal:

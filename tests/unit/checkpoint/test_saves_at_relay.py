@@ -194,7 +194,8 @@ async def test_a_checkpoint_that_is_too_old_to_be_kept_is_not_reported_as_saved(
 
 
 def test_a_time_limit_names_the_failure_before_it():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    with pytest.raises(TransferTimeout, match="refused"):
-        checkpoint.save({"a": 1}, f"http://127.0.0.1:{port}/v1/jobs/j/checkpoints/c", timeout=timedelta(seconds=1))
+    with socket.socket() as held:  # the port accepts no connection, and no other process gets it
+        held.bind(("127.0.0.1", 0))
+        place = f"http://127.0.0.1:{held.getsockname()[1]}/v1/jobs/j/checkpoints/c"
+        with pytest.raises(TransferTimeout, match="refused"):
+            checkpoint.save({"a": 1}, place, timeout=timedelta(seconds=1))

@@ -10,11 +10,9 @@ from keepstep.checkpoint.places.target import Exchanged, SaveFacts
 from keepstep.checkpoint.reading import Fill, StoredManifest
 from keepstep.connection.deadline import Deadline
 from keepstep.connection.http_connection import BrokenConnection, Connection, Refusal
-from keepstep.relay_client.credentials import credentials_of
-from keepstep.relay_client.relay_link import RelayLink, is_absent
+from keepstep.relay_client.relay_link import is_absent, link_to
 from keepstep.relay_client.relay_paths import AtRelay
 from keepstep.relay_client.relay_requests import RelayCheckpoint, View, ask_chunk
-from keepstep.relay_client.upload_share import UploadShare
 from keepstep.relay_client.uploading import STREAMS, Packed, RelayUpload, StatesDiffer
 from keepstep.state.errors import (
     AFTER_GOING_BACK,
@@ -99,10 +97,9 @@ class RelayTarget:
 
     def _send(self) -> None:
         assert self._packed is not None
-        share = UploadShare(0, 1, len(self._packed.envelope.chunk_digests))
         with self._explained():
             try:
-                self._upload.send(self._packed, share, lambda _missing: None)
+                self._upload.send(self._packed)
             except Refusal as refusal:
                 if refusal.status != HTTPStatus.GONE:
                     raise
@@ -248,15 +245,3 @@ class RelaySource:
     def close(self) -> None:
         """See ``PackSource``."""
         self._link.close()
-
-
-def link_to(location: AtRelay, deadline: Deadline, token: str | None) -> RelayLink:
-    """Return a link to the relays of a checkpoint.
-
-    Args:
-        location: the checkpoint.
-        deadline: of all requests together.
-        token: token of the job. None: that of ``KEEPSTEP_TOKEN`` or ``KEEPSTEP_TOKEN_FILE``.
-    """
-    credentials = credentials_of(token)
-    return RelayLink([credentials.endpoint(address) for address in (location.address, *location.others)], deadline)

@@ -18,13 +18,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from keepstep.checkpoint.places.at_relay import link_to
 from keepstep.connection.deadline import Deadline
 from keepstep.connection.http_connection import BrokenConnection, Connection, Refusal
-from keepstep.relay_client.relay_link import RelayLink, is_absent
+from keepstep.relay_client.relay_link import RelayLink, is_absent, link_to
 from keepstep.relay_client.relay_paths import CHECKPOINTS_URL, AtRelay
 from keepstep.relay_client.relay_requests import RelayCheckpoint, ask_chunk, list_checkpoints
-from keepstep.relay_client.upload_share import UploadShare
 from keepstep.relay_client.uploading import STREAMS, Packed, RelayUpload
 from keepstep.state.errors import CheckpointDamaged, CheckpointError, TransferError, TransferTimeout
 from keepstep.state.state_manifest import build_manifest
@@ -211,12 +209,11 @@ class RelayFiles:
         self, one: RelayCheckpoint, facts: Mapping[str, Any], manifest: bytes, chunk: Callable[[int], memoryview]
     ) -> None:
         packed = Packed(manifest, read_envelope(manifest), chunk)
-        share = UploadShare(0, 1, len(packed.envelope.chunk_digests))
 
         def store(link: RelayLink) -> None:
             upload = RelayUpload(link, one, facts, streams=STREAMS)
             try:
-                upload.send(packed, share, lambda _missing: None)
+                upload.send(packed)
             except BaseException as error:
                 reason = f"{type(error).__name__}: {error}"
                 with suppress(TransferError, BrokenConnection):
