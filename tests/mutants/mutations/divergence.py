@@ -70,7 +70,7 @@ MUTATIONS = (
     Mutation(
         "a job is closed with different weights",
         f"{LIGHTHOUSE}/quorum/finishing/finishing.py",
-        "    at_end = at_end and (comparison is None or not comparison.diverged)\n",
+        "        at_end = at_end and (comparison is None or not comparison.diverged)\n",
         "",
         Trace("a_bit_flips_after_the_last_step"),
     ),

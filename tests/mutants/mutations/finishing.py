@@ -76,6 +76,6 @@ MUTATIONS = (
         f"{LIGHTHOUSE}/quorum/finishing/finishing.py",
         "        if final is None:\n            return False\n",
         "        if final is None or not request.final:\n            return False\n",
-        Test(ENDS_TOGETHER),
+        Test(f"{SCENARIO}[35_finishing_together]"),
     ),
 )

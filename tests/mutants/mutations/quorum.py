@@ -123,7 +123,7 @@ MUTATIONS = (
         f"{LIGHTHOUSE}/quorum/takeover.py",
         "        if self._lowest_asked is None or self._lowest_asked > self._held_step:\n",
         "        if self._held_step > -2:\n",
-        Trace("a_round_that_only_some_members_heard_of"),
+        Test(f"{SCENARIO}[24_lighthouse_died_while_it_announced]"),
     ),
     Mutation(
         "a takeover has no fence",
@@ -255,7 +255,7 @@ MUTATIONS = (
         f"{LIGHTHOUSE}/quorum/presence/departures.py",
         "        if sessions := self._job.member_sessions(lambda _: True):\n",
         "        if sessions := ():\n",
-        Seeds(1, 0, 200),
+        Test(f"{SCENARIO}[02_killed_group]"),
     ),
     Mutation(
         "members that a quorum leaves out are not told",

@@ -32,7 +32,7 @@ MUTATIONS = (
         "services/keepstep_lighthouse/quorum/groups/groups.py",
         "committed = not (failed or same_step or same_state)\n",
         "committed = not (failed or same_step)\n",
-        Test(f"{SCENARIOS}[46_replacement]"),
+        Test(f"{SCENARIOS}[47_spares_at_the_end]"),
     ),
     Mutation(
         "a group is drained for a spare that has not healed",
