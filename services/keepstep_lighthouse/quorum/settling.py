@@ -90,7 +90,7 @@ class Settling:
     def _announce(self, now: float, now_unix: float) -> None:
         """Announce the quorum that is due, and tell the features what they have to know of it."""
         job, features, groups, code = self._job, self._features, self._job.groups, self.verdict.code
-        before, verification, partings = job.record, features.verification, features.probation.partings
+        before, verification = job.record, features.verification
         chosen, first_asked = choose(groups, before), groups.first_asked()
         may_have_stood = not groups.members_asking or groups.waited(now) > JOB_STANDS_SECONDS
         if may_have_stood and job_status.begins_to_run(groups, now):
@@ -104,12 +104,11 @@ class Settling:
         given_up = groups.heals.give_up() if code == "stragglers_dropped" else []
         left_out = groups.counted - len(chosen)
         room = before.policy.max_replicas - len(chosen) if before.policy.max_replicas else left_out
-        joiners = max(0, min(left_out, room))
         if first_asked is not None and now - first_asked > before.policy.join_timeout / 2:
             stragglers.log_wait(job)
         last = job.last
-        announce = features.announcer.announce(chosen, joiners, verification.asks_for_roots, differ)
-        forbid_heal = [] if announce.allow_heal else _forbids_heal(chosen)
+        announce = features.announcer.announce(chosen, max(0, min(left_out, room)), verification.asks_for_roots, differ)
+        forbid_heal = [] if announce.allow_heal else [g.replica_id for g in chosen if _forbids_heal(g)]
         retried = retries.note(job, chosen) if groups.shrinking else []
         groups.close_round(announce, chosen, now)
         spares = groups.spares()
@@ -124,10 +123,18 @@ class Settling:
         if left_behind:
             reason = f"quorum {before.quorum_id} is over, the job is at {announce.quorum_id}"
             job.tell_all(left_behind, RoundBroken(before.quorum_id, reason))
-        names = sorted(g.replica_id for g in groups if g.excluded is None and not g.member) if left_out else []
-        out = [one.reason for one in partings.groups.values() if one.out]
-        members = announce.quorum_id, len(chosen), names
-        self.formed = Formed(code, *members, forbid_heal, spares, out, partings.refused, retried)
+        partings = features.probation.partings
+        self.formed = Formed(
+            code=code,
+            quorum_id=announce.quorum_id,
+            members=len(chosen),
+            left_out=sorted(g.replica_id for g in groups if g.excluded is None and not g.member) if left_out else [],
+            forbid_heal=forbid_heal,
+            spares=spares,
+            parted=[one.reason for one in partings.groups.values() if one.out],
+            refused=partings.refused,
+            retried=retried,
+        )
         if announce.quorum_id != before.quorum_id:
             listed = list(job.record.members)
             job.log("quorum", "", quorum_id=announce.quorum_id, members=listed, reason=self.formed.reason.sentence)
@@ -137,5 +144,5 @@ class Settling:
             divergence.tell(job, comparison)
 
 
-def _forbids_heal(chosen: list[Group]) -> list[str]:
-    return [one.replica_id for one in chosen if one.request is not None and not one.request.allow_heal]
+def _forbids_heal(group: Group) -> bool:
+    return group.request is not None and not group.request.allow_heal
