@@ -5,9 +5,8 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from keepstep_mesh.protocol.state_content import pack_content
 
 _GAP = memoryview(bytes(ALIGNMENT))
 """Between two regions."""
-Flat: TypeAlias = torch.Tensor | np.ndarray[Any, np.dtype[np.uint8]]
+Flat: TypeAlias = torch.Tensor | memoryview
 """Bytes in one dimension: a tensor of a CUDA device, or memory of the CPU."""
 Unread: TypeAlias = Mapping[int, Callable[[], torch.Tensor]]
 """Tensors whose memory has no values yet, by its address: functions that read them."""
@@ -39,7 +38,8 @@ class Pack:
     def __init__(self, layout: Layout, unread: Unread | None = None) -> None:
         *self._starts, self.nbytes = layout.content.positions()
         self.content_bytes = pack_content(layout.content)
-        self._sources = [_source(source, unread or {}) for source in layout.sources]
+        self._sources = layout.sources
+        self._unread = unread
         self._made = _Made()
         self.chunks = chunk_count(self.nbytes)
 
@@ -52,32 +52,39 @@ class Pack:
 
     def chunk(self, number: int) -> memoryview:
         """Return the bytes of a chunk: the memory of its tensor, or a copy if it has several."""
-        pieces = self.pieces(number)
+        pieces = list(self.pieces(number))
         return pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
 
-    def pieces(self, number: int) -> list[memoryview]:
-        """Return the bytes of a chunk, as the memory of its tensors and what lies between them."""
+    def pieces(self, number: int) -> Iterator[memoryview]:
+        """Yield the bytes of a chunk, as the memory of its tensors and what lies between them."""
         at = number * CHUNK_BYTES
         end, region = at + chunk_length(self.nbytes, number), bisect_right(self._starts, at) - 1
-        pieces = []
         while at < end:
             if at < self._starts[region]:
-                pieces.append(_GAP[: min(self._starts[region], end) - at])
+                piece = _GAP[: min(self._starts[region], end) - at]
             else:
-                pieces.append(self._part(region, at, end))
+                piece = self._part(region, at, end)
                 region += 1
-            at += pieces[-1].nbytes
-        return [piece for piece in pieces if piece.nbytes]
+            if piece.nbytes:
+                yield piece
+            at += piece.nbytes
 
     def _part(self, region: int, start: int, end: int) -> memoryview:
         """Return the bytes of a region that are between two positions of the pack."""
-        source, begin = self._sources[region], self._starts[region]
-        flat = self._made.bytes_of(region, source) if callable(source) else source
-        part = flat[max(start - begin, 0) : max(end - begin, 0)]
+        part, begin = self._bytes_of(region), self._starts[region]
+        if begin < start or end - begin < len(part):
+            part = part[max(start - begin, 0) : max(end - begin, 0)]
         if isinstance(part, torch.Tensor):  # to pinned memory, of which torch keeps what is free
-            part = torch.empty(len(part), dtype=torch.uint8, pin_memory=True).copy_(part).numpy()
-        view: memoryview = part.data
-        return view
+            return _view(torch.empty(len(part), dtype=torch.uint8, pin_memory=True).copy_(part))
+        return part
+
+    def _bytes_of(self, region: int) -> Flat:
+        source = self._sources[region]
+        if not isinstance(source, torch.Tensor):
+            return source.reshape(-1).view(np.uint8).data
+        if self._unread and (read := self._unread.get(source.data_ptr())) is not None:
+            return self._made.bytes_of(region, lambda: _flat(read()))
+        return _flat(source) if source.is_contiguous() else self._made.bytes_of(region, lambda: _flat(source))
 
 
 class _Made:
@@ -102,16 +109,11 @@ class _Made:
             return found
 
 
-def _source(source: torch.Tensor | np.ndarray[Any, Any], unread: Unread) -> Flat | Callable[[], Flat]:
-    """Return the bytes of a region, or the function that makes them."""
-    if not isinstance(source, torch.Tensor):
-        return source.reshape(-1).view(np.uint8)
-    read = unread.get(source.data_ptr())
-    if read is not None:
-        return lambda: _flat(read())
-    return _flat(source) if source.is_contiguous() else partial(_flat, source)
-
-
 def _flat(source: torch.Tensor) -> Flat:
     flat = source.reshape(-1).contiguous().view(torch.uint8)
-    return flat if flat.is_cuda else flat.numpy()
+    return flat if flat.is_cuda else _view(flat)
+
+
+def _view(flat: torch.Tensor) -> memoryview:
+    view: memoryview = flat.numpy().data
+    return view

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ from keepstep.checkpoint.places import pack_file
 from keepstep.checkpoint.places.pack_file import write_pack
 from keepstep.state.pack import Pack
 from keepstep.state.pack_layout import describe
+from keepstep.state.state_bytes import save_state
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES, PackHasher, cut_pieces
 
 
@@ -59,3 +61,22 @@ def test_a_save_without_sync_waits_for_no_disk_and_can_be_loaded(
     assert into["w"].equal(torch.arange(3000))
     checkpoint.save({"w": torch.ones(3)}, tmp_path / "d")
     assert synced
+
+
+def test_chunks_that_are_read_in_any_order_have_the_bytes_that_a_copy_of_the_state_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("keepstep.state.pack.KEPT_BYTES", 0)  # the copies of tensors with gaps are made again
+    large = torch.arange(6 << 20).to(torch.float32)
+    state = [
+        large[::2],
+        torch.arange(30)[::3],
+        large[:99].reshape(9, 11).t(),
+        torch.ones(1).expand(7),
+        torch.empty(0, 2),
+    ]
+    state += [np.arange(5), b"x" * 5000, *(large[start::5] for start in range(5))]
+    _, expected = save_state(state)
+    pack = Pack(describe(state))
+    chunks = {number: bytes(pack.chunk(number)) for number in (*reversed(range(pack.chunks)), *range(pack.chunks))}
+    assert b"".join(chunks[number] for number in range(pack.chunks)) == bytes(expected)
