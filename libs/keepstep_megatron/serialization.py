@@ -11,7 +11,7 @@ from keepstep_megatron.mapping import ShardedBase, ShardedObject, ShardedStateDi
 from keepstep_megatron.sharded_load import Loaded, load, stored_leaves
 from keepstep_megatron.sharded_save import CONTENT_METADATA_KEY, save
 from keepstep_megatron.stages import Ranks
-from keepstep_megatron.strategies.chosen import load_strategies
+from keepstep_megatron.strategies.chosen import get_default_strategy, load_strategies
 from keepstep_megatron.strategies.interfaces import (
     CheckpointDir,
     LoadCommonStrategy,
@@ -21,7 +21,6 @@ from keepstep_megatron.strategies.interfaces import (
     ShardedMetadata,
     StrategyAction,
 )
-from keepstep_megatron.strategies.registry import get_default_strategy
 from keepstep_megatron.validation import check_integrity, pack_rows, row_of, unpack_rows
 
 __all__ = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from keepstep_megatron.strategies.async_requests import AsyncCallsQueue, AsyncRequest
+from keepstep_megatron.strategies.chosen import get_default_strategy, register_default_strategy
 from keepstep_megatron.strategies.common_file import CommonFileLoad, CommonFileSave
 from keepstep_megatron.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
@@ -21,7 +22,6 @@ from keepstep_megatron.strategies.interfaces import (
     StrategyAction,
 )
 from keepstep_megatron.strategies.native import NativeLoadStrategy, NativeSaveStrategy
-from keepstep_megatron.strategies.registry import get_default_strategy, register_default_strategy
 from keepstep_megatron.strategies.stored_zarr import ZarrLoadShardedStrategy
 from keepstep_megatron.strategies.torch_dist import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
 

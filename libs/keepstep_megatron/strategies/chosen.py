@@ -1,7 +1,11 @@
-"""The strategies of one save or load: those that the caller chose, or the defaults of the checkpoint's format."""
+"""The strategies of one save or load: those that the caller chose, or the defaults of the checkpoint's format.
+
+The defaults are registered by action, backend, and version.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,17 +15,65 @@ from keepstep.checkpoint.places.directory import RECORD
 from keepstep.checkpoint.places.location import InDirectory, parse
 from keepstep_formats.dcp_metadata import METADATA
 from keepstep_megatron.core import CONFIG_FNAME, CheckpointingConfig, CheckpointingException, load_config, save_config
-from keepstep_megatron.strategies.common_file import COMMON_STATE_FNAME
+from keepstep_megatron.strategies.common_file import COMMON_STATE_FNAME, CommonFileLoad, CommonFileSave
 from keepstep_megatron.strategies.interfaces import (
     CheckpointDir,
     LoadCommonStrategy,
     LoadShardedStrategy,
+    LoadStrategyBase,
     SaveCommonStrategy,
     SaveShardedStrategy,
+    SaveStrategyBase,
     StrategyAction,
 )
-from keepstep_megatron.strategies.native import BACKEND, NativeLoad, NativeLoadStrategy
-from keepstep_megatron.strategies.registry import get_default_strategy
+from keepstep_megatron.strategies.native import BACKEND, NativeLoad, NativeLoadStrategy, NativeSaveStrategy
+from keepstep_megatron.strategies.stored_zarr import ZarrLoadShardedStrategy
+from keepstep_megatron.strategies.torch_dist import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
+
+Strategy = SaveStrategyBase | LoadStrategyBase
+
+_strategies: dict[tuple[StrategyAction, str, int], Strategy | Callable[[], Strategy]] = {
+    (StrategyAction.SAVE_SHARDED, BACKEND, 1): NativeSaveStrategy,
+    (StrategyAction.LOAD_SHARDED, BACKEND, 1): NativeLoadStrategy,
+    (StrategyAction.LOAD_COMMON, BACKEND, 1): NativeLoadStrategy,
+    (StrategyAction.SAVE_SHARDED, "torch_dist", 1): TorchDistSaveShardedStrategy,
+    (StrategyAction.LOAD_SHARDED, "torch_dist", 1): TorchDistLoadShardedStrategy,
+    (StrategyAction.LOAD_SHARDED, "zarr", 1): ZarrLoadShardedStrategy,
+    (StrategyAction.SAVE_COMMON, "torch", 1): CommonFileSave,
+    (StrategyAction.LOAD_COMMON, "torch", 1): CommonFileLoad,
+}
+
+
+def get_default_strategy(action: StrategyAction, backend: str, version: int) -> Any:
+    """Return the default strategy.
+
+    Args:
+        action: what it does.
+        backend: its format.
+        version: of the format.
+
+    Raises:
+        CheckpointingException: none is registered.
+    """
+    found = _strategies.get((action, backend, version))
+    if found is None:
+        known = ", ".join(f"({name!r}, {number})" for one, name, number in _strategies if one is action)
+        raise CheckpointingException(
+            f"no strategy to {action.value} with backend ({backend!r}, {version}); registered: {known}"
+        )
+    return found() if callable(found) else found
+
+
+def register_default_strategy(action: StrategyAction, backend: str, version: int, strategy: Strategy) -> None:
+    """Make a strategy the default.
+
+    Args:
+        action: what it does.
+        backend: its format.
+        version: of the format.
+        strategy: the strategy.
+    """
+    _strategies[action, backend, version] = strategy
 
 
 @dataclass(frozen=True)
