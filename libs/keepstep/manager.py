@@ -668,7 +668,7 @@ class Manager:
     @property
     def leaving(self) -> bool:
         """Whether this group was asked to leave, by SIGTERM or a drain: the next ``start_quorum`` raises Drained."""
-        return bool(self._context.leaving)
+        return bool(self._context.asks.leaving)
 
     @property
     def torn(self) -> bool:

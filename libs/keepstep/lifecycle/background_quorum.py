@@ -17,7 +17,6 @@ from datetime import timedelta
 from keepstep.group.quorum_plan import QuorumPlan, WorldSizeMode
 from keepstep.lifecycle.manager_settings import ManagerSettings
 from keepstep.lifecycle.steps import Steps
-from keepstep.step.agreeing import all_ready
 from keepstep.step.context import StepContext
 
 
@@ -82,7 +81,7 @@ class BackgroundQuorum:
             )
         if self._context.kept is not None:
             raise ValueError("retry_allreduce=True makes the groups wait for a quorum of the same step; use False")
-        if self._context.stands_by:
+        if self._context.asks.stands_by:
             raise ValueError("groups that train while a quorum forms have no spares; unset KEEPSTEP_SPARES")
         if grace < timedelta(0):
             raise ValueError(f"grace={grace.total_seconds():g} s must not be negative")
@@ -90,7 +89,7 @@ class BackgroundQuorum:
             raise ValueError(
                 f"world_size_mode={self._settings.world_size_mode.name} makes the groups wait for spares; use DYNAMIC"
             )
-        self._context.min_groups, self._context.grace = min_groups, grace
+        self._context.asks.min_groups, self._context.asks.grace = min_groups, grace
 
     def request(self) -> None:
         """Request the quorum of the next step, and return. Do nothing while a request is open or has its quorum.
@@ -112,7 +111,7 @@ class BackgroundQuorum:
                 context.log.info("no quorum yet; training on", step=context.progress.step, reason=str(error))
         self._steps.compare_script()
         limit = self._settings.quorum_timeout.total_seconds()
-        self._steps.new((), limit).request(context.next_ask(limit, allow_heal=True, shrink_only=False))
+        self._steps.new((), limit).request(context.asks.next(limit, allow_heal=True, shrink_only=False))
 
     def formed(self) -> bool:
         """Return whether the requested quorum has formed, so that ``start_quorum`` begins its step without a wait.
@@ -120,7 +119,7 @@ class BackgroundQuorum:
         Call it in all ranks of the group, equally often: the answer is yes once all ranks have the quorum.
         """
         attempt = self._steps.attempt
-        return all_ready(self._context, attempt is not None and not attempt.done and attempt.quorum_formed)
+        return self._context.ranks.all_ready(attempt is not None and not attempt.done and attempt.quorum_formed)
 
     def withdraw(self) -> None:
         """Give up the quorum that was requested, unless its step has begun."""

@@ -249,7 +249,7 @@ class Durability:
         if context.progress.step or not self._is_new():
             return False  # the script has loaded a checkpoint of its own
         choice = self._load_first_whole(self._choose_unless_live)
-        if "live" in choice or context.stands_by:  # groups with a live state may be gone when a spare gets its place
+        if "live" in choice or context.asks.stands_by:  # the groups may be gone when a spare gets its place
             context.resume = self._resume_in_quorum
         return bool(choice) and "live" not in choice
 

@@ -19,10 +19,10 @@ from keepstep.lifecycle.durability import Durability
 from keepstep.lifecycle.manager_settings import ManagerSettings
 from keepstep.lifecycle.membership import GroupMembership
 from keepstep.lifecycle.steps import Steps
-from keepstep.step.agreeing import final_root_of
 from keepstep.step.context import StepContext
 from keepstep_mesh.errors import JobClosed, KeepstepError
-from keepstep_mesh.protocol.membership import PUBLISHED, TO_PUBLISH, UNPUBLISHED
+from keepstep_mesh.protocol.lineage import is_committed
+from keepstep_mesh.protocol.membership import PUBLISHED, TO_PUBLISH, UNPUBLISHED, StateRoot
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,20 +81,20 @@ class Finishing:
         last_plan = None if last_step is None else last_step.plan
         # groups whose rounds forbid heals may hold different weights between two averages
         compares = last_plan is None or last_plan.allow_heal
-        root = final_root_of(context) if compares else None
+        root = _final_root(context) if compares else None
         finished: Finished | None = None
         while finished is None:
-            if context.leaving and context.settings.world_size == 1:
+            if context.asks.leaving and context.settings.world_size == 1:
                 self._membership.leave(context)
             limit = self._settings.quorum_timeout.total_seconds()
             if deadline is not None:
                 limit = min(limit, max(0.0, deadline - time.monotonic()))
             try:
-                context.root = root
+                context.asks.root = root
                 finished = self._ask_for_the_end(limit, deadline, publish=publish)
                 plan = None if steps.attempt is None else steps.attempt.plan
                 if root is not None and finished is None and (plan is None or plan.heal):
-                    root = final_root_of(context)
+                    root = _final_root(context)
             except TimeoutError as error:
                 context.raise_fatal()
                 if deadline is not None and time.monotonic() >= deadline:
@@ -121,9 +121,9 @@ class Finishing:
         context = self._context
         step, attempt = context.progress.step, self._steps.new((), limit, final=True)
         wanted = PUBLISHED if self._published else TO_PUBLISH if publish else UNPUBLISHED
-        context.read_layout()
+        context.compared.read()
         try:
-            attempt.begin(context.next_ask(limit, allow_heal=True, shrink_only=False, publish=wanted))
+            attempt.begin(context.asks.next(limit, allow_heal=True, shrink_only=False, publish=wanted))
         except LayoutChanges as error:
             context.log.info("adopt the parameters of the job", reason=str(error))
             return None
@@ -150,3 +150,10 @@ class Finishing:
         if not self._published:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             self._published = self._durability.publish(left) or left is None
+
+
+def _final_root(context: StepContext) -> StateRoot | None:
+    """Return the root digest of the state with which this group has taken its last step. Call it in every rank."""
+    progress = context.progress
+    final = is_committed(progress.lineage)  # else another group has the state of the job, or none is trained
+    return context.state.root_at(progress.step, progress.lineage) if final else None

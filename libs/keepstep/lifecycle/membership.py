@@ -76,10 +76,11 @@ class GroupMembership:
                 context.evidence.member_lost(push.quorum_id)
                 context.log.warning("member lost", member=push.replica_id, quorum_id=push.quorum_id, reason=push.reason)
                 context.reconfigurer.lost(push.quorum_id, f"{push.replica_id} is lost: {push.reason}")
-                if context.source == push.replica_id:
+                if context.heals.source == push.replica_id:
                     context.transport.source_lost(f"{push.replica_id}: {push.reason}")
             case RoundBroken():
-                log = context.log.info if context.min_groups else context.log.warning  # others may go on without it
+                goes_on = context.asks.min_groups > 0  # others may go on without it
+                log = context.log.info if goes_on else context.log.warning
                 log("round broken", quorum_id=push.quorum_id, reason=push.reason)
                 context.reconfigurer.lost(push.quorum_id, push.reason)
             case Drain():
@@ -102,23 +103,23 @@ class GroupMembership:
             notice: seconds; None: those of ``KEEPSTEP_NOTICE_SEC``.
         """
         context, notice = self._context, self._settings.notice if notice is None else notice
-        if context is None or self.ended or not notice or context.stands_by:
+        if context is None or self.ended or not notice or context.asks.stands_by:
             self.request_leave(reason)
             return
-        context.leaves_soon = f"{reason} with {notice:g} s of notice"
+        context.asks.leaves_soon = f"{reason} with {notice:g} s of notice"
         loop = context.loop_thread.loop
         loop.call_soon_threadsafe(loop.call_later, notice, self.request_leave, reason)
 
     def request_leave(self, reason: str) -> None:
         """Leave the job at the next step boundary. From any thread, and from a signal handler."""
         context = self._context
-        if context is not None and not context.leaving and not self.ended:
-            context.leaving = reason
+        if context is not None and not context.asks.leaving and not self.ended:
+            context.asks.leaving = reason
             context.loop_thread.loop.call_soon_threadsafe(context.link.request_leave, reason)
 
     def leave(self, context: StepContext) -> NoReturn:
         """Say goodbye to the lighthouse, and raise Drained."""
-        seconds, reason = context.timeout.total_seconds(), context.leaving
+        seconds, reason = context.timeout.total_seconds(), context.asks.leaving
         goodbye = context.link.leave(
             reason, min(seconds, LEAVE_SECONDS), cause=leave_cause(reason), step=context.progress.step
         )
@@ -141,8 +142,8 @@ class GroupMembership:
         if context.fatal is None and not in_step:
             step = context.progress.step
             reason, cause = "shutdown", "finished"
-            if context.leaving:
-                reason, cause = context.leaving, leave_cause(context.leaving)
+            if context.asks.leaving:
+                reason, cause = context.asks.leaving, leave_cause(context.asks.leaving)
             elif error:
                 reason, cause = f"the script ended with {error}", "failed"
             try:
@@ -150,7 +151,7 @@ class GroupMembership:
             except (TimeoutError, KeepstepError, OSError) as problem:
                 context.log.info("left without confirmation", reason=f"{type(problem).__name__}: {problem}")
         elif in_step and self._settings.world_size > 1:
-            context.fail_group(f"rank {self._settings.rank} ended in the middle of a step")
+            context.ranks.fail_group(f"rank {self._settings.rank} ended in the middle of a step")
 
     def stop_acting(self) -> None:
         """Ignore SIGTERM and the end of the group from now on; the handler from before gets the signal again."""

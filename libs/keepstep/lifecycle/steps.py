@@ -59,6 +59,8 @@ class Steps:
         """Step at which ``Manager.finish`` has ended the training."""
         self.handled = handled_error()
         """Error that the script had handled when its last step began; 0: none."""
+        self._changing = False
+        """Whether an optimizer of the script has begun a step, and has not ended it."""
 
     # ---- the open step
 
@@ -139,9 +141,9 @@ class Steps:
             return
         self._checker.quorum_requested(time.monotonic())
         self.compare_script()
-        context.read_layout()
+        context.compared.read()
         limit = (timeout or self._settings.quorum_timeout).total_seconds()
-        arguments = (allow_heal, shrink_only, limit, context.layout_digest)
+        arguments = (allow_heal, shrink_only, limit, context.compared.digest)
         attempt = self.attempt
         if attempt is None or attempt.done or not attempt.requested_early:
             if attempt is not None and not attempt.done:
@@ -151,27 +153,27 @@ class Steps:
                 context.end_if_repeated(attempt.own_error)
             attempt = self.new(arguments, limit, allow_heal=allow_heal)
         while True:
-            if context.leaving and context.settings.world_size == 1:
+            if context.asks.leaving and context.settings.world_size == 1:
                 self._membership.leave(context)
-            ask = context.next_ask(limit, allow_heal=allow_heal, shrink_only=shrink_only)
+            ask = context.asks.next(limit, allow_heal=allow_heal, shrink_only=shrink_only)
             try:
                 attempt.begin(ask)
-                if context.stands_by:  # else the forward pass would begin before the group has a place
+                if context.asks.stands_by:  # else the forward pass would begin before the group has a place
                     attempt.wait_plan()
-                    context.stands_by = False
+                    context.asks.stands_by = False
                 break
             except PartsMissing as error:
                 attempt.report(error)
                 break
             except LayoutChanges as error:
                 context.log.info("adopt the parameters of the job", reason=str(error))
-                context.read_layout()
+                context.compared.read()
             except TimeoutError as error:
-                limited = timeout is not None and not context.stands_by
+                limited = timeout is not None and not context.asks.stands_by
                 if limited or ask.leaving or not attempt.quorum_failed:
                     raise
                 context.raise_fatal()
-                log = context.log.info if context.stands_by else context.log.warning
+                log = context.log.info if context.asks.stands_by else context.log.warning
                 log("no quorum yet; asking again", step=context.progress.step, reason=str(error))
 
     def new(
@@ -210,9 +212,9 @@ class Steps:
         """Let the groups compare what was added to the script checker since the last request."""
         if (new := self._checker.common.take_new()) is not None:
             optimizers, settings = new
-            self._context.add_settings(settings)
+            self._context.compared.add_settings(settings)
             for lines in filter(None, optimizers):
-                self._context.add_layout(FixedLines(lines))
+                self._context.compared.add(FixedLines(lines))
 
     def add_layout(self, lines: list[str] | LayoutPart) -> None:
         """Add to the layout that all groups must have in common. Each DDP adds the layout of its module.
@@ -223,7 +225,7 @@ class Steps:
         Args:
             lines: one for each parameter or bucket; or a part whose lines may change between two steps.
         """
-        self._context.add_layout(FixedLines(lines) if isinstance(lines, list) else lines)
+        self._context.compared.add(FixedLines(lines) if isinstance(lines, list) else lines)
 
     def refuse_in_rehearsal(self, call: str) -> None:
         """Raise RuntimeError in a rehearsal, for a ``call`` that it cannot undo."""
@@ -261,7 +263,7 @@ class Steps:
                 "catch_up=True does not work with retry_allreduce=True (KEEPSTEP_RETRY_ALLREDUCE=1): a step that is "
                 "repeated may not be the one that a group follows; use one of them"
             )
-        if context.min_groups:
+        if context.asks.min_groups:
             raise ValueError("catch_up=True does not work with groups that train while a quorum forms; remove one")
         follower = CatchUp(context, optimizer, after_commit, memory)
         context.follower = follower
@@ -316,26 +318,26 @@ class Steps:
         context, plan = self._context, attempt.plan
         equal = plan is not None and plan.allow_heal and not (attempt.synchronized or context.progress.following)
         values = self._checker.common.of_step() if equal and context.state.compared != frozenset() else ()
-        if plan is not None and values and context.last_step is not None:
+        if plan is not None and values and context.asks.last_step is not None:
             digest = context.link.step_values.add(plan.quorum_id, plan.max_step, values)
-            context.last_step = replace(context.last_step, values=digest)
+            context.asks.last_step = replace(context.asks.last_step, values=digest)
 
     def change_begins(self) -> None:
         """Note that the weights begin to change. Unless ``change_ended`` follows, the state is torn.
 
         ``Optimizer`` calls both around each step of its inner optimizer.
         """
-        self._context.changing = self._context.requests > 0  # before the first step the weights are the script's own
+        self._changing = self._context.asks.requests > 0  # before the first step the weights are the script's own
 
     def change_ended(self) -> None:
         """Note that the change of the weights is complete."""
-        self._context.changing = False
+        self._changing = False
 
     def check_change(self) -> None:
         """Mark the state as torn if the last change of the weights failed."""
         context = self._context
-        if context.changing:
-            context.changing = False
+        if self._changing:
+            self._changing = False
             if not context.progress.torn:
                 context.log.error("an optimizer failed in the middle of its step", step=context.progress.step)
                 context.tear()
@@ -353,5 +355,5 @@ class Steps:
         context = self._context
         context.raise_fatal()
         between_steps = self.attempt is None or self.attempt.done
-        if context.leaving and between_steps and context.settings.world_size == 1:
+        if context.asks.leaving and between_steps and context.settings.world_size == 1:
             self._membership.leave(context)

@@ -16,10 +16,13 @@ from keepstep.lifecycle.manager_settings import ManagerSettings
 from keepstep.lifecycle.membership import GroupMembership
 from keepstep.runtime.exits import EvictedExit
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS, LoopThread
+from keepstep.step.asks import Asks
+from keepstep.step.compared_layout import ComparedLayout
 from keepstep.step.context import StepContext
 from keepstep.step.evidence.failure_evidence import FailureEvidence
 from keepstep.step.live_state import LiveState
 from keepstep.step.progress import GroupProgress
+from keepstep.step.rank_votes import RankVotes
 from keepstep.step.reconfigurer import Reconfigurer
 from keepstep.step.reporting.step_log import StepLog
 from keepstep.step.reporting.step_telemetry import OnStep, StepTelemetry
@@ -67,22 +70,26 @@ def connect(
             closing.callback(transport.shutdown)
         progress = GroupProgress(link.replica_id, f"{NEW}{link.replica_id}" if settings.init_sync else "")
         named_log = log.bind(replica_id=link.replica_id, rank=own.rank)
+        reconfigurer = Reconfigurer(
+            pg,
+            job=own.job,
+            replica_id=link.replica_id,
+            group_rank=own.rank,
+            group_world_size=own.world_size,
+            token=own.token,
+            host=own.host,
+            key_values=link.key_values,
+            own_address=link.address,
+            timeout=settings.timeout,
+        )
+        settings_of_job = settings.of_job(getattr(pg, "job_settings", {}))
+        compared = ComparedLayout(loop_thread, link, own.token, settings_of_job)
+        alone, timeout = own.world_size == 1, settings.timeout.total_seconds()
         context = StepContext(
             loop_thread=loop_thread,
             link=link,
             settings=own,
-            reconfigurer=Reconfigurer(
-                pg,
-                job=own.job,
-                replica_id=link.replica_id,
-                group_rank=own.rank,
-                group_world_size=own.world_size,
-                token=own.token,
-                host=own.host,
-                key_values=link.key_values,
-                own_address=link.address,
-                timeout=settings.timeout,
-            ),
+            reconfigurer=reconfigurer,
             transport=transport,
             state=LiveState(progress.state_dict, progress.load, named_log),
             progress=progress,
@@ -90,14 +97,15 @@ def connect(
             telemetry=StepTelemetry(loop_thread, link, own, on_step),
             log=named_log,
             timeout=settings.timeout,
-            evidence=FailureEvidence(settings.timeout.total_seconds()),
+            evidence=FailureEvidence(timeout),
             min_replica_size=settings.min_replica_size,
             world_size_mode=settings.world_size_mode,
-            job_settings=settings.of_job(getattr(pg, "job_settings", {})),
+            compared=compared,
+            asks=Asks(progress, compared, reconfigurer, transport.metadata, stands_by=own.stands_by),
+            ranks=RankVotes(loop_thread, link, progress, alone=alone, timeout=timeout),
             refuse_nonfinite=settings.refuse_nonfinite,
             faults=StepFaults.accepted(),
             store=store,
-            stands_by=own.stands_by,
         )
         closing.pop_all()
     return context

@@ -25,8 +25,6 @@ from torch.distributed import Work
 
 from keepstep.collectives.codecs.codec import Round
 from keepstep.group.quorum_plan import Part, QuorumPlan
-from keepstep.step import another_try
-from keepstep.step.agreeing import all_ready, root_of, vote
 from keepstep.step.context import StepContext
 from keepstep.step.evidence.repeated_error import OwnError
 from keepstep.step.first_error import FirstError
@@ -34,13 +32,13 @@ from keepstep.step.reducing.after_step import AfterStep
 from keepstep.step.reducing.collectives import Collectives
 from keepstep.step.reduction import ManagedWork, Reduction
 from keepstep.step.reporting.step_telemetry import StepTimes
-from keepstep.step.retrying.backward_end import at_end_of_backward
-from keepstep.step.retrying.kept_reductions import HANDED_OUT
+from keepstep.step.retrying import retry_rules
+from keepstep.step.retrying.kept_reductions import HANDED_OUT, at_end_of_backward
 from keepstep.step.retrying.retry_rules import FailedTry
 from keepstep.step.step_end import StepEnd
 from keepstep.step.step_quorum import HealRules, StepQuorum
 from keepstep_mesh.errors import KeepstepError, SessionClosed
-from keepstep_mesh.protocol.group_messages import RankAsk
+from keepstep_mesh.protocol.group_messages import RankAsk, RankVote
 from keepstep_mesh.protocol.membership import OWN, UNKNOWN, Lineage
 from keepstep_mesh.telemetry.tracing.spans import COMMIT
 
@@ -57,6 +55,8 @@ NO_PIPELINE = (
     "; with retry_allreduce the ranks of a group wait for each other at the end of a backward pass that reduces: use "
     "retry_allreduce=False for stages of a pipeline, and for ranks with different numbers of backward passes"
 )
+
+TOO_LATE = "other groups have committed this step, so it cannot be retried"
 
 _numbers = itertools.count(1)
 
@@ -246,7 +246,7 @@ class Attempt:
         kept = self._context.kept
         work = self._collectives.allreduce(reduction, None if kept is None else kept.note(reduction))
         if kept is not None and not at_end_of_backward(self.finalize):
-            work.finalize = self.finalize if self._context.settings.world_size == 1 else self._hand_out
+            work.finalize = self.finalize if self._context.ranks.alone else self._hand_out
         return work
 
     def run_collective(self, tensors: list[torch.Tensor], start: Callable[[Round], Work]) -> ManagedWork:
@@ -299,7 +299,7 @@ class Attempt:
         if started == self._agreed and self.error is None:
             return True
         succeeded = self._collectives.succeeded() and self.error is None
-        if not all_ready(self._context, succeeded, advice=NO_PIPELINE):
+        if not self._context.ranks.all_ready(succeeded, advice=NO_PIPELINE):
             if succeeded:
                 self._first_error.outvoted(NOT_REDUCED)
             return False
@@ -354,9 +354,9 @@ class Attempt:
                 self._first_error.vote_no(KeepstepError(refused))
             if (unhealed := self._quorum.exchange_state()) is not None:
                 self._first_error.report(unhealed, cause=UNKNOWN)
-            root = root_of(context, plan)
+            root = context.state.root_at(plan.max_step, plan.lineage) if plan.verify and not plan.behind else None
             if self.error is None:  # else BatchNorm's buffers may be averaged in some groups and not in others
-                context.root = root
+                context.asks.root = root
             began = time.monotonic()
             committed = self._vote(plan, limit)
             if self._times.trace is not None:
@@ -373,20 +373,30 @@ class Attempt:
         own = self._first_error.own or self._collectives.write_back_failed
         ending = self._context.fatal is not None
         failed = FailedTry(self.retries, own, plan.behind, ending, self._context.kept.obstacle())
-        return another_try.is_wanted(self._context, plan, failed)
+        context, step, why_not = self._context, plan.max_step, retry_rules.obstacle(failed)
+        context.ranks.ended(plan.attempt)  # the poll follows the vote on this try
+        ready = context.ranks.all_ready(not why_not)
+        if why_not:
+            context.log.warning("step not retried", step=step, reason=why_not)
+        elif not ready:
+            context.log.warning("step not retried", step=step, reason="another rank of this group cannot")
+        return ready
 
     def _retry(self) -> None:
         """Request a quorum of the same step, and start its all-reduces again with the gradients of this group."""
         context = self._context
-        if self.plan is not None:
-            self._report_to_lighthouse(self.plan, committed=False)
-            another_try.write(context, self.plan, str(self.error))
+        if (failed := self.plan) is not None:
+            self._report_to_lighthouse(failed, committed=False)
+            reason = str(self.error)
+            context.log.info("retrying the step", step=failed.max_step, reason=reason)
+            context.steps.write("retried", context.progress.step, failed.quorum_id, epoch=failed.epoch, reason=reason)
+            context.telemetry.state("retrying")
             if self._times.trace is not None:
                 self._times.trace.failed(self.error)
         context.link.finished_step()
         self.retries += 1
         self._collectives = self._new_collectives(StepTimes(self._times.began, trace=self._times.trace))
-        ask = another_try.ask(context, self._timeout, allow_heal=self._rules.allow_heal)
+        ask = context.asks.retry(self._timeout, allow_heal=self._rules.allow_heal)
         self._first_error.retry()
         self._quorum.request(ask)
         try:
@@ -399,7 +409,7 @@ class Attempt:
             self.report(error)
             return
         if plan.behind:
-            self._first_error.report(KeepstepError(another_try.TOO_LATE), cause=UNKNOWN)
+            self._first_error.report(KeepstepError(TOO_LATE), cause=UNKNOWN)
         if not plan.finishing and context.kept is not None:
             for kept in context.kept.again():
                 kept.restore()
@@ -419,7 +429,7 @@ class Attempt:
             self._first_error.report(unhealed, cause=UNKNOWN)
         self._end((None, 0))
         context.telemetry.without_step(self._times)
-        context.ended_attempt(plan.attempt)
+        context.ranks.ended(plan.attempt)
         if self.error is not None:
             context.progress.discard()
         if unhealed is not None:
@@ -447,14 +457,30 @@ class Attempt:
         self._settle(plan, committed=False)
 
     def _vote(self, plan: QuorumPlan, limit: timedelta) -> bool:
-        """Return the group's decision."""
-        seconds = self._quorum.heal_seconds if plan.heal else 0.0
-        return vote(self._context, plan, self._first_error, self._quorum.part[1], limit.total_seconds() + seconds)
+        """Vote on the step of ``plan``, and return the group's decision. Without an error the vote is yes.
+
+        GroupFailedExit: this rank cannot learn the decision.
+        """
+        context, errors, participants = self._context, self._first_error, self._quorum.part[1]
+        if errors.error is None and participants < context.min_replica_size:
+            few = f"{participants} groups take part, min_replica_size is {context.min_replica_size}"
+            errors.vote_no(KeepstepError(few))
+        ok = errors.error is None
+        if context.ranks.alone:
+            return ok
+        # the other ranks may still wait for a collective and a heal; rank 0 notices at once when one of them dies
+        seconds = limit.total_seconds() + 3 * context.timeout.total_seconds()
+        seconds += self._quorum.heal_seconds if plan.heal else 0.0
+        ballot = RankVote(plan.epoch, plan.quorum_id, plan.max_step, plan.attempt, ok)
+        committed = context.ranks.decide(ballot, seconds)
+        if ok and not committed:
+            errors.outvoted()
+        return committed
 
     def _report_to_lighthouse(self, plan: QuorumPlan, *, committed: bool) -> None:
         """Report this try of the step with the next request."""
-        self._context.ended_attempt(plan.attempt)
-        self._context.last_step = self._collectives.report(plan, committed=committed)
+        self._context.ranks.ended(plan.attempt)
+        self._context.asks.last_step = self._collectives.report(plan, committed=committed)
 
     def _settle(self, plan: QuorumPlan | None, *, committed: bool) -> None:
         """Count the step as committed or discarded, and log it. From a commit on, signals are held back."""

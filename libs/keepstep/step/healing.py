@@ -66,7 +66,7 @@ class StateExchange:
         """Seconds that a heal may take; None: no limit but the timeout without progress."""
         if not self._plan.heal_timeout_ms:
             return None
-        return heal_limit(self._plan.heal_timeout_ms / 1000, self._context.late_heals) + GIVE_UP_SECONDS
+        return heal_limit(self._plan.heal_timeout_ms / 1000, self._context.heals.late) + GIVE_UP_SECONDS
 
     def run(self) -> Exception | None:
         """Hand out live state to the groups that heal from this one; heal, if this group is behind.
@@ -232,6 +232,6 @@ class StateExchange:
                 context.transport, source, metadata, self._plan.max_step, context.timeout, meter.moved, limit
             )
         except TransferTimeout:
-            context.late_heals += 1
+            context.heals.late += 1
             raise
-        context.late_heals = context.unfit_heals = 0
+        context.heals.late = context.heals.unfit = 0

@@ -20,6 +20,7 @@ from keepstep.state.state_bytes import state_root
 from keepstep.transfer.exchange import Progress
 from keepstep_mesh.config.logging import Logger, get_logger
 from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.protocol.membership import Lineage, StateRoot
 from keepstep_mesh.text import listed
 
 HOW_TO_RESTORE = (
@@ -102,6 +103,20 @@ class LiveState:
                 f"keys of registered states"
             )
         return state_root(self._save(self.compared))
+
+    def root_at(self, step: int, lineage: Lineage) -> StateRoot | None:
+        """Return the root digest of the state of (``step``, ``lineage``); None: nothing is compared, or an error.
+
+        Call it in every rank, also after an error, because FSDP's ``state_dict`` is collective.
+        """
+        if self.compared == frozenset():
+            return None
+        try:
+            return StateRoot(step, lineage, self.root().hex())
+        except Exception as error:  # noqa: BLE001  the step itself is not affected
+            reason = f"{type(error).__name__}: {error}"
+            self._log.error("state not compared with the other groups", step=step, reason=reason)
+            return None
 
     def _check_readable(self, occasion: str) -> None:
         if not self.readable:

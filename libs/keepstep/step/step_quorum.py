@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
-from keepstep.group.agreement import LayoutChanges
+from keepstep.group.agreement import LayoutChanges, PartsMissing
 from keepstep.group.quorum_plan import Part, QuorumPlan, plan_of_closed_job
 from keepstep.group.ranks.merging import DisagreeError
 from keepstep.group.ranks.rank_link import Leaving
@@ -144,7 +144,7 @@ class StepQuorum:
         context = self._context
         self._forget()
         self._seconds = ask.timeout_ms / 1000
-        context.source = context.follower.source if context.follower is not None else ""
+        context.heals.source = context.follower.source if context.follower is not None else ""
         self._request = context.loop_thread.spawn(self._form(ask))
 
     @property
@@ -180,7 +180,7 @@ class StepQuorum:
         if trying is not None:
             trying.formed(plan.quorum_id, plan.quorum.created_ms, plan.max_step, plan.attempt, time.monotonic())
         context.evidence.begins(plan, self._times)
-        context.root = None
+        context.asks.root = None
         if plan.quorum.differ and context.settings.rank == 0:
             context.log.error("weights of groups differ", reason=plan.quorum.differ, remedy=HOW_TO_KEEP_EQUAL)
         if plan.quorum.went_back_from:
@@ -218,9 +218,9 @@ class StepQuorum:
         if context.follower is not None and self._exchange.hands_out and not self.heals_first:
             context.follower.hands_out(plan)
         if plan.source is not None and self.allow_heal:
-            context.source = plan.members[plan.source].replica_id
+            context.heals.source = plan.members[plan.source].replica_id
             if not self._begins_to_follow and self._objection is None:
-                context.link.healing(Healing(0, 0, 0.0, plan.max_step, context.source))
+                context.link.healing(Healing(0, 0, 0.0, plan.max_step, context.heals.source))
 
     def _can_follow(self, plan: QuorumPlan) -> bool:
         follower = self._context.follower
@@ -297,11 +297,11 @@ class StepQuorum:
             return request.result(REPORT_WAIT_SECONDS)
         except TimeoutError:
             if not request.done():
-                self._context.telemetry.state("standby" if self._context.stands_by else "waiting_quorum")
+                self._context.telemetry.state("standby" if self._context.asks.stands_by else "waiting_quorum")
             return request.result(limit)
         finally:
             waited = time.monotonic() - began
-            if self._context.stands_by:
+            if self._context.asks.stands_by:
                 times.began += waited  # the first step of a spare begins after its wait
             else:
                 times.quorum_seconds += waited
@@ -315,23 +315,26 @@ class StepQuorum:
         if isinstance(error, StartRefused):
             context.end_with(StartRefusedExit(str(error)))
         if isinstance(error, DisagreeError):
-            context.fail_group(str(error))
+            context.ranks.fail_group(str(error))
             context.end_with(GroupFailedExit(str(error)))
         if not error.peer_address:
             context.end_with(MismatchExit(str(error)))
-        lines, difference = context.difference_from(error.peer_address)
-        self._changes = context.changed_layout(lines, error.peer_step, f"{error}; {difference}")
+        lines, difference = context.compared.difference_from(error.peer_address)
+        refused, behind = f"{error}; {difference}", context.progress.torn or error.peer_step > context.progress.step
+        self._changes = context.compared.changes_to(lines, error.peer_step, refused, behind=behind)
+        if isinstance(self._changes, PartsMissing):
+            context.tear(error.peer_step)
         if self._changes is not None:
             raise self._changes
         time.sleep(MISMATCH_LINGER_SECONDS)  # the other group may read the parameters now; nothing tells when it has
-        remedy = HOW_TO_COMPLETE if context.layout.missing(lines) else ""
-        context.end_with(MismatchExit(f"{error}; {difference}{remedy}"))
+        remedy = HOW_TO_COMPLETE if context.compared.layout.missing(lines) else ""
+        context.end_with(MismatchExit(f"{refused}{remedy}"))
 
     def _name_other_values(self, plan: QuorumPlan) -> None:
         """Log in what the optimizers of this group differ from those of the group that it heals from, if they do."""
         context = self._context
-        if context.last_step is not None and context.last_step.values and plan.source is not None:
-            difference = context.values_difference_from(plan.members[plan.source].info.address)
+        if context.asks.last_step is not None and context.asks.last_step.values and plan.source is not None:
+            difference = context.compared.values_difference_from(plan.members[plan.source].info.address)
             if difference:
                 context.log.error("optimizers stepped with other values", reason=difference, remedy=HOW_TO_AGREE)
 
@@ -418,18 +421,6 @@ class StepQuorum:
 
     def _request_again(self, ask: RankAsk, failed_heals: int) -> None:
         """Request another quorum for the same step, after live state was exchanged."""
-        context, progress = self._context, self._context.progress
-        context.read_layout()  # the load may have unfrozen parameters
-        again = replace(
-            ask,
-            layout=context.layout_digest,
-            step=progress.step,
-            lineage=progress.lineage,
-            batches_committed=progress.batches_committed,
-            commit_failures=max(failed_heals, 1 if context.reconfigurer.broken else 0),
-            timeout_ms=ask.timeout_ms + round(self.heal_seconds * 1000),
-            root=None,
-            leaving=context.leaving,
-        )
+        again = self._context.asks.after_exchange(ask, failed_heals, self.heal_seconds)
         self._errors.forget()
         self.request(again)

@@ -67,7 +67,7 @@ MUTATIONS = (
     Mutation(
         "a rank gives its script the gradients that another rank of its group reduces again",
         "libs/keepstep/step/attempt.py",
-        "        if not all_ready(self._context, succeeded, advice=NO_PIPELINE):\n",
+        "        if not self._context.ranks.all_ready(succeeded, advice=NO_PIPELINE):\n",
         "        if not succeeded:\n",
         Test(f"{STEPS}::test_groups_of_two_ranks_use_gradients_without_the_part_of_a_rank_whose_group_is_lost"),
     ),
@@ -104,9 +104,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a rank retries although another rank of its group cannot",
-        "libs/keepstep/step/another_try.py",
-        "    ready = all_ready(context, not why_not)\n",
-        "    ready = not why_not\n",
+        "libs/keepstep/step/attempt.py",
+        "        ready = context.ranks.all_ready(not why_not)\n",
+        "        ready = not why_not\n",
         Test(f"{STEPS}::test_all_ranks_of_a_group_retry_or_none_does"),
     ),
     Mutation(

@@ -137,8 +137,8 @@ MUTATIONS = (
     Mutation(
         "a group with a notice leaves at once",
         "libs/keepstep/lifecycle/membership.py",
-        "        if context is None or self.ended or not notice or context.stands_by:\n",
-        "        if context is None or not notice or not context.stands_by:\n",
+        "        if context is None or self.ended or not notice or context.asks.stands_by:\n",
+        "        if context is None or not notice or not context.asks.stands_by:\n",
         Test(
             "tests/training/operation/test_spares.py::"
             "test_spares_take_the_places_of_groups_that_are_killed_replaced_or_preempted"

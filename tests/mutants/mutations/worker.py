@@ -66,8 +66,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a trainer does not send its settings",
-        "libs/keepstep/step/context.py",
-        "            settings=self.job_settings,\n            last_step",
+        "libs/keepstep/step/asks.py",
+        "            settings=self._compared.settings,\n            last_step",
         "            last_step",
         Test(
             "tests/services/manager/agreement/test_agreement.py::"

@@ -18,7 +18,7 @@ from keepstep.state import early_copy
 from keepstep.state.early_copy import EarlyCopy
 from keepstep.state.errors import TransferError
 from keepstep.state.pack_layout import Layout
-from keepstep.step.agreeing import POLL_TIMEOUTS
+from keepstep.step.rank_votes import POLL_TIMEOUTS
 from keepstep_mesh.errors import KeepstepError
 from tests.services.manager.groups import SECOND, change_policy, events, manager, place_to_meet, together
 

@@ -42,8 +42,8 @@ FRAGMENTS = {
             "validation",
         ),  # public
         *("quantized", "two_bit", "padding"),  # public
-        *("permutation", "scalars"),  # pure
-        *("absent", "another_try", "backward_end", "callback_state", "following", "graph_capture", "module_layout"),
+        *("permutation", "retry_rules", "scalars"),  # pure
+        *("absent", "callback_state", "graph_capture", "module_layout"),
         *("neutral_elements", "operation_options", "processor", "state_coverage", "unread_output"),
     },
     "keepstep_chaos": {"pace"},  # pure

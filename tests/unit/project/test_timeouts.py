@@ -24,7 +24,7 @@ from keepstep.relay_client import relay_link, upload_share
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS
 from keepstep.session import message_channel, open_requests, session
 from keepstep.session.session_settings import SessionSettings
-from keepstep.step import agreeing, healing
+from keepstep.step import healing, rank_votes
 from keepstep.step.catching_up import catch_up
 from keepstep.step.evidence import failure_evidence
 from keepstep.transfer.direct import transfer
@@ -106,7 +106,7 @@ RULES = {
         slow_quorum_log.SLOW_QUORUM_SECONDS + slow_quorum_log.ANSWER_SECONDS < of_manager("quorum_timeout")
     ),
     "a rank that waits for its state in a catch-up says so before the other ranks give it up": (
-        catch_up.RANK_WAIT_SECONDS < agreeing.POLL_TIMEOUTS * of_manager("timeout")
+        catch_up.RANK_WAIT_SECONDS < rank_votes.POLL_TIMEOUTS * of_manager("timeout")
     ),
     "the lighthouse sees a late heal, not a broken one": (0 < healing.GIVE_UP_SECONDS < POLICY.heal_timeout),
     # the session

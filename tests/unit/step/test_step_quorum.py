@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from keepstep.runtime.loop_thread import LoopThread
+from keepstep.step.context import HealCounts
 from keepstep.step.first_error import FirstError
 from keepstep.step.reporting.step_telemetry import StepTimes
 from keepstep.step.step_quorum import HealRules, StepQuorum
@@ -36,7 +37,9 @@ def test_a_withdrawn_request_has_heard_of_it_although_the_event_loop_thread_was_
 
     try:
         evidence, link = SimpleNamespace(collect=no_evidence), SimpleNamespace(ask=ask)
-        context: Any = SimpleNamespace(loop_thread=loop_thread, follower=None, evidence=evidence, link=link)
+        context: Any = SimpleNamespace(
+            loop_thread=loop_thread, follower=None, heals=HealCounts(), evidence=evidence, link=link
+        )
         rules = HealRules(allow_heal=True, sync=False, first_step=False)
         pending = StepQuorum(context, rules, StepTimes(0.0), cast("FirstError", None))
         pending.request(RankAsk(1, 0, "", False, 0, 1000))

@@ -24,7 +24,6 @@ from torch.optim import Optimizer
 from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.state.values.sharding import is_dtensor
 from keepstep.state.values.tensors_in_containers import tensors_in
-from keepstep.step.agreeing import all_ready
 from keepstep.step.catching_up.background_receive import LIMIT, BackgroundReceive
 from keepstep.step.catching_up.gradient_log import FollowedStep, GradientLog, HeldState, Phase
 from keepstep.step.catching_up.written_values import Written, WrittenValues
@@ -113,7 +112,7 @@ class CatchUp:
     def can_begin(self, plan: QuorumPlan) -> bool:
         """See ``Follower``."""
         ended = self._aborted is None or self._aborted.ended
-        return plan.max_step > 0 and self._failures < MAX_FAILURES and ended and not self._context.min_groups
+        return plan.max_step > 0 and self._failures < MAX_FAILURES and ended and not self._context.asks.min_groups
 
     def objection(self, plan: QuorumPlan) -> Exception | None:
         """See ``Follower``."""
@@ -190,9 +189,9 @@ class CatchUp:
         self._keep()
         if self._memory is None and self._receive is not None:
             self._log.memory = max(self._log.memory, self._receive.moved[1])
-        if self._log.phase is Phase.RECEIVING and not all_ready(self._context, not self._log.full):
+        if self._log.phase is Phase.RECEIVING and not self._context.ranks.all_ready(not self._log.full):
             self._wait_for_state()
-        alone = self._context.settings.world_size == 1  # the ranks of a group must replay equally many steps
+        alone = self._context.ranks.alone  # the ranks of a group must replay equally many steps
         caught_up = self._go_on(REPLAY_SHARE * seconds if alone else 0.0)
         if self.following:
             self._values.mark()
@@ -230,10 +229,10 @@ class CatchUp:
         if receive is None:
             return False
         if self._log.phase is Phase.RECEIVING:
-            if not all_ready(context, receive.error is None):
+            if not context.ranks.all_ready(receive.error is None):
                 self._give_up(f"the state was not received: {receive.error or 'another rank failed'}")
                 return False
-            if not all_ready(context, receive.state is not None) or not self._load(receive.state or {}):
+            if not context.ranks.all_ready(receive.state is not None) or not self._load(receive.state or {}):
                 return False
         return self._replay(seconds)
 
@@ -250,17 +249,17 @@ class CatchUp:
             self._wait_for_ranks()
             return
         timeout_ms = self._last[0].heal_timeout_ms if self._last is not None else 0
-        limit = heal_limit(timeout_ms / 1000, context.late_heals) if timeout_ms else LIMIT.total_seconds()
+        limit = heal_limit(timeout_ms / 1000, context.heals.late) if timeout_ms else LIMIT.total_seconds()
         late_at = time.monotonic() + limit
         context.log.info("waiting for the state", step=context.progress.step, seconds=limit)
         reporting = context.loop_thread.spawn(self._report(meter))
         try:
             while not receive.wait(min(RANK_WAIT_SECONDS, max(0.0, late_at - time.monotonic()))):
                 if time.monotonic() >= late_at:
-                    context.late_heals += 1
+                    context.heals.late += 1
                     receive.cancel(f"it took longer than {limit:g} s")
                     break
-                all_ready(context, False)
+                context.ranks.all_ready(False)
         finally:
             reporting.cancel()
         error = "" if receive.error is None else str(receive.error)
@@ -270,7 +269,7 @@ class CatchUp:
 
     def _wait_for_ranks(self) -> None:
         """Wait until no rank of this group waits for its state. A rank that waits says so in time."""
-        while not all_ready(self._context, True, RANK_WAIT_SECONDS):
+        while not self._context.ranks.all_ready(True, RANK_WAIT_SECONDS):
             self._context.raise_fatal()
 
     async def _report(self, meter: HealMeter) -> None:
@@ -342,7 +341,7 @@ class CatchUp:
         if self._last is not None:
             self._last[2]()  # the state that was loaded has the buffers of the base
         context.progress.hold(*held)
-        context.unfit_heals = self._failures = 0
+        context.heals.unfit = self._failures = 0
         context.steps.write("caught_up", held.step, 0, lineage=held.lineage)
         moved = receive.moved[0] if receive is not None else 0
         facts = {"steps": self._replayed, "seconds": round(time.monotonic() - self._began, 3), "bytes": moved}

@@ -260,7 +260,7 @@ class Collectives:
             an empty string.
         """
         context, own = self._context, _any_nonfinite(self._contributed) and not may_overflow
-        before = context.last_step is not None and context.last_step.nonfinite
+        before = context.asks.last_step is not None and context.asks.last_step.nonfinite
         self.nonfinite = own
         if own and not before:  # else every step of a model that is NaN would log it
             context.log.warning("this group contributed a NaN or an infinity", step=plan.max_step)

@@ -15,8 +15,10 @@ repeated before the script sees a result (``Attempt.finalize``), and none that i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
+from torch.autograd import Variable
 
 from keepstep.process_group.works import writing
 from keepstep.step.reduction import Reduction
@@ -30,6 +32,19 @@ CHANGED = (
     "a gradient was changed after its all-reduce, and before the script could know its result; change gradients after "
     "backward(), or after the wait() of their all-reduces"
 )
+
+
+def at_end_of_backward(act: Callable[[], object]) -> bool:
+    """Let ``act`` run at the end of the backward pass in progress. Return False if this thread is in none.
+
+    It runs after the callbacks that are queued by then: torch's DDP and FSDP2 complete the gradients in theirs.
+    """
+    queue: Any = Variable._execution_engine.queue_callback  # noqa: SLF001
+    try:
+        queue(lambda: queue(act))
+    except RuntimeError:  # torch: final callbacks can only be installed during a backward pass
+        return False
+    return True
 
 
 class KeptReduction:
