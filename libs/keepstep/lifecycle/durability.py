@@ -195,7 +195,6 @@ class Durability:
         if producer in uploaders and soundness(progress.step, progress.lineage) is not Soundness.SOUND:
             uploaders = tuple(one for one in uploaders if one != producer)
         return Ticket(
-            job=own.job,
             checkpoint=RelayCheckpoint(own.job, commit.checkpoint_id(self._attempts), own.rank, producer),
             step=step,
             facts={
@@ -206,7 +205,6 @@ class Durability:
                 "one_producer": own.world_size > 1,
             },
             uploaders=uploaders,
-            producer=producer,
             follow_seconds=follow_seconds(len(commit.members) * own.world_size),
             spare_relays=spare_relays,
         )

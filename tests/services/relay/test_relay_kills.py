@@ -77,7 +77,7 @@ def write(writers: list[DurableWriter], url: str, step: int) -> None:
     facts = {"step": step, "kind": "durable", "ranks": 2, "quorum_id": 1, "one_producer": True}
     for rank, one in enumerate(writers):
         upload = RelayCheckpoint("managers", f"step-{step}", rank, "a")
-        one.offer(Ticket("managers", upload, step, facts, ("a",), "a", 0.5), [Endpoint.of(url, dict)], state(step))
+        one.offer(Ticket(upload, step, facts, ("a",), 0.5), [Endpoint.of(url, dict)], state(step))
     for one in writers:
         assert one.finish(DEADLINE)
         assert (one.last.error, one.last.step) == ("", step)

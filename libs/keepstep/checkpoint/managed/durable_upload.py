@@ -43,23 +43,21 @@ log = get_logger("keepstep.durable")
 class Ticket:
     """Upload of one rank of one group."""
 
-    job: str
     checkpoint: RelayCheckpoint
+    """Its producer is the replica_id of this group."""
     step: int
     facts: Mapping[str, Any]
     """Fields with which the checkpoint begins at a relay."""
     uploaders: tuple[str, ...]
-    producer: str
-    """replica_id of this group."""
     follow_seconds: float
     """Pause between two requests for the outcome of an upload of other groups."""
     spare_relays: bool = False
-    """Whether more relays are known than store it."""
+    """Whether more relays are known than store it: one that accepts no connection fails soon then."""
 
     @property
     def uploads(self) -> bool:
         """Whether this group uploads a share."""
-        return self.producer in self.uploaders
+        return self.checkpoint.producer in self.uploaders
 
 
 class DurableUpload:
@@ -71,7 +69,6 @@ class DurableUpload:
         packed: the state of this rank; None: only follow the upload of other groups.
         seconds: time without progress, of any rank, after which the upload fails.
         limiter: of the bandwidth.
-        spare_relays: whether other relays could store it: one that accepts no connection fails soon then.
     """
 
     def __init__(
@@ -81,14 +78,12 @@ class DurableUpload:
         packed: Packed | None,
         seconds: float,
         limiter: RateLimiter,
-        *,
-        spare_relays: bool = False,
     ) -> None:
         self.address = relay.address
         self._ticket = ticket
         self._packed = packed
         self._seconds = seconds
-        first = min(seconds, COPY_PATIENCE_SECONDS) if spare_relays else seconds
+        first = min(seconds, COPY_PATIENCE_SECONDS) if ticket.spare_relays else seconds
         self._deadline = Deadline(first, f"step {ticket.step} was not stored at {relay.address}", math.inf)
         self._reached = False
         self._link = RelayLink(
@@ -134,7 +129,7 @@ class DurableUpload:
     def _send(self, packed: Packed) -> View | None:
         """Upload until the relay has all of this rank, and return its view. None: it has another state."""
         ticket = self._ticket
-        place = ticket.uploaders.index(ticket.producer)
+        place = ticket.uploaders.index(ticket.checkpoint.producer)
         share = UploadShare(place, len(ticket.uploaders), len(packed.envelope.chunk_digests))
         try:
             return self._upload.send(packed, share, self._wait)
@@ -142,7 +137,7 @@ class DurableUpload:
             log.error(
                 "state differs from that of the group that stores it; following it",
                 step=ticket.step,
-                replica_id=ticket.producer,
+                replica_id=ticket.checkpoint.producer,
             )
             self._packed = None
             return None

@@ -227,10 +227,7 @@ class DurableWriter:
         started, ticket = time.monotonic(), work.ticket
         packed = None if work.snapshot is None else _packed(work.snapshot, ticket)
         with self._changed:
-            work.uploads = [
-                DurableUpload(ticket, relay, packed, self._seconds, self._limiter, spare_relays=ticket.spare_relays)
-                for relay in work.relays
-            ]
+            work.uploads = [DurableUpload(ticket, relay, packed, self._seconds, self._limiter) for relay in work.relays]
             if work.withdrawn:
                 self._withdraw(work, work.withdrawn)
         outcomes = run_all(work.uploads)
@@ -287,5 +284,6 @@ class DurableWriter:
 
 def _packed(snapshot: Snapshot, ticket: Ticket) -> Packed:
     quorum_id = int(ticket.facts["quorum_id"])
-    origin = Origin(ticket.checkpoint.id, ticket.job, ticket.step, quorum_id, ticket.producer)
+    one = ticket.checkpoint
+    origin = Origin(one.id, one.job, ticket.step, quorum_id, one.producer)
     return Packed.of(snapshot.build_manifest(origin), snapshot.pack)

@@ -25,7 +25,7 @@ from tests.support.services.relay_driver import client, relay
 
 def ticket(step: int, uploader: str = "a") -> Ticket:
     facts = {"step": step, "kind": "durable", "ranks": 1, "quorum_id": 1, "one_producer": False}
-    return Ticket("job", RelayCheckpoint("job", f"step-{step}", 0, "a"), step, facts, (uploader,), "a", 0.5)
+    return Ticket(RelayCheckpoint("job", f"step-{step}", 0, "a"), step, facts, (uploader,), 0.5)
 
 
 @contextmanager
@@ -128,7 +128,7 @@ async def test_an_upload_that_another_rank_aborts_just_before_it_begins_does_not
 
     def upload() -> str:
         with writer(seconds=30.0, newest_wins=False) as one:
-            late = Ticket("job", checkpoint, 1, facts, ("a",), "a", 0.5)
+            late = Ticket(checkpoint, 1, facts, ("a",), 0.5)
             one.offer(late, [Endpoint.of(checkpoint.url, dict)], {"w": torch.ones(10)})
             assert one.finish(60)
             return one.last.error
