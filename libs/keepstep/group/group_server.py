@@ -39,7 +39,6 @@ from keepstep_mesh.errors import (
     StartRefused,
 )
 from keepstep_mesh.net.http import Problem
-from keepstep_mesh.protocol.frozen_records import copier
 from keepstep_mesh.protocol.group_messages import RankAsk, RankVote
 from keepstep_mesh.protocol.membership import MemberInfo, Quorum
 from keepstep_mesh.protocol.messages import (
@@ -50,6 +49,7 @@ from keepstep_mesh.protocol.messages import (
     QuorumRequest,
     ServiceAddress,
 )
+from keepstep_mesh.protocol.records import copier
 from keepstep_mesh.security.tokens import ClientToken
 
 log = get_logger("keepstep.group")

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from keepstep_mesh.errors import ProtocolError
 from keepstep_mesh.protocol import codec
-from keepstep_mesh.protocol.frozen_records import copier
 from keepstep_mesh.protocol.membership import HeldAnswer, Member, MemberInfo, Quorum
 from keepstep_mesh.protocol.messages import (
     OLDEST_PROTOCOL_VERSION,
@@ -24,6 +23,7 @@ from keepstep_mesh.protocol.messages import (
     QuorumRequest,
     Welcome,
 )
+from keepstep_mesh.protocol.records import copier
 
 _request_with = copier(QuorumRequest, QuorumRequest, "request", "timeout_ms", "info", "settings", "durable_relays")
 _quorum_of = copier(Quorum, QuorumAnswer, "uniform", "listed")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import types
 import typing
 from collections.abc import Callable, Sequence
 from operator import attrgetter
@@ -17,7 +16,6 @@ from typing import Any
 import msgpack
 
 from keepstep_mesh.errors import ProtocolError, VersionError
-from keepstep_mesh.protocol.frozen_records import maker
 from keepstep_mesh.protocol.group_messages import RankQuorum, WithinGroup
 from keepstep_mesh.protocol.membership import MAX_DATA_BYTES, MemberInfo, Sentence
 from keepstep_mesh.protocol.messages import (
@@ -30,6 +28,7 @@ from keepstep_mesh.protocol.messages import (
     ToWorker,
     Welcome,
 )
+from keepstep_mesh.protocol.records import Decoder, Format
 from keepstep_mesh.text import printable
 
 MAX_FRAME_BYTES = 1024 * 1024
@@ -44,7 +43,6 @@ MAX_ITEMS = 65536
 MAX_LIBRARY = 80
 """Characters of the name of a library in an error."""
 
-Decoder = Callable[[Any, str], Any]
 Message = ToLighthouse | ToWorker | WithinGroup
 
 
@@ -101,114 +99,22 @@ def _data(value: Any, path: str) -> Any:
     return value
 
 
-def _union(choices: list[Any], path_name: str) -> Decoder:
-    optional = type(None) in choices
-    rest = [_decoder(choice, path_name) for choice in choices if choice is not type(None)]
-    if optional and len(rest) == 1:
-        only = rest[0]
-        return lambda value, path: None if value is None else only(value, path)
-
-    def decode(value: Any, path: str) -> Any:
-        if value is None and optional:
-            return None
-        for number, decoder in enumerate(rest):
-            try:
-                return decoder(value, path)
-            except ProtocolError:
-                if number == len(rest) - 1:
-                    raise
-        raise ProtocolError(f"{path} must be null")
-
-    return decode
-
-
-def _sequence(item: Any, path_name: str) -> Decoder:
-    decode_item = _decoder(item, path_name)
-
-    def decode(value: Any, path: str) -> Any:
-        if type(value) is not list:
-            raise ProtocolError(f"{path} must be a list, not {type(value).__name__}")
-        if len(value) > MAX_ITEMS:
-            raise ProtocolError(f"{path} too long: {len(value)} items (limit {MAX_ITEMS})")
-        return tuple([decode_item(one, path) for one in value])
-
-    return decode
-
-
-def _record(cls: type, name: str) -> Decoder:
-    hints = typing.get_type_hints(cls, include_extras=True)
-    fields = dataclasses.fields(cls)
-    decoders = [(_decoder(hints[f.name], f"{name}.{f.name}"), f"{name}.{f.name}") for f in fields]
-    required = sum(f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING for f in fields)
-    most = len(fields)
-
-    def decode(value: Any, path: str) -> Any:
-        if type(value) is not list:
-            raise ProtocolError(f"{path} must be a list of fields, not {type(value).__name__}")
-        if len(value) < required:
-            raise ProtocolError(f"{path} has {len(value)} fields; expected at least {required}")
-        if len(value) > most:
-            value = value[:most]
-        return cls(*[one(raw, where) for (one, where), raw in zip(decoders, value, strict=False)])
-
-    return _in_line(cls, [hints[f.name] for f in fields], decoders, decode)
-
-
-_WRONG: dict[Any, str] = {
+_SIMPLE: dict[Any, Decoder] = {
+    bool: _is(bool, "a boolean"),
+    int: _whole,
+    float: _real,
+    str: _text,
+    Sentence: _sentence,
+    object: _data,
+}
+_ODD: dict[Any, str] = {
     int: "type({x}) is not int or not 0 <= {x} < 9223372036854775808",
     str: f"type({{x}}) is not str or len({{x}}) > {MAX_TEXT}",
     Sentence: f"type({{x}}) is not str or len({{x}}) > {MAX_TEXT} or not {{x}}.isprintable()",
     bool: "type({x}) is not bool",
     object: "{x} is not None",
 }
-"""Condition under which a value of this type needs its decoder."""
-
-
-def _in_line(cls: type, hints: list[Any], decoders: list[tuple[Decoder, str]], decode: Decoder) -> Decoder:
-    """Generate a ``decode`` with inlined checks of simple fields, as ``dataclasses`` generates methods: twice as fast.
-
-    Values that fail a check and fields of other types go to their decoder; records of another length to ``decode``.
-    """
-    names = [f"f{number}" for number in range(len(hints))]
-    lines = ["def fast(value, path):", f" if type(value) is not list or len(value) != {len(names)}:"]
-    lines += ["  return decode(value, path)", f" [{', '.join(names)}] = value"]
-    known: dict[str, Any] = {"make": maker(cls), "decode": decode}
-    for name, hint, (decoder, where) in zip(names, hints, decoders, strict=True):
-        choices = typing.get_args(hint) if typing.get_origin(hint) is types.UnionType else (hint,)
-        wrong = [_WRONG.get(one, "True") for one in choices if one is not type(None)]
-        wrong += ["{x} is not None"] * (type(None) in choices)
-        lines.append(f" if {' and '.join(f'({one})' for one in wrong).format(x=name)}:")
-        lines.append(f"  {name} = d_{name}({name}, {where!r})")
-        known[f"d_{name}"] = decoder
-    lines.append(f" return make({', '.join(names)})")
-    exec("\n".join(lines), known)  # noqa: S102 - built from our own dataclasses when this module is imported
-    fast: Decoder = known["fast"]
-    return fast
-
-
-def _decoder(hint: Any, name: str) -> Decoder:
-    if hint is bool:
-        return _is(bool, "a boolean")
-    if hint is int:
-        return _whole
-    if hint is float:
-        return _real
-    if hint is str:
-        return _text
-    if hint == Sentence:
-        return _sentence
-    if hint is object:
-        return _data
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        return _union(list(typing.get_args(hint)), name)
-    if typing.get_origin(hint) is tuple:
-        item, ellipsis = typing.get_args(hint)
-        if ellipsis is not Ellipsis:
-            raise TypeError(f"{name}: only tuple[X, ...] can be encoded")
-        return _sequence(item, name)
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        return _record(hint, hint.__name__)
-    raise TypeError(f"{name}: {hint!r} cannot be encoded")
+_FORMAT = Format(ProtocolError, _SIMPLE, _ODD, MAX_ITEMS)
 
 
 _FIELDS: dict[type, Callable[[Any], Sequence[Any]]] = {}
@@ -219,8 +125,8 @@ for _kind in (
     *typing.get_args(ToWorker),
     *typing.get_args(WithinGroup),
 ):
-    _DECODERS[_kind.kind] = _record(_kind, _kind.kind)
-_INFO = _record(MemberInfo, "info")
+    _DECODERS[_kind.kind] = _FORMAT.of_list(_kind, _kind.kind)
+_INFO = _FORMAT.of_list(MemberInfo, "info")
 
 
 def _plain(value: Any) -> Sequence[Any]:

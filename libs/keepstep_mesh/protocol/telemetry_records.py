@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import typing
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Annotated, Any, ClassVar, Literal
@@ -19,6 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgpack
 
 from keepstep_mesh.protocol import names
+from keepstep_mesh.protocol.records import Decoder, Format
 
 MAX_RECORDS = 20_000
 """Records of one batch."""
@@ -31,9 +31,6 @@ MAX_STEP_SECONDS = 30 * 86400.0
 """The reader cuts longer times of a step."""
 MAX_DEPTH = 8
 """Nesting of maps and lists in the detail of an event."""
-
-Decoder = Callable[[Any, str], Any]
-"""Checks a value. Its second argument is the name of the field, for the error message."""
 
 
 class BadBatchError(ValueError):
@@ -329,39 +326,13 @@ def _record(plain: Any, decoders: dict[str, Decoder]) -> Record | None:
     return record
 
 
-def _decoder(hint: Any) -> Decoder:
-    if typing.get_origin(hint) is Annotated:
-        decoder: Decoder = typing.get_args(hint)[1]
-        return decoder
-    return {bool: _flag, int: _whole, float: _real, str: _text}[hint]
-
-
-def _map_decoder(cls: type) -> Decoder:
-    """Return the decoder from a map to ``cls``. It ignores the name that it gets: each field has its own."""
-    hints = typing.get_type_hints(cls, include_extras=True)
-    fields = dataclasses.fields(cls)
-    decoders = [(one.name, _decoder(hints[one.name])) for one in fields]
-    required = [
-        one.name for one in fields if one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING
-    ]
-
-    def decode(plain: Any, _name: str) -> Any:
-        found = {name: decode_field(plain[name], name) for name, decode_field in decoders if name in plain}
-        if len(found) < len(decoders):
-            for name in required:
-                if name not in found:
-                    raise BadBatchError(f"{name} is missing")
-        return cls(**found)
-
-    return decode
-
-
 _BY_WORKERS, _BY_SERVICES = (StepRecord, StateRecord, DurableRecord), (EventRecord, UploadRecord)
 _FIELD_NAMES = {
     cls: tuple(one.name for one in dataclasses.fields(cls)) for cls in (BatchHead, *_BY_WORKERS, *_BY_SERVICES)
 }
-_HEAD = _map_decoder(BatchHead)
+_FORMAT = Format(BadBatchError, {bool: _flag, int: _whole, float: _real, str: _text})
+_HEAD = _FORMAT.of_map(BatchHead)
 _DECODERS: dict[str, dict[str, Decoder]] = {
-    source: {cls.kind: _map_decoder(cls) for cls in (_BY_WORKERS if source == "worker" else _BY_SERVICES)}
+    source: {cls.kind: _FORMAT.of_map(cls) for cls in (_BY_WORKERS if source == "worker" else _BY_SERVICES)}
     for source in SOURCES
 }

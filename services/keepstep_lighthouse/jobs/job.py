@@ -44,9 +44,9 @@ from keepstep_lighthouse.quorum.job_record import JobRecord
 from keepstep_lighthouse.quorum.machine import JobCore
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.protocol import codec
-from keepstep_mesh.protocol.frozen_records import maker
 from keepstep_mesh.protocol.messages import Hello, QuorumAnswer
 from keepstep_mesh.protocol.names import name_of
+from keepstep_mesh.protocol.records import maker
 
 MIN_WAIT = 0.001
 """Resolution of an event loop's clock; a timer that fires too early would fire again and again."""

@@ -7,7 +7,6 @@ from typing import Protocol
 from keepstep_lighthouse.quorum.events import Announce
 from keepstep_lighthouse.quorum.groups.group import Group
 from keepstep_lighthouse.quorum.job_state import JobState
-from keepstep_mesh.protocol.frozen_records import maker
 from keepstep_mesh.protocol.lineage import (
     BEHIND,
     DIVERGED,
@@ -20,6 +19,7 @@ from keepstep_mesh.protocol.lineage import (
 )
 from keepstep_mesh.protocol.membership import Lineage, Member
 from keepstep_mesh.protocol.messages import QuorumRequest
+from keepstep_mesh.protocol.records import maker
 
 _make_announce = maker(Announce)
 

@@ -7,7 +7,7 @@ from dataclasses import FrozenInstanceError, dataclass, field
 
 import pytest
 
-from keepstep_mesh.protocol.frozen_records import copier, maker
+from keepstep_mesh.protocol.records import copier, maker
 
 
 @dataclass(frozen=True, slots=True)
