@@ -26,7 +26,6 @@ import hypothesis
 import psutil
 import pytest
 import pytest_asyncio
-import structlog
 
 from tests.support.processes import forked
 
@@ -241,7 +240,6 @@ def restored_logging() -> Iterator[None]:
     yield
     root.handlers[:] = handlers
     root.setLevel(level)
-    structlog.reset_defaults()
 
 
 @pytest.fixture(scope="session")

@@ -186,5 +186,5 @@ def test_a_rank_that_ends_early_fails_a_check_with_its_last_output(code, sentenc
 
 def test_a_bundle_has_what_keepstep_needs_and_leaves_pytorch_to_the_machine() -> None:
     found = {line.partition("==")[0] for line in needed("keepstep", ("train", "services"))}
-    assert {"aiohttp", "yarl", "multidict", "structlog", "etcd3", "tenacity", "xxhash"} <= found
+    assert {"aiohttp", "yarl", "multidict", "etcd3", "tenacity", "xxhash"} <= found
     assert not found & (OF_THE_MACHINE | {"pytest", "triton", "scikit-learn"})

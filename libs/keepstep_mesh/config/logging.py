@@ -17,9 +17,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-import structlog
-from structlog.typing import EventDict, WrappedLogger
-
 from keepstep_mesh.protocol.names import name_of
 from keepstep_mesh.text import printable
 
@@ -29,8 +26,6 @@ _BEARER = re.compile(r"(?i)\b(bearer\s+)[^\s,;'\"]+")
 _LINES = "\n\t"
 """Kept in tracebacks and in the logs of libraries."""
 _secrets: set[str] = set()
-
-Logger = structlog.stdlib.BoundLogger
 
 
 def hide(secret: str) -> None:
@@ -45,23 +40,15 @@ def without_secrets(text: str) -> str:
     return _BEARER.sub(rf"\1{HIDDEN}", text)
 
 
-def redact(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    """A structlog processor: hides fields named like secrets, known tokens and bearer headers."""
-    for name, value in event.items():
+def _redacted(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return ``fields`` without the values of those named like secrets, known tokens, and bearer headers."""
+    shown = {}
+    for name, value in fields.items():
         if _SECRET_NAMES.search(name) and value and not isinstance(value, bool):
-            event[name] = HIDDEN
-        elif isinstance(value, str):
-            event[name] = without_secrets(value)
-    return event
-
-
-def _to_record(_logger: WrappedLogger, _method: str, event: EventDict) -> tuple[tuple[str], dict[str, Any]]:
-    """Pass a line of text to the handlers, and the fields to keepstep's own formatter."""
-    keep = {name: event.pop(name) for name in ("exc_info", "stack_info") if event.get(name)}
-    message = str(event.pop("event", ""))
-    shown = {name: value for name, value in event.items() if name != "replica_id" or not _is_in_prefix(str(value))}
-    text = message + "".join(f" {name}={value}" for name, value in shown.items())
-    return (printable(text),), {**keep, "extra": {"keepstep": (message, dict(event))}}
+            shown[name] = HIDDEN
+        else:
+            shown[name] = without_secrets(value) if isinstance(value, str) else value
+    return shown
 
 
 def _is_in_prefix(replica_id: str) -> bool:
@@ -69,14 +56,77 @@ def _is_in_prefix(replica_id: str) -> bool:
     return name_of(replica_id) == Path(os.environ.get("KEEPSTEP_NAME_FILE", "")).name
 
 
-_PROCESSORS = (structlog.stdlib.filter_by_level, redact, _to_record)
+class Logger:
+    """Logs events with fields to a logger of ``logging``. ``fields``: of each event.
+
+    The methods are named as those of ``logging``, and ``exc_info`` and ``stack_info`` mean what they mean there.
+    """
+
+    def __init__(self, logger: logging.Logger, fields: dict[str, Any] | None = None) -> None:
+        self._logger = logger
+        self._fields = fields or {}
+
+    def bind(self, **fields: Any) -> Logger:
+        """Return a logger that adds ``fields`` to each event."""
+        return Logger(self._logger, {**self._fields, **fields})
+
+    def debug(self, event: str, /, **fields: Any) -> None:
+        self._log(logging.DEBUG, event, fields)
+
+    def info(self, event: str, /, **fields: Any) -> None:
+        self._log(logging.INFO, event, fields)
+
+    def warning(self, event: str, /, **fields: Any) -> None:
+        self._log(logging.WARNING, event, fields)
+
+    def error(self, event: str, /, **fields: Any) -> None:
+        self._log(logging.ERROR, event, fields)
+
+    def exception(self, event: str, /, **fields: Any) -> None:
+        self._log(logging.ERROR, event, {"exc_info": True, **fields})
+
+    def _log(self, level: int, event: str, fields: dict[str, Any]) -> None:
+        """Pass a line of text to the handlers, and the fields to keepstep's own formatter."""
+        if not self._logger.isEnabledFor(level):
+            return
+        fields = {**self._fields, **fields}
+        keep = {name: value for name in ("exc_info", "stack_info") if (value := fields.pop(name, None))}
+        event, fields = without_secrets(event), _redacted(fields)
+        shown = {name: value for name, value in fields.items() if name != "replica_id" or not _is_in_prefix(str(value))}
+        text = event + "".join(f" {name}={value}" for name, value in shown.items())
+        self._logger.log(level, printable(text), extra={"keepstep": (event, fields)}, stacklevel=3, **keep)
 
 
 def get_logger(name: str) -> Logger:
     """Return the logger of a module: ``get_logger("keepstep.manager")``."""
-    return cast(
-        "Logger", structlog.wrap_logger(logging.getLogger(name), _PROCESSORS, Logger, cache_logger_on_first_use=True)
-    )
+    return Logger(logging.getLogger(name))
+
+
+_BOLD, _CYAN, _MAGENTA, _PLAIN = "\x1b[1m", "\x1b[36m", "\x1b[35m", "\x1b[0m"
+_COLORS = {"debug": "\x1b[32m", "info": "\x1b[32m", "warning": "\x1b[33m", "error": "\x1b[31m", "critical": "\x1b[31m"}
+_EVENT_WIDTH = 40
+
+
+def _line(event: dict[str, Any], *, colors: bool) -> str:
+    """Return an event as a line for people, followed by its traceback."""
+
+    def colored(text: str, color: str) -> str:
+        return f"{color}{text}{_PLAIN}" if colors else text
+
+    level = str(event.pop("level"))
+    words = [
+        str(event.pop("timestamp")),
+        f"[{colored(f'{level:<9}', _COLORS.get(level, ''))}]",
+        colored(f"{event.pop('event'):<{_EVENT_WIDTH}}", _BOLD),
+        f"[{event.pop('logger')}]",
+    ]
+    more = [event.pop(name) for name in ("stack", "exception") if name in event]
+    words += [f"{colored(name, _CYAN)}={colored(_value(one), _MAGENTA)}" for name, one in event.items()]
+    return "\n".join([" ".join(words), *more])
+
+
+def _value(value: object) -> str:
+    return value if isinstance(value, str) and not re.search(r"[\s=\"']", value) else repr(value)
 
 
 class LogFormatter(logging.Formatter):
@@ -85,7 +135,7 @@ class LogFormatter(logging.Formatter):
     def __init__(self, *, as_json: bool, colors: bool = False) -> None:
         super().__init__()
         self.as_json = as_json
-        self._render = structlog.dev.ConsoleRenderer(colors=colors, pad_event_to=40)
+        self._colors = colors
 
     def format(self, record: logging.LogRecord) -> str:
         message, fields = cast("tuple[str | None, dict[str, Any]]", getattr(record, "keepstep", (None, {})))
@@ -108,7 +158,7 @@ class LogFormatter(logging.Formatter):
             shown |= {
                 name: printable(one) for name, one in (("event", message), *fields.items()) if isinstance(one, str)
             }
-        return str(self._render(None, record.levelname.lower(), shown))
+        return _line(shown, colors=self._colors)
 
 
 def _ascii_escapes(line: str) -> str:
@@ -151,6 +201,3 @@ def configure(level: str = "info", *, as_json: bool | None = None, stream: TextI
     root.setLevel(levels[level.upper()])
     # aiohttp logs every request to this one; the mesh's requests are no news.
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
-    structlog.configure(
-        processors=list(_PROCESSORS), logger_factory=structlog.stdlib.LoggerFactory(), wrapper_class=Logger
-    )
