@@ -295,7 +295,7 @@ class LighthouseSession:
             case Goodbye():
                 self._session.end(SessionClosed("the group left the job"))
             case NotLeader(leader=leader):
-                self._session.follow(as_safe(base_url(leader), self._session.address) if leader else "")
+                self._session.addresses.follow(as_safe(base_url(leader), self._session.address) if leader else "")
                 self._move(f"it is not the leader; {leader or 'no lighthouse'} is")
             case Evicted(reason=reason):
                 self._on_push(message)

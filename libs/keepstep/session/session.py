@@ -77,7 +77,8 @@ class Session:
         self._kind = kind
         self._log = log
         self._field = kind.replace(" ", "_")
-        self._addresses = Addresses(addresses)
+        self.addresses = Addresses(addresses)
+        """Chooses the server of the next connection."""
         self._path = path
         self._welcome_seconds = WELCOME_SECONDS
         self.liveness = liveness
@@ -211,10 +212,6 @@ class Session:
             self.send(self._farewell)
         return self._farewell is None
 
-    def follow(self, leader: str) -> None:
-        """Try ``leader`` next; empty: none is known."""
-        self._addresses.follow(leader)
-
     def move(self, reason: str) -> None:
         """Close this connection and try another server."""
         if not self._welcomed.done():
@@ -236,7 +233,7 @@ class Session:
     async def _run(self, open_http: Callable[[], aiohttp.ClientSession]) -> None:
         """Connect, and reconnect until the session has ended."""
         while self.error is None:
-            delay, address = self._addresses.next(random.random())  # noqa: S311
+            delay, address = self.addresses.next(random.random())  # noqa: S311
             if delay:
                 await asyncio.sleep(delay)
             try:
@@ -257,10 +254,10 @@ class Session:
             limit_bytes=codec.MAX_SERVER_FRAME_BYTES,
         )
         try:
-            async with asyncio.timeout(limit := self._addresses.connect_seconds(address)):
+            async with asyncio.timeout(limit := self.addresses.connect_seconds(address)):
                 await channel.link.connect(http, f"{address}{self._path}")
         except TimeoutError:
-            self._addresses.timed_out(address)
+            self.addresses.timed_out(address)
             raise TimeoutError(f"no answer within {limit:g} s") from None
         self.address = address
         self.channel = channel
@@ -283,7 +280,7 @@ class Session:
         except TimeoutError:
             raise TimeoutError(f"connected, but no welcome within {limit:g} s") from None
         reason = await channel.link.closed
-        self._addresses.lost(address, loop.time() - began, silent=self.liveness.silent)
+        self.addresses.lost(address, loop.time() - began, silent=self.liveness.silent)
         if self.error is None:
             self._log.warning(f"{self._kind} session lost", **{self._field: address}, reason=reason)
 

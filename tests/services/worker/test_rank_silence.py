@@ -17,6 +17,7 @@ from keepstep.runtime.loop_thread import LoopThread
 from keepstep.session.session_settings import SessionSettings
 from keepstep_lighthouse.app import Lighthouse
 from keepstep_lighthouse.quorum.events import PolicyOrdered
+from keepstep_mesh.net import lighthouse_addresses
 from keepstep_mesh.protocol.group_messages import RankAsk
 from keepstep_mesh.protocol.policy import Policy
 from tests.support.services.lighthouse_driver import eventually
@@ -120,3 +121,20 @@ async def test_a_change_of_the_policy_reaches_all_ranks_at_once():
         thaw = group.freeze(0)
         await eventually(lambda: group.failed)
         thaw()
+
+
+async def test_a_rank_that_comes_while_rank_0_is_frozen_joins_when_it_goes_on(monkeypatch):
+    monkeypatch.setattr(lighthouse_addresses, "SESSION_CONNECT_SECONDS", 0.1)
+    async with in_loop(policy=Policy(heartbeat_timeout=20.0)) as lighthouse:
+        group = Pair(lighthouse)
+        await asyncio.to_thread(group.threads[0].call, group.server.start(), DEADLINE)
+        thaw = group.freeze(0)
+        client = RankClient(group.server.address, 1, 2, 0, None, group.failed.append, lambda _: None)
+        starting = asyncio.wrap_future(group.threads[1].spawn(client.start(DEADLINE)))
+        await eventually(lambda: "no answer within" in client._session.last_problem)
+        thaw()
+        await starting
+        group.client = client
+        assert len(await group.ask()) == 2
+        assert group.failed == []
+        await group.close()

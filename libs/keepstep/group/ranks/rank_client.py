@@ -149,7 +149,7 @@ class RankClient:
                 pass
             case RankDenied():
                 self._session.requests.fail(message.request, denial(message))
-            case RankReady():
+            case RankReady() if not self._session.is_answered:
                 self.replica_id = message.replica_id
                 self._session.welcome()
             case Refused():
