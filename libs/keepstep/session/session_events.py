@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 
@@ -19,6 +20,7 @@ from keepstep_mesh.errors import (
     VersionError,
 )
 from keepstep_mesh.net.websocket import UpgradeError
+from keepstep_mesh.protocol.group_messages import RankDenied
 from keepstep_mesh.protocol.membership import FinalState
 from keepstep_mesh.protocol.messages import Closed, Denied, Drain, Evicted, MemberLost, Refused, RoundBroken, Services
 
@@ -64,26 +66,37 @@ def of_session(refused: Refused) -> KeepstepError | None:
     return SessionClosed(f"refused ({refused.code}): {refused.reason}")
 
 
+DENIALS: Mapping[str, type[Exception]] = {
+    "deadline": TimeoutError,
+    "layout": LayoutMismatch,
+    "start": StartRefused,
+    "collectives": CollectivesMismatch,
+    "diverged": ReplicasDiverged,
+}
+"""Code of a denied request: the error that it stands for."""
+
+
 def of_closed(closed: Closed) -> JobClosed:
     """Return the end of a final request: the job is closed, and this group holds its state."""
-    return _of_final(f"the job is closed at step {closed.state.step}", closed.state, finished=True)
+    return of_final(f"the job is closed at step {closed.state.step}", closed.state, finished=True)
 
 
-def _of_final(reason: str, final: FinalState, *, finished: bool) -> JobClosed:
+def of_final(reason: str, final: FinalState, *, finished: bool) -> JobClosed:
+    """Return the error of a request for a step of a closed job. ``finished``: this group holds the final state."""
     return JobClosed(reason, final.step, final.lineage, final.groups, final.closed_ms, finished=finished)
 
 
-def of_request(denied: Denied) -> Exception:
-    if denied.code == "deadline":
-        return TimeoutError(denied.reason)
-    if denied.code == "layout":
+def of_kind(kind: type[Exception], denied: Denied | RankDenied) -> Exception:
+    """Return the error of a denied request."""
+    if kind is LayoutMismatch:
         return LayoutMismatch(denied.reason, denied.peer_address, denied.peer_step)
-    if (final := denied.closed) is not None:
-        return _of_final(denied.reason, final, finished=False)
-    if denied.code == "start":
-        return StartRefused(denied.reason)
-    if denied.code == "collectives":
-        return CollectivesMismatch(denied.reason)
-    if denied.code == "diverged":
-        return ReplicasDiverged(denied.reason)
+    return kind(denied.reason)
+
+
+def of_request(denied: Denied) -> Exception:
+    """Return the error of a request that the lighthouse denied."""
+    if denied.closed is not None:
+        return of_final(denied.reason, denied.closed, finished=False)
+    if (kind := DENIALS.get(denied.code)) is not None:
+        return of_kind(kind, denied)
     return KeepstepError(f"the quorum request was denied ({denied.code}): {denied.reason}")

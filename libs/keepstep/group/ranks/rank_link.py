@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,16 +10,14 @@ from keepstep.group.agreement import StepValues
 from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.group.ranks.merging import DisagreeError
 from keepstep.rendezvous.key_value_server import KeyValueServer
+from keepstep.session import session_events
 from keepstep.session.liveness import Liveness
 from keepstep_mesh.errors import (
     Banned,
-    CollectivesMismatch,
     JobClosed,
     KeepstepError,
     LayoutMismatch,
-    ReplicasDiverged,
     SessionClosed,
-    StartRefused,
 )
 from keepstep_mesh.protocol.group_messages import RankAsk, RankDenied, RankVote
 from keepstep_mesh.protocol.membership import FinalState
@@ -137,16 +136,12 @@ class Leaving(KeepstepError):
     """The group has left the job on purpose. The training thread raises ``Drained`` for it."""
 
 
-_DENIALS: dict[str, type[Exception]] = {
-    "deadline": TimeoutError,
+_DENIALS: Mapping[str, type[Exception]] = {
     "leaving": Leaving,
     "disagree": DisagreeError,
-    "layout": LayoutMismatch,
-    "collectives": CollectivesMismatch,
-    "diverged": ReplicasDiverged,
-    "start": StartRefused,
     "banned": Banned,
     "closed": SessionClosed,
+    **session_events.DENIALS,
 }
 """Code of a denied request: the error that it stands for, special ones first. Any other stands for KeepstepError."""
 
@@ -166,11 +161,6 @@ def denied(request: int, error: Exception) -> RankDenied:
 
 def denial(denied: RankDenied) -> Exception:
     """Decode the error of a request."""
-    if (final := denied.job_closed) is not None:
-        finished = denied.code == "finished"
-        facts = final.step, final.lineage, final.groups, final.closed_ms
-        return JobClosed(denied.reason, *facts, finished=finished)
-    kind = _DENIALS.get(denied.code, KeepstepError)
-    if kind is LayoutMismatch:
-        return LayoutMismatch(denied.reason, denied.peer_address, denied.peer_step)
-    return kind(denied.reason)
+    if denied.job_closed is not None:
+        return session_events.of_final(denied.reason, denied.job_closed, finished=denied.code == "finished")
+    return session_events.of_kind(_DENIALS.get(denied.code, KeepstepError), denied)
