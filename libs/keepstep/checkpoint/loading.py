@@ -11,7 +11,6 @@ import torch
 from torch.optim import Optimizer
 
 from keepstep.checkpoint.completing import complete
-from keepstep.checkpoint.places.at_relay import RelaySource
 from keepstep.checkpoint.places.directory import DirectorySource
 from keepstep.checkpoint.places.location import parse
 from keepstep.checkpoint.reading import VerifiedReader, Wanted
@@ -104,6 +103,8 @@ def open_reader(
 
 def reader_at_relay(location: AtRelay, deadline: Deadline, token: str | None) -> CheckpointReader:
     """Return a reader of a checkpoint that one or several relays have. The caller closes it."""
+    from keepstep.checkpoint.places.at_relay import RelaySource  # noqa: PLC0415  # a directory needs no HTTP
+
     return VerifiedReader(RelaySource(location, deadline, token))
 
 

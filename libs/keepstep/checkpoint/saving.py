@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import torch
 
-from keepstep.checkpoint.places.at_relay import RelayTarget
 from keepstep.checkpoint.places.directory import DirectoryTarget
 from keepstep.checkpoint.places.location import parse
 from keepstep.checkpoint.places.target import CheckpointTarget, SaveFacts
@@ -192,6 +191,8 @@ def open_target(
     location = parse(checkpoint_id)
     deadline = Deadline(timeout.total_seconds(), f"{location} was not saved")
     if isinstance(location, AtRelay):
+        from keepstep.checkpoint.places.at_relay import RelayTarget  # noqa: PLC0415  # a directory needs no HTTP
+
         return RelayTarget(location, facts, deadline, token)
     return DirectoryTarget(location.path, facts, deadline)
 

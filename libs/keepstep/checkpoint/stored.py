@@ -238,9 +238,8 @@ class Piece:
 def pieces_of(shard: StoredShard, box: Box) -> Iterator[Piece]:
     """Yield the pieces of ``box``, which lies in the shard."""
     if box.volume:
-        strides = shard.entry.strides or _contiguous(shard.box.shape)
         start = [one.start for one in box.within(shard.box)]
-        yield from _split(shard, start, list(box.shape), strides, [slice(0, size) for size in box.shape])
+        yield from _split(shard, start, list(box.shape), shard.entry.steps, [slice(0, size) for size in box.shape])
 
 
 def _split(
@@ -261,14 +260,6 @@ def _split(
         part[outer] = size
         where[outer] = slice(target[outer].start + at, target[outer].start + at + size)
         yield from _split(shard, begin, part, strides, where)
-
-
-def _contiguous(shape: Sizes) -> Sizes:
-    strides, step = [0] * len(shape), 1
-    for dimension in reversed(range(len(shape))):
-        strides[dimension] = step
-        step *= max(shape[dimension], 1)
-    return tuple(strides)
 
 
 def _read_key(node: Any, what: str) -> Any:

@@ -79,6 +79,17 @@ class TensorEntry:
         characters = 4 if matched["kind"] == "U" else 1
         return 8 if matched["size"] is None else characters * int(matched["size"])
 
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Its strides in elements, also if it is contiguous."""
+        if self.strides is not None:
+            return self.strides
+        steps, step = [], 1
+        for length in reversed(self.shape):
+            steps.append(step)
+            step *= max(length, 1)
+        return tuple(reversed(steps))
+
 
 @dataclass(frozen=True)
 class Content:

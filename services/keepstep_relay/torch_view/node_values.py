@@ -67,18 +67,8 @@ def tensor_value(entry: TensorEntry, storage: str) -> Call:
     hooks = Call(Global("collections", "OrderedDict"))
     return Call(
         Global("torch._utils", "_rebuild_tensor_v3"),
-        (Persistent(stored), 0, entry.shape, _strides(entry), False, hooks, torch_dtype(entry.dtype)),
+        (Persistent(stored), 0, entry.shape, entry.steps, False, hooks, torch_dtype(entry.dtype)),
     )
-
-
-def _strides(entry: TensorEntry) -> tuple[int, ...]:
-    if entry.strides is not None:
-        return entry.strides
-    strides, step = [], 1
-    for size in reversed(entry.shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
 
 
 class NodeValues:

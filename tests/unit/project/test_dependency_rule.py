@@ -135,6 +135,20 @@ def test_the_public_names_load_no_other_package_but_the_mesh() -> None:
     assert {name.partition(".")[0] for name in done.stdout.split()} & PACKAGES == {"keepstep", "keepstep_mesh"}
 
 
+def test_a_checkpoint_in_a_directory_loads_no_http_client(tmp_path: Path) -> None:
+    script = """
+import sys, torch
+from keepstep import checkpoint
+checkpoint.save({"w": torch.ones(3)}, sys.argv[1])
+checkpoint.load({"w": torch.zeros(3)}, sys.argv[1])
+print(*sys.modules)
+"""
+    command = [sys.executable, "-u", "-c", script, str(tmp_path / "one")]  # -u: not forked, with all modules loaded
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    clients = {"aiohttp", "keepstep.connection.http_connection", "keepstep.relay_client.relay_link"}
+    assert not set(done.stdout.split()) & clients
+
+
 def test_the_names_of_megatron_do_not_load_torchs_own_checkpoints() -> None:
     script = "import sys; import keepstep.sharded; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
