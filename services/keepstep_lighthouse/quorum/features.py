@@ -1,7 +1,7 @@
 """The features of one job, from the bottom up: each gets the features below that it uses. Pure.
 
 A feature with a state of its own is a class. Others are functions on ``JobState``: ``heals``, ``retries``,
-``stragglers``, ``finishing.starts``, ``forming.membership``.
+``stragglers``, ``finishing.starts``, ``forming.membership``, ``verification.divergence``.
 """
 
 from __future__ import annotations
