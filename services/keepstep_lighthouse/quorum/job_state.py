@@ -14,7 +14,7 @@ from keepstep_lighthouse.quorum.groups.groups import Groups
 from keepstep_lighthouse.quorum.job_record import JobRecord
 from keepstep_mesh.protocol.lineage import is_torn
 from keepstep_mesh.protocol.membership import Data
-from keepstep_mesh.protocol.messages import Drain, RoundBroken, ToWorker
+from keepstep_mesh.protocol.messages import Denied, Drain, RoundBroken, ToWorker
 from keepstep_mesh.protocol.names import name_of
 from keepstep_mesh.protocol.policy import policy_problem
 
@@ -95,6 +95,15 @@ class JobState:
             if group.session is not None:
                 self.tell(group.session, Drain(reason))
             self.log("drain", group.replica_id, reason=reason, by=by)
+
+    def deny(self, group: Group, code: str, why: str, *, logged: bool = True) -> None:
+        """Withdraw the open request of a group, if it has one, and tell it why."""
+        request = group.request
+        self.groups.withdraw(group)
+        if request is not None and group.session is not None:
+            self.tell(group.session, Denied(request.request, code, why))
+            if logged:
+                self.log("denied", group.replica_id, code=code, reason=why)
 
     # ---- the members of the quorum
 

@@ -67,7 +67,6 @@ from keepstep_lighthouse.quorum.views.replicas import (
     quorum_view,
     replica_views,
 )
-from keepstep_mesh.protocol.messages import Denied
 
 
 class JobCore:
@@ -192,12 +191,8 @@ class JobCore:
             return
         why = self.reason(now)
         for group, own in overdue:
-            if group.session is not None and group.request is not None:
-                sentence = own.sentence if own else reasons.too_late(why)
-                self._state.tell(group.session, Denied(group.request.request, "deadline", sentence))
-                if not group.stands_by:  # a spare asks again and again
-                    self._state.log("denied", group.replica_id, code="deadline", reason=sentence)
-            self._groups.withdraw(group)
+            sentence = own.sentence if own else reasons.too_late(why)
+            self._state.deny(group, "deadline", sentence, logged=not group.stands_by)  # a spare asks again and again
 
     # ---- questions
 

@@ -21,7 +21,6 @@ from keepstep_lighthouse.quorum.groups.group import Group
 from keepstep_lighthouse.quorum.job_state import JobState
 from keepstep_lighthouse.quorum.views.reasons import named
 from keepstep_mesh.protocol.lineage import reference_state
-from keepstep_mesh.protocol.messages import Denied
 
 WAITS_FOR_OTHERS: frozenset[Code] = frozenset(("stragglers", "healing"))
 """Verdicts that wait for groups that do not ask yet."""
@@ -94,9 +93,5 @@ def _retries(group: Group) -> bool:
 
 
 def _deny(job: JobState, group: Group, reason: str) -> None:
-    request = group.request
-    job.groups.withdraw(group)
     job.groups.tally.discarded += 1  # its next request follows no answer
-    if request is not None and group.session is not None:
-        job.tell(group.session, Denied(request.request, "retry", reason))
-        job.log("denied", group.replica_id, code="retry", reason=reason)
+    job.deny(group, "retry", reason)

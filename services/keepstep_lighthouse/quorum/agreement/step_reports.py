@@ -34,7 +34,6 @@ from keepstep_lighthouse.quorum.verification import divergence
 from keepstep_lighthouse.quorum.views.reasons import named
 from keepstep_mesh.protocol.lineage import is_torn
 from keepstep_mesh.protocol.membership import Data, StepReport
-from keepstep_mesh.protocol.messages import Denied
 
 MAX_DURABLE_RELAYS = 100
 REMEMBERED_STEPS = 256
@@ -245,9 +244,7 @@ class StepReports:
     def _end(self, ends: list[Group], sentence: str) -> bool:
         """Deny the requests of groups. Return whether any was denied."""
         for group in ends:
-            if group.request is not None and group.session is not None:
-                self._job.tell(group.session, Denied(group.request.request, "collectives", sentence))
-            self._job.groups.withdraw(group)
+            self._job.deny(group, "collectives", sentence, logged=False)
         return bool(ends)
 
     # ---- what differs

@@ -120,15 +120,8 @@ class Finishing:
 
     def _refuse(self, groups: list[Group], code: str, why: str) -> None:
         for group in groups:
-            self._deny(group, code, why)
+            self._job.deny(group, code, why)
             self._job.groups.exclude(group, Excluded(Exclusion.LAYOUT, why))  # the others do not wait for its end
-            self._job.log("denied", group.replica_id, code=code, reason=why)
-
-    def _deny(self, group: Group, code: str, why: str) -> None:
-        request = group.request
-        self._job.groups.withdraw(group)
-        if request is not None and group.session is not None:
-            self._job.tell(group.session, Denied(request.request, code, why))
 
     # ---- a job that is closed
 
@@ -155,7 +148,7 @@ class Finishing:
     def send_home(self, group: Group, reason: str) -> None:
         """Let the group leave with exit code 0."""
         self._job.drain(group.replica_id, reason, "lighthouse")
-        self._deny(group, "deadline", reason)
+        self._job.deny(group, "deadline", reason, logged=False)
 
     def answer(self, group: Group, request: QuorumRequest) -> bool:
         """Answer a request, if the job is closed. Return whether it is."""

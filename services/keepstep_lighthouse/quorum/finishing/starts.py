@@ -19,12 +19,10 @@ from __future__ import annotations
 from keepstep_lighthouse.quorum.events import Announce
 from keepstep_lighthouse.quorum.forming.announcing import members_of
 from keepstep_lighthouse.quorum.forming.quorum_rules import choose, min_groups
-from keepstep_lighthouse.quorum.groups.group import Group
 from keepstep_lighthouse.quorum.job_record import JobEnd
 from keepstep_lighthouse.quorum.job_state import JobState
 from keepstep_lighthouse.quorum.views.reasons import named
 from keepstep_mesh.protocol.lineage import LOADED, is_live, reference_state
-from keepstep_mesh.protocol.messages import Denied
 
 FAR_BELOW = 10
 """A start is far below the step at which groups finished if it is below by more than one part of so many."""
@@ -42,7 +40,8 @@ def settle(job: JobState) -> bool:
     step, _ = reference_state(members_of(chosen))
     code, sentence = _refusal(job, step)
     if sentence:
-        _deny_all(job, code, sentence)
+        for group in job.groups.all_asking():
+            job.deny(group, code, sentence)
     return bool(sentence)
 
 
@@ -65,19 +64,6 @@ def _refusal(job: JobState, step: int) -> tuple[str, str]:
     )
 
 
-def _deny_all(job: JobState, code: str, sentence: str) -> None:
-    for group in job.groups.all_asking():
-        _deny(job, group, code, sentence)
-
-
-def _deny(job: JobState, group: Group, code: str, sentence: str) -> None:
-    request = group.request
-    job.groups.withdraw(group)
-    if request is not None and group.session is not None:
-        job.tell(group.session, Denied(request.request, code, sentence))
-        job.log("denied", group.replica_id, code=code, reason=sentence)
-
-
 def drain_left_behind(job: JobState) -> None:
     """Drain the groups that ask to catch up with a job that has finished."""
     finished = job.finished_step
@@ -89,7 +75,7 @@ def drain_left_behind(job: JobState) -> None:
     for group in job.groups.all_asking():
         if is_live(group.step, group.lineage) and group.draining is None:  # not one with a checkpoint
             job.drain(group.replica_id, reason, "lighthouse")
-            _deny(job, group, "deadline", reason)
+            job.deny(group, "deadline", reason)
 
 
 def log_going_back(job: JobState, announce: Announce, ended: JobEnd | None) -> None:

@@ -172,12 +172,8 @@ def _refuse(job: JobState, comparison: Comparison, groups: Sequence[Group], why:
     for group in groups:
         if group.replica_id in comparison.diverged:
             job.log("replica_diverged", group.replica_id, step=comparison.step, action="refuse")
-        request = group.request
-        job.groups.withdraw(group)
-        if request is not None and group.session is not None:
-            job.tell(group.session, Denied(request.request, "diverged", why))
+        job.deny(group, "diverged", why)
         job.groups.exclude(group, Excluded(Exclusion.LAYOUT, why))
-        job.log("denied", group.replica_id, code="diverged", reason=why)
     if groups:
         _log_differ(job, comparison, "refuse")
     return bool(groups)
