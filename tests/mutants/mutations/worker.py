@@ -13,6 +13,9 @@ ABANDONED = "tests/services/manager/steps/test_abandoned_steps.py"
 
 PLANS = "tests/unit/step/test_quorum_plan.py"
 JOINS = "tests/services/manager/test_catching_up.py"
+LINK = "tests/unit/relay_client/test_relay_link.py"
+UPLOADING = "tests/unit/relay_client/test_uploading.py"
+RELAY = "tests/unit/relay/test_relay_core.py"
 
 MUTATIONS = (
     Mutation(
@@ -160,6 +163,27 @@ MUTATIONS = (
         "        if self.error is None:  # else BatchNorm's",
         "        if True:  # else BatchNorm's",
         Test(f"{GROUPS}::test_the_state_after_a_failed_step_is_not_compared"),
+    ),
+    Mutation(
+        "a relay that is away counts as one that does not have the bytes",
+        "libs/keepstep/relay_client/relay_link.py",
+        "                if isinstance(error, TransferError) and not _passes(",
+        "                if not _passes(",
+        Test(f"{LINK}::test_a_relay_that_is_away_may_have_what_the_others_do_not_have"),
+    ),
+    Mutation(
+        "an upload that another rank has aborted is begun again",
+        "libs/keepstep/relay_client/uploading.py",
+        "        self._begun, self._again = True, False  # what another rank has aborted since is not begun again\n",
+        "        self._begun = True\n",
+        Test(f"{UPLOADING}::test_an_upload_that_another_rank_aborts_while_chunks_are_sent_is_not_begun_again"),
+    ),
+    Mutation(
+        "a rank of an open checkpoint that has reported need not keep it alive",
+        "services/keepstep_relay/core/machine.py",
+        "        if one.facts.stays_open:\n            return []\n",
+        "",
+        Test(f"{RELAY}::test_a_rank_of_an_open_checkpoint_that_has_reported_keeps_it_alive_too"),
     ),
     Mutation(
         "a group that comes after the end loads another state than the final one",

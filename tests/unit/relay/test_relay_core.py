@@ -166,6 +166,16 @@ def test_an_open_checkpoint_is_never_committed_and_lives_as_long_as_its_rank_giv
     assert not relay.core.inventory.is_here(A)
 
 
+def test_a_rank_of_an_open_checkpoint_that_has_reported_keeps_it_alive_too():
+    relay = Driver(upload_seconds=10)
+    relay(Begun(C1, Facts(1, Kind.LIVE, 2, stays_open=True)), TableArrived(C1, 0, table(A)), at=0)
+    relay(ChunkArrived(A, MEMORY), RankReported(C1, 0), at=2)
+    relay(RankWaits(C1, 1), at=11)
+    told, *_rest = relay(Tick(), at=12)
+    assert not told.committed
+    relay.refused(RankWaits(C1, 1), Cause.GONE, "no sign of life of rank 0 for 10 s")
+
+
 def test_a_part_is_not_waited_for_nor_committed_and_goes_when_nobody_has_read_from_it_for_a_while():
     relay = Driver(upload_seconds=10, reading_seconds=20)
     relay(Begun(C1, Facts(1, Kind.LIVE, 2)), TableArrived(C1, 0, table(A, B)), TableArrived(C1, 1, table(C)))
