@@ -38,9 +38,8 @@ from keepstep.lifecycle.steps import Steps
 from keepstep.quantization.fused import check_quantizable
 from keepstep.runtime import environment
 from keepstep.runtime.exits import script_error
-from keepstep.script_checks.graph_capture import refuse_capture
 from keepstep.script_checks.script_checker import ScriptChecker
-from keepstep.step.reduction import Reduction
+from keepstep.step.reduction import Reduction, refuse_capture
 from keepstep.step.retrying.kept_reductions import BATCH_BY_NUMBER, KeptReductions
 from keepstep_mesh.config.settings import split_addresses
 from keepstep_mesh.errors import KeepstepError
@@ -430,9 +429,9 @@ class Manager:
             raise ValueError(
                 f"an average of {tensor.dtype} would lose its fraction; use ReduceOp.SUM or a float tensor"
             )
-        after = self._steps.attempt.after if self._steps.attempt is not None else None
+        attempt = self._steps.attempt or self._steps.current()
         reduction = Reduction(tensor, reduce_op, average, write_back, should_quantize, refill)
-        return (after or self._steps.current()).allreduce(reduction)
+        return (attempt.after or attempt).allreduce(reduction)
 
     def run_collective(self, tensors: list[torch.Tensor], start: Callable[[Round], Work]) -> Work:
         """Average tensors in place over the groups that take part, in a way of the caller's own. Codecs use this.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -21,12 +21,12 @@ from torch.distributed.distributed_c10d import (
     BarrierOptions,
     BroadcastOptions,
     GroupName,
+    ReduceOp,
     ReduceScatterOptions,
     Store,
     Work,
 )
 
-from keepstep.process_group.operation_options import Plain, as_list, as_options
 from keepstep.process_group.reconfiguration import Handle, ReconfigureOptions
 from keepstep.process_group.sequence import Sequence, Task
 from keepstep.process_group.works import CompletedWork, StreamWork
@@ -35,6 +35,9 @@ from keepstep_mesh.errors import KeepstepError
 DEFAULT_TIMEOUT = timedelta(seconds=60)
 
 Tensors = list[torch.Tensor]
+Plain = ReduceOp | ReduceOp.RedOpType | timedelta | int | None
+"""A reduce op, a timeout, or a root."""
+O = TypeVar("O")  # noqa: E741
 
 
 class ProcessGroupError(KeepstepError):
@@ -217,10 +220,10 @@ class ProcessGroup(TorchProcessGroup):  # its metaclass is not ABCMeta: abstract
     def allreduce(
         self, tensors: Tensors | torch.Tensor, opts: AllreduceOptions | Plain = None, timeout: timedelta | None = None
     ) -> Work:
-        return self._begin("allreduce", as_list(tensors), as_options(AllreduceOptions, opts, timeout))
+        return self._begin("allreduce", _as_list(tensors), _as_options(AllreduceOptions, opts, timeout))
 
     def allreduce_coalesced(self, tensors: Tensors, opts: AllreduceCoalescedOptions | Plain = None) -> Work:
-        return self._begin("allreduce_coalesced", tensors, as_options(AllreduceCoalescedOptions, opts))
+        return self._begin("allreduce_coalesced", tensors, _as_options(AllreduceCoalescedOptions, opts))
 
     def allgather(
         self,
@@ -237,14 +240,14 @@ class ProcessGroup(TorchProcessGroup):  # its metaclass is not ABCMeta: abstract
         """
         if isinstance(input_tensors, torch.Tensor):
             output_tensors = [cast("Tensors", output_tensors)]
-        return self._begin("allgather", output_tensors, as_list(input_tensors), as_options(AllgatherOptions, opts))
+        return self._begin("allgather", output_tensors, _as_list(input_tensors), _as_options(AllgatherOptions, opts))
 
     def allgather_into_tensor_coalesced(
         self, output_tensors: Tensors, input_tensors: Tensors, opts: AllgatherOptions | timedelta | None = None
     ) -> Work:
         """Gather into outputs that are ``size()`` times their input, concatenated along the first dimension."""
         return self._begin(
-            "allgather_into_tensor_coalesced", output_tensors, input_tensors, as_options(AllgatherOptions, opts)
+            "allgather_into_tensor_coalesced", output_tensors, input_tensors, _as_options(AllgatherOptions, opts)
         )
 
     def _allgather_base(
@@ -253,7 +256,7 @@ class ProcessGroup(TorchProcessGroup):  # its metaclass is not ABCMeta: abstract
         input: torch.Tensor,  # noqa: A002
         opts: AllgatherOptions | timedelta | None = None,
     ) -> Work:
-        return self._begin("_allgather_base", output, input, as_options(AllgatherOptions, opts))
+        return self._begin("_allgather_base", output, input, _as_options(AllgatherOptions, opts))
 
     all_gather_single = _allgather_base
     all_gather_single_coalesced = allgather_into_tensor_coalesced  # type: ignore[assignment]
@@ -275,15 +278,15 @@ class ProcessGroup(TorchProcessGroup):  # its metaclass is not ABCMeta: abstract
         """
         if isinstance(output_tensors, torch.Tensor):
             input_tensors = [cast("Tensors", input_tensors)]
-        opts = as_options(ReduceScatterOptions, opts, timeout)
-        return self._begin("reduce_scatter", as_list(output_tensors), input_tensors, opts)
+        opts = _as_options(ReduceScatterOptions, opts, timeout)
+        return self._begin("reduce_scatter", _as_list(output_tensors), input_tensors, opts)
 
     def reduce_scatter_tensor_coalesced(
         self, output_tensors: Tensors, input_tensors: Tensors, opts: ReduceScatterOptions | Plain = None
     ) -> Work:
         """Reduce inputs that are ``size()`` times their output, concatenated along the first dimension."""
         return self._begin(
-            "reduce_scatter_tensor_coalesced", output_tensors, input_tensors, as_options(ReduceScatterOptions, opts)
+            "reduce_scatter_tensor_coalesced", output_tensors, input_tensors, _as_options(ReduceScatterOptions, opts)
         )
 
     def _reduce_scatter_base(
@@ -292,7 +295,7 @@ class ProcessGroup(TorchProcessGroup):  # its metaclass is not ABCMeta: abstract
         input: torch.Tensor,  # noqa: A002
         opts: ReduceScatterOptions | Plain = None,
     ) -> Work:
-        return self._begin("_reduce_scatter_base", output, input, as_options(ReduceScatterOptions, opts))
+        return self._begin("_reduce_scatter_base", output, input, _as_options(ReduceScatterOptions, opts))
 
     reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced  # type: ignore[assignment]
@@ -306,7 +309,7 @@ class ProcessGroup(TorchProcessGroup):  # its metaclass is not ABCMeta: abstract
         opts: AllToAllOptions | timedelta | None = None,
     ) -> Work:
         """Send rows of ``input`` to each rank, as many as ``input_split_sizes`` lists. Empty lists split evenly."""
-        opts = as_options(AllToAllOptions, opts)
+        opts = _as_options(AllToAllOptions, opts)
         return self._begin("alltoall_base", output, input, output_split_sizes, input_split_sizes, opts)
 
     all_to_all_single = alltoall_base  # type: ignore[assignment]
@@ -317,13 +320,13 @@ class ProcessGroup(TorchProcessGroup):  # its metaclass is not ABCMeta: abstract
         opts: BroadcastOptions | int | None = None,
         timeout: timedelta | None = None,
     ) -> Work:
-        return self._begin("broadcast", as_list(tensors), as_options(BroadcastOptions, opts, timeout))
+        return self._begin("broadcast", _as_list(tensors), _as_options(BroadcastOptions, opts, timeout))
 
     def broadcast_one(self, tensor: torch.Tensor, root: int) -> Work:
         return self.broadcast([tensor], root)
 
     def barrier(self, opts: BarrierOptions | timedelta | None = None) -> Work:
-        return self._begin("barrier", as_options(BarrierOptions, opts))
+        return self._begin("barrier", _as_options(BarrierOptions, opts))
 
     def send(self, tensors: Tensors, dst_rank: int, tag: int = 0) -> Work:
         return self._begin("send", tensors, dst_rank, tag)
@@ -384,3 +387,31 @@ class ProcessGroup(TorchProcessGroup):  # its metaclass is not ABCMeta: abstract
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank()}, size={self.size()})"
+
+
+def _as_list(tensors: list[torch.Tensor] | torch.Tensor) -> list[torch.Tensor]:
+    """Return a list of tensors, also for a single one."""
+    return [tensors] if isinstance(tensors, torch.Tensor) else tensors
+
+
+def _as_options(kind: type[O], given: object, timeout: timedelta | None = None) -> O:
+    """Return ``given`` if it is a ``kind``; otherwise a ``kind`` with the plain value set."""
+    if type(given) is kind:
+        return given
+    made: Any = kind()
+    match given:
+        case None:
+            pass
+        case ReduceOp():
+            made.reduceOp = given
+        case timedelta():
+            timeout = given
+        case int():
+            made.rootRank = given
+        case _:
+            raise TypeError(
+                f"invalid options of type {type(given).__name__}: expected {kind.__name__} or a plain value"
+            )
+    if timeout is not None:
+        made.timeout = timeout
+    return cast("O", made)

@@ -35,8 +35,8 @@ FRAGMENTS = {
         *("serialization", "strategies", "validation"),  # public
         *("quantized", "two_bit", "padding"),  # public
         *("permutation", "retry_rules", "scalars"),  # pure
-        *("absent", "callback_state", "graph_capture", "module_layout"),
-        *("neutral_elements", "operation_options", "processor", "state_coverage", "unread_output"),
+        *("absent", "callback_state", "module_layout"),
+        *("neutral_elements", "processor", "state_coverage", "unread_output"),
     },
     "keepstep_chaos": {"pace"},  # pure
     "keepstep_cli": {

@@ -28,10 +28,15 @@ class AfterStep:
         self.error = error
         """Of the step, else of the first collective that failed; all later ones do nothing."""
         self._context = context
-        self._collectives = Collectives(context, StepTimes(time.monotonic()), self, lambda: part if part[1] else None)
+        self._part = part
+        self._collectives: Collectives | None = None
+        """None: none was started."""
 
     def allreduce(self, reduction: Reduction) -> ManagedWork:
         """Reduce a tensor in place. See ``Collectives.allreduce``."""
+        if self._collectives is None:
+            part = self._part if self._part[1] else None
+            self._collectives = Collectives(self._context, StepTimes(time.monotonic()), self, lambda: part)
         return self._collectives.allreduce(reduction)
 
     def end(self) -> None:
@@ -40,11 +45,12 @@ class AfterStep:
         After a discarded step, end the process group, which the next quorum rebuilds anyway: another group may have
         committed the step, and wait for this one in such a collective.
         """
-        self._collectives.finish()
-        if self.error is None:
-            self._collectives.check_process_group()
-        else:
+        if self._collectives is not None:
+            self._collectives.finish()
+        if self.error is not None:
             self._context.reconfigurer.abort("this group discarded the step")
+        elif self._collectives is not None:
+            self._collectives.check_process_group()
 
     def report_of_peers(self, error: Exception) -> None:
         """See ``Errors``."""
