@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 from itertools import accumulate
 from typing import Any
 
@@ -16,6 +16,7 @@ import msgpack
 import xxhash
 
 from keepstep_mesh.errors import ManifestError
+from keepstep_mesh.protocol.records import Format
 
 FORMAT = "keepstep-state"
 VERSION = 1
@@ -35,7 +36,7 @@ _FIXED = {"chunk_bytes": CHUNK_BYTES, "chunk_digest": "xxh3-128", "root_digest":
 _UNREADABLE = (ValueError, TypeError, msgpack.exceptions.UnpackException, RecursionError)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Origin:
     """Where a state comes from. Not part of the root digest: equal states of two producers have equal roots."""
 
@@ -238,8 +239,9 @@ def read_envelope(data: bytes) -> Envelope:
     if len(chunks) != chunk_count(pack_bytes) * DIGEST_BYTES:
         raise ManifestError(f"{len(chunks)} bytes of chunk digests do not fit a pack of {pack_bytes} bytes")
     digests = tuple(chunks[start : start + DIGEST_BYTES] for start in range(0, len(chunks), DIGEST_BYTES))
+    origin: Origin = _ORIGIN(top.get("origin"), "origin")
     parts = Parts(CHUNK_BYTES, chunks) if top.get("parts") is None else _read_parts(top["parts"], pack_bytes)
-    return Envelope(_read_origin(top.get("origin")), content_bytes, pack_bytes, digests, root, parts)
+    return Envelope(origin, content_bytes, pack_bytes, digests, root, parts)
 
 
 def _read_parts(value: Any, pack_bytes: int) -> Parts:
@@ -273,19 +275,6 @@ def _read_regions(content_bytes: bytes) -> list[int]:
     return [size(length, "length of a region") for length in typed(lengths, list, "regions")]
 
 
-def _read_origin(value: Any) -> Origin:
-    if len(typed(value, list, "origin")) < len(astuple(Origin())):
-        raise ManifestError("origin has too few fields")
-    checkpoint_id, job, step, quorum_id, producer = value[:5]
-    return Origin(
-        typed(checkpoint_id, str, "origin.checkpoint_id"),
-        typed(job, str, "origin.job"),
-        typed(step, int, "origin.step"),
-        typed(quorum_id, int, "origin.quorum_id"),
-        typed(producer, str, "origin.producer"),
-    )
-
-
 # ---- checks of hostile values
 
 
@@ -304,3 +293,8 @@ def size(value: Any, what: str) -> int:
     if type(value) is not int or not 0 <= value <= MAX_PACK_BYTES:
         raise ManifestError(f"{what} must be an integer in [0, 2^46], not {glimpse(value)}")
     return value
+
+
+_ORIGIN = Format(
+    ManifestError, {str: lambda value, what: typed(value, str, what), int: lambda value, what: typed(value, int, what)}
+).of_list(Origin, "origin", least=len(fields(Origin)))

@@ -162,7 +162,7 @@ class Quorum:
     """As in the answer."""
     finishing: bool = False
     """As in the answer."""
-    differ: str = ""
+    differ: Sentence = ""
     """As in the answer."""
 
     @property

@@ -138,18 +138,20 @@ class Format:
             return self.of_list(hint, hint.__name__)
         raise TypeError(f"{name}: {hint!r} cannot be decoded; only tuple[X, ...] and records of simple types can")
 
-    def of_list(self, cls: type, name: str, *, exact: bool = False) -> Decoder:
+    def of_list(self, cls: type, name: str, *, least: int | None = None, exact: bool = False) -> Decoder:
         """Return the decoder of a list of the fields of ``cls``.
 
         Args:
             cls: a dataclass.
-            name: of the record, in errors about its fields.
-            exact: the list must have all fields. Else those with a default may be missing at its end, and further ones,
-                of a newer peer, are ignored.
+            name: of the record, in errors about its fields; empty: they have their own names.
+            least: number of fields that the list must have; None: those without a default.
+            exact: the list must have all fields and no others. Else further ones, of a newer peer, are ignored.
         """
         hints, fields = typing.get_type_hints(cls, include_extras=True), dataclasses.fields(cls)
-        decoders = [(self.decoder(hints[f.name], f"{name}.{f.name}"), f"{name}.{f.name}") for f in fields]
-        required, most = len(fields) if exact else len(_required(cls)), len(fields)
+        places = [f"{name}.{f.name}" if name else f.name for f in fields]
+        decoders = [(self.decoder(hints[f.name], where), where) for f, where in zip(fields, places, strict=True)]
+        most = len(fields)
+        required = most if exact else len(_required(cls)) if least is None else least
 
         def decode(value: Any, path: str) -> Any:
             if type(value) is not list:

@@ -16,6 +16,7 @@ import msgpack
 
 from keepstep_mesh.errors import ManifestError
 from keepstep_mesh.protocol.manifest import MAX_PACK_BYTES, glimpse, region_positions, size, typed
+from keepstep_mesh.protocol.records import Format
 
 MAX_DEPTH = 64
 """Deepest nesting of dicts, lists and tuples."""
@@ -39,7 +40,7 @@ NUMPY_DTYPE = re.compile(
 """``dtype.str`` of the numpy arrays that a manifest can hold."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Sharding:
     """The position of a local shard in its global tensor."""
 
@@ -53,7 +54,7 @@ class Sharding:
     """One for each dimension of the device mesh, as torch prints it: ``S(0)``, ``R``, ``P(sum)``."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorEntry:
     """One tensor, numpy array or bytes object. Entries that overlap in one region share memory (tied weights)."""
 
@@ -122,6 +123,15 @@ def pack_content(content: Content) -> bytes:
     return packed
 
 
+_FORMAT = Format(
+    ManifestError,
+    {int: size, str: lambda value, what: typed(value, str, what)},
+    {int: f"type({{x}}) is not int or not 0 <= {{x}} <= {MAX_PACK_BYTES}", str: "type({x}) is not str"},
+    most_items=MAX_DIMENSIONS,
+)
+_SHARDING = _FORMAT.of_list(Sharding, "sharding", exact=True)
+_ENTRY = _FORMAT.of_list(TensorEntry, "", exact=True)
+
 PARTS = frozenset(("tensor", "dict", "odict", "wrapped", "quantized", "shard"))
 """Names of the nodes that are values of their own in a list that contains one."""
 
@@ -142,18 +152,6 @@ def _unpack(data: bytes, what: str) -> Any:
         raise ManifestError(f"{what} is not msgpack: {str(error) or type(error).__name__}") from error
 
 
-def _sizes(value: Any, what: str) -> tuple[int, ...]:
-    if len(typed(value, list, what)) > MAX_DIMENSIONS:
-        raise ManifestError(f"{what} has too many numbers: {len(value)} (limit {MAX_DIMENSIONS})")
-    return tuple([size(one, what) for one in value])
-
-
-def _names(value: Any, what: str) -> tuple[str, ...]:
-    if len(typed(value, list, what)) > MAX_DIMENSIONS:
-        raise ManifestError(f"{what} has too many names: {len(value)} (limit {MAX_DIMENSIONS})")
-    return tuple([typed(one, str, what) for one in value])
-
-
 def unpack_content(content_bytes: bytes) -> Content:
     """Decode and check the content of a manifest from an untrusted source. Raises ``ManifestError``."""
     value = _unpack(content_bytes, "content")
@@ -172,19 +170,13 @@ def unpack_content(content_bytes: bytes) -> Content:
 
 
 def _read_entry(row: Any, regions: tuple[int, ...], what: str) -> TensorEntry:
-    if type(row) is not list or len(row) != 6:
-        raise ManifestError(f"{what} must be a list of 6 fields")
-    dtype, shape, strides, region, offset, sharding = row
-    if type(dtype) is not str or not (dtype in ITEM_BYTES or dtype == BYTES or dtype.startswith(NUMPY)):
+    try:
+        entry: TensorEntry = _ENTRY(row, "its row")
+    except ManifestError as error:
+        raise ManifestError(f"{what}: {error}") from error
+    dtype = entry.dtype
+    if not (dtype in ITEM_BYTES or dtype == BYTES or dtype.startswith(NUMPY)):
         raise ManifestError(f"{what} has unknown dtype {glimpse(dtype)}")
-    entry = TensorEntry(
-        dtype,
-        _sizes(shape, f"shape of {what}"),
-        None if strides is None else _sizes(strides, f"strides of {what}"),
-        size(region, f"region of {what}"),
-        size(offset, f"offset of {what}"),
-        None if sharding is None else read_sharding(sharding, f"sharding of {what}"),
-    )
     if entry.region >= len(regions):
         raise ManifestError(f"{what} lies in region {entry.region} of {len(regions)}")
     itemsize, length = entry.itemsize, regions[entry.region]
@@ -205,15 +197,8 @@ def _read_entry(row: Any, regions: tuple[int, ...], what: str) -> TensorEntry:
 
 def read_sharding(value: Any, what: str) -> Sharding:
     """Check the fields of a sharding. Raises ``ManifestError``."""
-    if type(value) is not list or len(value) != 5:
-        raise ManifestError(f"{what} must be a list of 5 fields")
-    return Sharding(
-        _sizes(value[0], what),
-        _sizes(value[1], what),
-        _sizes(value[2], what),
-        _names(value[3], what),
-        _names(value[4], what),
-    )
+    sharding: Sharding = _SHARDING(value, what)
+    return sharding
 
 
 def _references(tree: Any, tensors: int) -> set[int]:
