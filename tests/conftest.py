@@ -26,6 +26,7 @@ import hypothesis
 import psutil
 import pytest
 import pytest_asyncio
+import structlog
 
 from tests.support.processes import forked
 
@@ -240,6 +241,7 @@ def restored_logging() -> Iterator[None]:
     yield
     root.handlers[:] = handlers
     root.setLevel(level)
+    structlog.reset_defaults()
 
 
 @pytest.fixture(scope="session")

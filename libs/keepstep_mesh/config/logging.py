@@ -15,10 +15,18 @@ import re
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from keepstep_mesh.protocol.names import name_of
 from keepstep_mesh.text import printable
+
+if TYPE_CHECKING:  # structlog imports rich, so it is imported with the first event
+    from structlog.stdlib import BoundLogger
+    from structlog.typing import EventDict, WrappedLogger
+
+    Logger = BoundLogger
+else:
+    Logger = Any
 
 HIDDEN = "[hidden]"
 _SECRET_NAMES = re.compile(r"token|secret|password|authorization", re.IGNORECASE)
@@ -40,15 +48,23 @@ def without_secrets(text: str) -> str:
     return _BEARER.sub(rf"\1{HIDDEN}", text)
 
 
-def _redacted(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return ``fields`` without the values of those named like secrets, known tokens, and bearer headers."""
-    shown = {}
-    for name, value in fields.items():
+def redact(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+    """A structlog processor: hides fields named like secrets, known tokens and bearer headers."""
+    for name, value in event.items():
         if _SECRET_NAMES.search(name) and value and not isinstance(value, bool):
-            shown[name] = HIDDEN
-        else:
-            shown[name] = without_secrets(value) if isinstance(value, str) else value
-    return shown
+            event[name] = HIDDEN
+        elif isinstance(value, str):
+            event[name] = without_secrets(value)
+    return event
+
+
+def _to_record(_logger: WrappedLogger, _method: str, event: EventDict) -> tuple[tuple[str], dict[str, Any]]:
+    """Pass a line of text to the handlers, and the fields to keepstep's own formatter."""
+    keep = {name: event.pop(name) for name in ("exc_info", "stack_info") if event.get(name)}
+    message = str(event.pop("event", ""))
+    shown = {name: value for name, value in event.items() if name != "replica_id" or not _is_in_prefix(str(value))}
+    text = message + "".join(f" {name}={value}" for name, value in shown.items())
+    return (printable(text),), {**keep, "extra": {"keepstep": (message, dict(event))}}
 
 
 def _is_in_prefix(replica_id: str) -> bool:
@@ -56,77 +72,34 @@ def _is_in_prefix(replica_id: str) -> bool:
     return name_of(replica_id) == Path(os.environ.get("KEEPSTEP_NAME_FILE", "")).name
 
 
-class Logger:
-    """Logs events with fields to a logger of ``logging``. ``fields``: of each event.
+def _processors() -> tuple[Any, ...]:
+    from structlog.stdlib import filter_by_level  # noqa: PLC0415  slow import
 
-    The methods are named as those of ``logging``, and ``exc_info`` and ``stack_info`` mean what they mean there.
-    """
+    return filter_by_level, redact, _to_record
 
-    def __init__(self, logger: logging.Logger, fields: dict[str, Any] | None = None) -> None:
-        self._logger = logger
-        self._fields = fields or {}
 
-    def bind(self, **fields: Any) -> Logger:
-        """Return a logger that adds ``fields`` to each event."""
-        return Logger(self._logger, {**self._fields, **fields})
+class _WithFirstEvent:
+    """Takes the place of a logger of structlog, and imports structlog when it is used."""
 
-    def debug(self, event: str, /, **fields: Any) -> None:
-        self._log(logging.DEBUG, event, fields)
+    def __init__(self, name: str) -> None:
+        self._name = name
 
-    def info(self, event: str, /, **fields: Any) -> None:
-        self._log(logging.INFO, event, fields)
+    def __getattr__(self, method: str) -> Any:
+        import structlog  # noqa: PLC0415  slow import
 
-    def warning(self, event: str, /, **fields: Any) -> None:
-        self._log(logging.WARNING, event, fields)
-
-    def error(self, event: str, /, **fields: Any) -> None:
-        self._log(logging.ERROR, event, fields)
-
-    def exception(self, event: str, /, **fields: Any) -> None:
-        self._log(logging.ERROR, event, {"exc_info": True, **fields})
-
-    def _log(self, level: int, event: str, fields: dict[str, Any]) -> None:
-        """Pass a line of text to the handlers, and the fields to keepstep's own formatter."""
-        if not self._logger.isEnabledFor(level):
-            return
-        fields = {**self._fields, **fields}
-        keep = {name: value for name in ("exc_info", "stack_info") if (value := fields.pop(name, None))}
-        event, fields = without_secrets(event), _redacted(fields)
-        shown = {name: value for name, value in fields.items() if name != "replica_id" or not _is_in_prefix(str(value))}
-        text = event + "".join(f" {name}={value}" for name, value in shown.items())
-        self._logger.log(level, printable(text), extra={"keepstep": (event, fields)}, stacklevel=3, **keep)
+        wrapped = structlog.wrap_logger(
+            logging.getLogger(self._name),
+            _processors(),
+            structlog.stdlib.BoundLogger,
+            cache_logger_on_first_use=True,
+        )
+        self.__dict__[method] = getattr(wrapped, method)
+        return self.__dict__[method]
 
 
 def get_logger(name: str) -> Logger:
     """Return the logger of a module: ``get_logger("keepstep.manager")``."""
-    return Logger(logging.getLogger(name))
-
-
-_BOLD, _CYAN, _MAGENTA, _PLAIN = "\x1b[1m", "\x1b[36m", "\x1b[35m", "\x1b[0m"
-_COLORS = {"debug": "\x1b[32m", "info": "\x1b[32m", "warning": "\x1b[33m", "error": "\x1b[31m", "critical": "\x1b[31m"}
-_EVENT_WIDTH = 40
-
-
-def _line(event: dict[str, Any], *, colors: bool) -> str:
-    """Return an event as a line for people, followed by its traceback."""
-
-    def colored(text: str, color: str) -> str:
-        return f"{color}{text}{_PLAIN}" if colors else text
-
-    level = str(event.pop("level"))
-    words = [
-        str(event.pop("timestamp")),
-        f"[{colored(f'{level:<9}', _COLORS.get(level, ''))}]",
-        colored(f"{event.pop('event'):<{_EVENT_WIDTH}}", _BOLD),
-        f"[{event.pop('logger')}]",
-    ]
-    more = [event.pop(name) for name in ("stack", "exception") if name in event]
-    words += [f"{colored(name, _CYAN)}={colored(_value(one), _MAGENTA)}" for name, one in event.items()]
-    return "\n".join([" ".join(words), *more])
-
-
-def _value(value: object) -> str:
-    return value if isinstance(value, str) and not re.search(r"[\s=\"']", value) else repr(value)
+    return cast("Logger", _WithFirstEvent(name))
 
 
 class LogFormatter(logging.Formatter):
@@ -158,7 +131,10 @@ class LogFormatter(logging.Formatter):
             shown |= {
                 name: printable(one) for name, one in (("event", message), *fields.items()) if isinstance(one, str)
             }
-        return _line(shown, colors=self._colors)
+        from structlog.dev import ConsoleRenderer  # noqa: PLC0415  slow import
+
+        render = ConsoleRenderer(colors=self._colors, pad_event_to=40)  # takes 14 us
+        return str(render(None, record.levelname.lower(), shown))
 
 
 def _ascii_escapes(line: str) -> str:
@@ -201,3 +177,10 @@ def configure(level: str = "info", *, as_json: bool | None = None, stream: TextI
     root.setLevel(levels[level.upper()])
     # aiohttp logs every request to this one; the mesh's requests are no news.
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
+    import structlog  # noqa: PLC0415  slow import
+
+    structlog.configure(
+        processors=list(_processors()),
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+    )
