@@ -91,7 +91,7 @@ class RelayLink:
         once: bool = False,
         on_connected: Callable[[], None] = lambda: None,
     ) -> None:
-        self._relays = list(relays)
+        self._relays = list({relay.address: relay for relay in relays}.values())
         self._place = 0
         """Of the relay that is asked, in a list that repeats."""
         self.deadline = deadline
@@ -112,13 +112,15 @@ class RelayLink:
             TransferTimeout: the deadline passed.
             BrokenConnection: the connection broke, with ``once``.
         """
-        failures, reason = 0, ""
+        failures, pause, reason = 0, 0.0, ""
         refused: dict[str, TransferError] = {}
         damages = Counter[str]()
         while True:
             place = self._place
             relay = self._relays[place % len(self._relays)]
             try:
+                if pause:
+                    self.pause(pause)
                 with self._connected(relay) as connection:
                     return request(connection)
             except TransferTimeout as error:
@@ -143,8 +145,8 @@ class RelayLink:
             with self._lock:
                 if self._place == place:  # else another thread has chosen the next one
                     self._place += 1
-            if failures % len(self._relays) == 0:  # the relays may be restarting
-                self.pause(min(max(after, REQUEST_BACKOFF.seconds(failures)), REQUEST_BACKOFF.most))
+            all_failed = failures % len(self._relays) == 0  # the relays may be restarting
+            pause = min(max(after, REQUEST_BACKOFF.seconds(failures)), REQUEST_BACKOFF.most) if all_failed else 0.0
 
     def pause(self, seconds: float) -> None:
         """Wait, at most until the deadline. Raises ``TransferError`` if ``interrupt`` was called."""
