@@ -11,7 +11,6 @@ With ``finish(publish=True)`` the groups write one of the final state too. A gro
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 from keepstep.checkpoint.managed.due_checkpoints import (
     MAX_UPLOADERS,
@@ -36,7 +35,7 @@ from keepstep.runtime.exits import JobClosedExit
 from keepstep.state.errors import StateDamaged
 from keepstep.step.context import StepContext
 from keepstep_mesh.errors import Drained, JobClosed, KeepstepError
-from keepstep_mesh.protocol.lineage import NEW, Soundness, is_diverged, origin, same_weights, soundness
+from keepstep_mesh.protocol.lineage import NEW, Soundness, is_diverged, is_live, origin, same_weights, soundness
 from keepstep_mesh.security.tls import TlsFiles, as_safe
 from keepstep_mesh.security.tokens import ClientToken
 
@@ -84,7 +83,11 @@ class Durability:
             resume_wait=self._settings.resume_wait,
             seconds=self._seconds,
         )
-        context.find_final = self.find_final
+        self.may_resume = False
+        """See ``DurableStates``."""
+        self._final: tuple[Choice, JobClosed] | None = None
+        """The final state that was found and is not loaded yet."""
+        context.durable = self
 
     @property
     def last(self) -> LastCheckpoint:
@@ -248,7 +251,7 @@ class Durability:
             return False  # the script has loaded a checkpoint of its own
         choice = self._load_first_whole(self._choose_unless_live)
         if "live" in choice or context.asks.stands_by:  # the groups may be gone when a spare gets its place
-            context.resume = self._resume_in_quorum
+            self.may_resume = True
         return bool(choice) and "live" not in choice
 
     def _is_new(self) -> bool:
@@ -261,11 +264,11 @@ class Durability:
             return {"live": live_step}
         return self._stored.newest()
 
-    def _resume_in_quorum(self, plan: QuorumPlan | None) -> bool:
-        """Load the newest checkpoint, if it is newer than the states of a quorum that has no live one.
-
-        ``plan``: None: no quorum formed, because the job does not begin at the state of this group.
-        """
+    def resume_in_quorum(self, plan: QuorumPlan | None) -> bool:
+        """See ``DurableStates``."""
+        self.may_resume = False
+        if plan is not None and is_live(plan.max_step, plan.lineage):
+            return False
         known = (0, 0) if plan is None else (origin(plan.lineage).quorum_id, plan.max_step)  # as in ``newest``
 
         def choose() -> Choice:
@@ -295,9 +298,13 @@ class Durability:
         choice = self._agree(lambda: self._choose_final(closed))
         if why_not := choice.get("why_not"):
             context.end_with(JobClosedExit(f"{closed}; the final state was not loaded: {why_not}"))
-        context.load_final = partial(self._load_final, choice, closed)
+        self._final = choice, closed
 
-    def _load_final(self, choice: Choice, closed: JobClosed) -> None:
+    def load_final(self) -> None:
+        """See ``DurableStates``."""
+        if self._final is None:
+            return
+        (choice, closed), self._final = self._final, None
         progress = self._context.progress
         try:
             self._load(choice)

@@ -421,9 +421,8 @@ class Attempt:
         All ranks of the group do the same, so they do not vote.
         """
         context, plan = self._context, self.wait_plan()
-        if context.load_final is not None:
-            load, context.load_final = context.load_final, None
-            load()
+        if context.durable is not None:
+            context.durable.load_final()
         unhealed = self._quorum.exchange_state()
         if unhealed is not None:
             self._first_error.report(unhealed, cause=UNKNOWN)

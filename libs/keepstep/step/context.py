@@ -72,6 +72,31 @@ class Follower(Protocol):
         """End the transfer. May be called more than once."""
 
 
+class DurableStates(Protocol):
+    """Durable checkpoints of the job, where a quorum needs them. ``lifecycle.durability`` implements it."""
+
+    may_resume: bool
+    """Whether this group may have a later state at a relay than the one with which it asks."""
+
+    def resume_in_quorum(self, plan: QuorumPlan | None) -> bool:
+        """Load the newest durable checkpoint, if it is newer than all states in the first quorum and none is live.
+
+        It may not resume again after this.
+
+        Args:
+            plan: of the quorum; None: none formed, because the job does not begin at the state of this group.
+
+        Returns:
+            Whether it did.
+        """
+
+    def find_final(self, closed: JobClosed) -> None:
+        """Find the final state of a closed job at a relay. JobClosedExit: none is found, or to be loaded."""
+
+    def load_final(self) -> None:
+        """Load the final state that was found, if one was. JobClosedExit: it could not be loaded."""
+
+
 @dataclass(slots=True)
 class HealCounts:
     """The heals of this process."""
@@ -119,14 +144,8 @@ class StepContext:
     """The all-reduces of the present step, with ``retry_allreduce``; None: no step is retried."""
     follower: Follower | None = None
     """Lets this group catch up instead of healing; None: it heals."""
-    resume: Callable[[QuorumPlan | None], bool] | None = None
-    """Loads the newest durable checkpoint, if it is newer than all states in the first quorum and none of those is
-    live, or if the job does not begin at the state of this group (no plan). Returns whether it did. None: it is loaded
-    already, or not to be loaded."""
-    find_final: Callable[[JobClosed], None] | None = None
-    """Finds the final state of a closed job at a relay, and sets ``load_final``; else raises JobClosedExit."""
-    load_final: Callable[[], None] | None = None
-    """Loads the final state at the end of the attempt. JobClosedExit if it cannot. None: none was found."""
+    durable: DurableStates | None = None
+    """Set by its implementer."""
     faults: StepFaults | None = None
     """Faults that ``keepstep chaos`` orders; None: this process accepts none."""
     store: Store | None = None

@@ -48,7 +48,7 @@ from keepstep_mesh.errors import (
     StartRefused,
 )
 from keepstep_mesh.protocol.group_messages import RankAsk
-from keepstep_mesh.protocol.lineage import is_diverged, is_live
+from keepstep_mesh.protocol.lineage import is_diverged
 from keepstep_mesh.protocol.membership import UNKNOWN
 from keepstep_mesh.protocol.messages import Healing
 from keepstep_mesh.telemetry.tracing.spans import RECONFIGURE
@@ -274,9 +274,9 @@ class StepQuorum:
         except JobClosed as error:
             if error.finished:
                 raise
-            if context.find_final is None:
+            if context.durable is None:
                 context.end_with(JobClosedExit(str(error)))
-            context.find_final(error)
+            context.durable.find_final(error)
             return plan_of_closed_job(error.step, error.lineage)
         except (Leaving, DisagreeError, LayoutMismatch, StartRefused, Banned) as error:  # Banned is a SessionClosed
             if may_resume and isinstance(error, StartRefused):
@@ -379,8 +379,8 @@ class StepQuorum:
         All members find out from the quorum, or because the job does not begin at their state. If only some of them can
         load one, the others heal from them.
         """
-        context = self._context
-        if context.resume is None:
+        durable = self._context.durable
+        if durable is None or not durable.may_resume:
             return
         plan: QuorumPlan | None = None
         refused = ""
@@ -388,14 +388,11 @@ class StepQuorum:
             plan = self.wait(may_resume=True)
         except StartRefused as error:
             refused = str(error)
-        resume, context.resume = context.resume, None
-        if plan is not None and is_live(plan.max_step, plan.lineage):
-            return
-        if resume(plan):
+        if durable.resume_in_quorum(plan):
             self.refuse_joiners("this group resumed from a durable checkpoint")
             self._request_again(ask, 0)
         elif refused:
-            context.end_with(StartRefusedExit(refused))
+            self._context.end_with(StartRefusedExit(refused))
 
     def heal(self, ask: RankAsk) -> None:
         """In a synchronous or first step: exchange live state and ask again, until no member of the quorum heals."""
