@@ -14,7 +14,7 @@ from keepstep.relay_client.relay_requests import RelayCheckpoint, ask_chunk
 from keepstep.state.errors import StateDamaged, TransferError, TransferTimeout
 from keepstep.state.restoring import Destination
 from keepstep.state.state_manifest import read_manifest
-from keepstep.transfer.direct.receiving import ChunkReceiver
+from keepstep.transfer.receiving import ChunkReceiver
 from keepstep_mesh.protocol.manifest import chunk_length
 from keepstep_mesh.threads.starting import ThreadPoolExecutor
 

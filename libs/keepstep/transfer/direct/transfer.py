@@ -13,8 +13,8 @@ from keepstep.state.errors import StateMismatch, TransferError
 from keepstep.state.restoring import Destination, Spare
 from keepstep.state.state_manifest import Manifest, read_content, read_manifest
 from keepstep.transfer.direct.http_requests import CANNOT_BE_SENT
-from keepstep.transfer.direct.receiving import digest_of
 from keepstep.transfer.exchange import Progress
+from keepstep.transfer.receiving import digest_of
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import ManifestError
 from keepstep_mesh.net.backoff import Backoff
