@@ -82,6 +82,12 @@ def test_steps_are_retried_with_the_gradients_of_the_state_that_the_job_goes_on_
         assert found is None, explain(seed, lighthouses=lighthouses, retries=True)
 
 
+def test_a_group_that_was_behind_does_not_retry_with_gradients_of_other_weights() -> None:
+    """Its quorum fails before it has healed, and the groups that are left take the step again."""
+    found = violation(138, lighthouses=1, careful=True, retries=True)
+    assert found is None, explain(138, lighthouses=1, retries=True)
+
+
 def test_a_group_that_caught_up_halfway_does_not_heal_from_groups_that_began_again() -> None:
     """It holds a state at step 4 when all that it follows restart. A heal from step 0 would lose that."""
     found = violation(332, lighthouses=1, careful=True, catches_up=True)

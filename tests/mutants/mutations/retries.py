@@ -10,8 +10,7 @@ STEPS = "tests/services/manager/steps/test_retried_steps.py"
 A_FEW_TIMES = f"{STEPS}::test_a_step_is_retried_a_few_times_and_then_discarded[3]"
 SCENARIO = "tests/scenarios/test_scenarios.py::test_the_lighthouse_decides_as_the_scenario_says[48_retried_steps]"
 SIMULATION = (
-    "tests/simulation/test_simulation.py::"
-    "test_steps_are_retried_with_the_gradients_of_the_state_that_the_job_goes_on_from[1]"
+    "tests/simulation/test_simulation.py::test_a_group_that_was_behind_does_not_retry_with_gradients_of_other_weights"
 )
 
 MUTATIONS = (
