@@ -15,36 +15,33 @@ import contextlib
 import os
 from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp, Work
 from torch.futures import Future
 
-from keepstep.checkpoint.managed.durable_writer import LastCheckpoint
-from keepstep.checkpointing.transport import CheckpointTransport
-from keepstep.collectives.codecs.codec import Round
 from keepstep.futures import future_timeout
-from keepstep.group.group_link import LinkSettings
 from keepstep.group.quorum_plan import WorldSizeMode
-from keepstep.lifecycle import wiring
-from keepstep.lifecycle.background_quorum import BackgroundQuorum
-from keepstep.lifecycle.durability import Durability
-from keepstep.lifecycle.finishing import Finished, Finishing
-from keepstep.lifecycle.manager_settings import DurableSettings, ManagerSettings
-from keepstep.lifecycle.membership import GroupMembership
-from keepstep.lifecycle.steps import Steps
 from keepstep.quantization.fused import check_quantizable
 from keepstep.runtime import environment
 from keepstep.runtime.exits import script_error
-from keepstep.script_checks.script_checker import ScriptChecker
 from keepstep.step.reduction import Reduction, refuse_capture
 from keepstep.step.retrying.kept_reductions import BATCH_BY_NUMBER, KeptReductions
 from keepstep_mesh.config.settings import split_addresses
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.net.fork_safety import OfParent, never_free, tell_children
-from keepstep_mesh.protocol.messages import ServiceAddress
+
+if TYPE_CHECKING:
+    from keepstep.checkpoint.managed.durable_writer import LastCheckpoint
+    from keepstep.checkpointing.transport import CheckpointTransport
+    from keepstep.collectives.codecs.codec import Round
+    from keepstep.lifecycle.background_quorum import BackgroundQuorum
+    from keepstep.lifecycle.finishing import Finished
+    from keepstep.lifecycle.steps import Steps
+    from keepstep.script_checks.script_checker import ScriptChecker
+    from keepstep_mesh.protocol.messages import ServiceAddress
 
 T = TypeVar("T")
 
@@ -163,6 +160,17 @@ class Manager:
         if (state_dict is None) != (load_state_dict is None):
             missing = "state_dict" if state_dict is None else "load_state_dict"
             raise ValueError(f"{missing} is missing: a heal needs both functions; pass both or none")
+        # loaded with the first Manager, with all that communicates: an import of keepstep costs little more than torch
+        from keepstep.group.group_link import LinkSettings
+        from keepstep.lifecycle import wiring
+        from keepstep.lifecycle.background_quorum import BackgroundQuorum
+        from keepstep.lifecycle.durability import Durability
+        from keepstep.lifecycle.finishing import Finishing
+        from keepstep.lifecycle.manager_settings import DurableSettings, ManagerSettings
+        from keepstep.lifecycle.membership import GroupMembership
+        from keepstep.lifecycle.steps import Steps
+        from keepstep.script_checks.script_checker import ScriptChecker
+
         relays = environment.variable("DURABLE_RELAYS") or durable_relays
         self._settings = ManagerSettings(
             link=LinkSettings.from_arguments(
@@ -798,4 +806,6 @@ class Manager:
             attempt.refuse_joiners("this group ended in the middle of a step")
         self._membership.end(context, limit, error, in_step=in_step)
         self._durability.close(finish=wait and not in_step and not error)
+        from keepstep.lifecycle import wiring
+
         wiring.disconnect(context, limit, wait=wait)

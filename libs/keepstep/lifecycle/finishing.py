@@ -13,16 +13,19 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 from keepstep.group.agreement import LayoutChanges
-from keepstep.lifecycle.durability import Durability
-from keepstep.lifecycle.manager_settings import ManagerSettings
-from keepstep.lifecycle.membership import GroupMembership
-from keepstep.lifecycle.steps import Steps
-from keepstep.step.context import StepContext
 from keepstep_mesh.errors import JobClosed, KeepstepError
 from keepstep_mesh.protocol.lineage import is_committed
 from keepstep_mesh.protocol.membership import PUBLISHED, TO_PUBLISH, UNPUBLISHED, StateRoot
+
+if TYPE_CHECKING:
+    from keepstep.lifecycle.durability import Durability
+    from keepstep.lifecycle.manager_settings import ManagerSettings
+    from keepstep.lifecycle.membership import GroupMembership
+    from keepstep.lifecycle.steps import Steps
+    from keepstep.step.context import StepContext
 
 
 @dataclass(frozen=True, slots=True)

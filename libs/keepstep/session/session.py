@@ -20,7 +20,7 @@ from keepstep_mesh.config.log_limiter import LogLimiter
 from keepstep_mesh.errors import KeepstepError, ProtocolError, SessionClosed
 from keepstep_mesh.net.lighthouse_addresses import Addresses
 from keepstep_mesh.protocol import codec
-from keepstep_mesh.security.tls import explained
+from keepstep_mesh.security.request_errors import explained
 
 WELCOME_SECONDS = 5.0
 """Limit from the hello to the welcome."""

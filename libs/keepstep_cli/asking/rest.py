@@ -225,7 +225,8 @@ class Lighthouse:
 
         from keepstep_mesh.errors import AuthError
         from keepstep_mesh.net.http import Identity, Problem, leader_of, raise_for_problem
-        from keepstep_mesh.security.tls import TlsError, explained, is_away
+        from keepstep_mesh.security.request_errors import explained, is_away
+        from keepstep_mesh.security.tls import TlsError
 
         tried: list[str] = []
         right: list[str] = []

@@ -86,7 +86,7 @@ async def _replicas(lighthouse: Lighthouse, job: str) -> list[dict[str, Any]]:
 async def _probe(http: aiohttp.ClientSession, kind: str, address: str, tls: TlsFiles) -> Probe:
     import aiohttp
 
-    from keepstep_mesh.security.tls import explained
+    from keepstep_mesh.security.request_errors import explained
 
     probe = Probe(kind, address, mtu=_mtu(address))
     best = PROBE_SECONDS

@@ -23,7 +23,8 @@ from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.net.event_loop import cancelled
 from keepstep_mesh.net.http import Identity, answer_of_leader, leader_of, raise_for_problem, read_json_answer
 from keepstep_mesh.net.lighthouse_addresses import Addresses
-from keepstep_mesh.security.tls import TlsFiles, as_safe, explained
+from keepstep_mesh.security.request_errors import explained
+from keepstep_mesh.security.tls import TlsFiles, as_safe
 from keepstep_mesh.security.tokens import ClientToken
 
 REGISTRATION_SECONDS = 5.0

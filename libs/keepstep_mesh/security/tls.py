@@ -1,4 +1,4 @@
-"""TLS of the mesh: which files, the contexts that are made of them, and what a handshake that failed means.
+"""TLS of the mesh: which files, and the contexts that are made of them.
 
 A service with a certificate speaks TLS only; with a CA too it is mutual: who connects must show a certificate of that
 CA. A client trusts its CA file, else the CAs of the system, checks the name, and shows its certificate if it has one.
@@ -7,14 +7,11 @@ TLS 1.2 is the oldest that is spoken.
 
 from __future__ import annotations
 
-import errno
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import aiohttp
 
 from keepstep_mesh.config.settings import Settings
 from keepstep_mesh.errors import KeepstepError
@@ -84,7 +81,9 @@ class TlsFiles:
             try:
                 context.load_verify_locations(self.ca)
             except ssl.SSLError as error:
-                raise TlsError(f"{self.ca} holds no CA certificate in PEM ({_reason(error)}); {PEM_ADVICE}") from error
+                raise TlsError(
+                    f"{self.ca} holds no CA certificate in PEM ({reason_of(error)}); {PEM_ADVICE}"
+                ) from error
             except OSError as error:
                 raise TlsError(f"the CA file {self.ca} cannot be read: {error.strerror}") from error
         if self.cert is not None:
@@ -106,11 +105,11 @@ def _load_chain(context: ssl.SSLContext, cert: Path, key: Path) -> None:
         if error.reason == "KEY_VALUES_MISMATCH":
             raise TlsError(f"the key {key} is not that of the certificate {cert}") from error
         raise TlsError(
-            f"{cert} and {key} are no certificate and key in PEM ({_reason(error)}); {PEM_ADVICE}"
+            f"{cert} and {key} are no certificate and key in PEM ({reason_of(error)}); {PEM_ADVICE}"
         ) from error
 
 
-def _reason(error: ssl.SSLError) -> str:
+def reason_of(error: ssl.SSLError) -> str:
     return (error.reason or str(error)).lower().replace("_", " ")
 
 
@@ -136,69 +135,3 @@ def as_safe(address: str, asked: str) -> str:
 
 
 # ---- what a handshake that failed means
-
-_VERIFY_ADVICE = {
-    9: "its certificate is not valid yet; compare the clocks",
-    10: "its certificate has expired",
-    18: "its certificate is signed by itself; put that one into KEEPSTEP_TLS_CA (--tls-ca)",
-    62: "its certificate is not for this name; use the name in the certificate, or make one for this name",
-    64: "its certificate is not for this address; use the name in the certificate, or make one for this address",
-}
-_UNKNOWN_CA = "its certificate is not from a CA that is trusted here; give that CA with KEEPSTEP_TLS_CA (--tls-ca)"
-_SHOW_ONE = "give one that its CA signed: KEEPSTEP_TLS_CERT and KEEPSTEP_TLS_KEY (--tls-cert, --tls-key)"
-_BROKEN_OFF = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, aiohttp.ClientConnectionResetError)
-_NO_TLS = {"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG", "UNEXPECTED_MESSAGE"}
-
-
-def is_away(error: BaseException) -> bool:
-    """Return whether no connection was made. Otherwise TLS or the answer is the fault."""
-    if isinstance(error, aiohttp.ClientConnectorError):
-        return _ssl_fault(error) is None
-    return isinstance(error, TimeoutError)
-
-
-def _unconnected(error: aiohttp.ClientConnectorError) -> str:
-    if isinstance(error, aiohttp.ClientConnectorDNSError):
-        return f"host {error.host} not found ({error.os_error.strerror or error.os_error})"
-    numbers = {one.errno for one in (error.os_error, *getattr(error.os_error, "exceptions", ()))}
-    if errno.ECONNREFUSED in numbers:
-        return "nothing listens there (connection refused)"
-    return f"no connection: {error.os_error.strerror or error.os_error}"
-
-
-def explained(error: BaseException, address: str) -> str:
-    """Return the reason of a failed request to ``address``, with advice if TLS is the cause."""
-    said = str(error) or type(error).__name__
-    fault = _ssl_fault(error)
-    if isinstance(error, aiohttp.ClientConnectorError) and fault is None:
-        return _unconnected(error)
-    if isinstance(error, TimeoutError) and not str(error):
-        return "no answer in time"
-    if isinstance(fault, ssl.SSLCertVerificationError):
-        advice = _VERIFY_ADVICE.get(fault.verify_code, _UNKNOWN_CA)
-        return f"{advice} ({fault.verify_message})"
-    if isinstance(fault, ssl.SSLError):
-        reason = fault.reason or ""
-        if reason in _NO_TLS:
-            return "it does not speak TLS; write http:// if that is meant"
-        if "ALERT" in reason:
-            return f"it does not take our certificate, or wants one; {_SHOW_ONE} ({_reason(fault)})"
-        return f"TLS failed: {_reason(fault)}"
-    if isinstance(error, _BROKEN_OFF) and not isinstance(error, aiohttp.ClientConnectorError):
-        if address.startswith("https:"):
-            return f"{said}; if it wants certificates of its clients, {_SHOW_ONE}"
-        return f"{said}; if it speaks TLS, write https://"
-    return said
-
-
-def _ssl_fault(error: BaseException | None) -> ssl.SSLError | None:
-    """The TLS error in, or behind, what aiohttp raises."""
-    for _ in range(10):
-        if error is None:
-            return None
-        # aiohttp's own errors are SSLErrors too, but without what the handshake said.
-        inner = getattr(error, "certificate_error", None) or getattr(error, "os_error", None)
-        if isinstance(error, ssl.SSLError) and inner is None:
-            return error
-        error = inner or error.__cause__
-    return None

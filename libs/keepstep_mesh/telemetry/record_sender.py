@@ -27,7 +27,7 @@ from keepstep_mesh.errors import AuthError, KeepstepError
 from keepstep_mesh.net.backoff import Backoff
 from keepstep_mesh.net.http import Identity, Problem, raise_for_problem, read_json_answer
 from keepstep_mesh.protocol.telemetry_records import BatchHead, Record, Source, pack_batch, pack_record
-from keepstep_mesh.security.tls import explained
+from keepstep_mesh.security.request_errors import explained
 from keepstep_mesh.security.tokens import place_of
 from keepstep_mesh.telemetry.clock_offset import ClockOffset
 from keepstep_mesh.telemetry.tracing import exporting

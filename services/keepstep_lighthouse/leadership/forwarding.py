@@ -11,7 +11,8 @@ import aiohttp
 from aiohttp import hdrs, web
 
 from keepstep_mesh.net.http import Identity, Problem, read_answer
-from keepstep_mesh.security.tls import TlsFiles, explained
+from keepstep_mesh.security.request_errors import explained
+from keepstep_mesh.security.tls import TlsFiles
 from keepstep_mesh.serving.application import Route
 
 PASS_ON_SECONDS = 5.0

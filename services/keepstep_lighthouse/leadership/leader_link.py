@@ -17,7 +17,7 @@ from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.net.http import Identity
 from keepstep_mesh.net.websocket import Link
-from keepstep_mesh.security.tls import explained
+from keepstep_mesh.security.request_errors import explained
 
 PATH = "/v1/lighthouses/session"
 LINK_CONNECT_SECONDS = 2.0

@@ -16,7 +16,7 @@ import aiohttp
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.net.http import Identity, answer_of_leader, raise_for_problem, read_json_answer
-from keepstep_mesh.security.tls import explained
+from keepstep_mesh.security.request_errors import explained
 from keepstep_metrics.history.findings import straggler_view
 from keepstep_metrics.history.job import Job
 

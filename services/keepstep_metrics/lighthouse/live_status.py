@@ -21,7 +21,8 @@ from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.net.http import Identity, Problem, answer_of_leader, raise_for_problem, read_answer, read_json_answer
 from keepstep_mesh.protocol.names import name_of
-from keepstep_mesh.security.tls import TlsFiles, as_safe, explained
+from keepstep_mesh.security.request_errors import explained
+from keepstep_mesh.security.tls import TlsFiles, as_safe
 from keepstep_mesh.serving.application import read_whole
 from keepstep_metrics.lighthouse.service_vitals import Vitals, VitalsReader
 

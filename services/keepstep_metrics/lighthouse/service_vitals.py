@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.net.http import Identity, raise_for_problem, read_answer
-from keepstep_mesh.security.tls import explained
+from keepstep_mesh.security.request_errors import explained
 
 SCRAPE_SECONDS = 2.0
 LEAST_RATE_SECONDS = 1.0

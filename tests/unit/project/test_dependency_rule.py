@@ -119,7 +119,7 @@ def test_the_help_of_the_command_imports_next_to_nothing() -> None:
     script = "import sys; from keepstep_cli.main import main; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     loaded = {name.partition(".")[0] for name in done.stdout.split()}
-    assert not loaded & {"torch", "numpy", "aiohttp", "rich", "asyncio", "structlog", "msgpack"}
+    assert not loaded & {"torch", "numpy", "aiohttp", "rich", "asyncio", "msgpack"}
     assert loaded & PACKAGES == {"keepstep_cli", "keepstep_mesh"}
     of_mesh = {name for name in done.stdout.split() if name.startswith("keepstep_mesh")}
     light = {"keepstep_mesh", "keepstep_mesh.net", "keepstep_mesh.net.backoff"} | {
@@ -133,6 +133,22 @@ def test_the_public_names_load_no_other_package_but_the_mesh() -> None:
     script = "import sys; from keepstep import *; import keepstep.checkpoint; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert {name.partition(".")[0] for name in done.stdout.split()} & PACKAGES == {"keepstep", "keepstep_mesh"}
+
+
+def newly_loaded(script: str) -> set[str]:
+    """Return the modules that a fresh process loads for ``script``, after torch if that is there."""
+    around = f"import sys; before = set(sys.modules); {script}; print(*(set(sys.modules) - before))"
+    command = [sys.executable, "-u", "-c", around]  # a flag: not forked from a process that has loaded more
+    return set(subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.split())
+
+
+def test_an_import_of_the_public_names_loads_nothing_that_takes_long_beside_torch() -> None:
+    loaded = newly_loaded("import torch; before = set(sys.modules); from keepstep import *")
+    slow = ("aiohttp", "grpc", "numpy.testing", "opentelemetry", "pygments", "rich", "scipy", "tensorboard", "triton")
+    of_torch = ("torch.export", "torch._dynamo", "torch._inductor", "torch.distributed.checkpoint", "torch.onnx")
+    own = ("keepstep.checkpoint.", "keepstep.group.group_server", "keepstep.sharded", "keepstep.integrations")
+    assert "keepstep.manager" in loaded
+    assert not [one for one in loaded if one.startswith((*slow, *of_torch, *own))]
 
 
 def test_a_checkpoint_in_a_directory_loads_no_http_client(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_the_tls_errors_of_a_client_are_documented_word_for_word():
     text = (ROOT / "docs" / "security.md").read_text()
     table = text[text.index("| a client says |") :].partition("\n\n")[0].splitlines()[2:]
     said = [re.match(r"\| (.*?) \|", row)[1] for row in table]
-    code = (ROOT / "libs/keepstep_mesh/security/tls.py").read_text()
+    code = (ROOT / "libs/keepstep_mesh/security/request_errors.py").read_text()
     assert len(said) == 10
     assert not [one for one in said if one not in code]
 

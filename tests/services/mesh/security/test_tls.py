@@ -19,7 +19,8 @@ from prometheus_client import CollectorRegistry
 from keepstep_mesh.errors import AuthError
 from keepstep_mesh.net.http import client_session
 from keepstep_mesh.security.certificate_end import end_of
-from keepstep_mesh.security.tls import TlsError, TlsFiles, as_safe, explained
+from keepstep_mesh.security.request_errors import explained
+from keepstep_mesh.security.tls import TlsError, TlsFiles, as_safe
 from keepstep_mesh.security.tokens import Tokens
 from keepstep_mesh.serving import service
 from keepstep_mesh.serving.service import Endpoint, Service, serving
