@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
-from typing import Any, TypeVar
+from dataclasses import fields, is_dataclass
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
-from keepstep_lighthouse.quorum.job_record import Ban, Divergence, JobEnd, JobRecord, Replacement
+from keepstep_lighthouse.quorum.job_record import JobRecord
 from keepstep_lighthouse.store.contract import StoreError
-from keepstep_mesh.protocol.membership import FinalState
-from keepstep_mesh.protocol.policy import Policy
-
-T = TypeVar("T")
 
 JOB_PREFIX = "jobs/"
+IN_EVERY_RECORD = {"policy", "members", "bans", "evicted"}
 FLOOR_KEY = "first_quorum_id"
 """quorum_id of the next new job: above those of all deleted jobs."""
 
@@ -31,18 +29,10 @@ def decode(key: str, value: bytes) -> JobRecord:
     """Decode a record. Raise ``StoreError`` with the key if it is invalid."""
     try:
         plain = json.loads(value)
-        plain["policy"] = _known(Policy, plain["policy"])
-        plain["bans"] = tuple(_known(Ban, ban) for ban in plain["bans"])
-        plain["members"] = tuple(plain["members"])
-        plain["evicted"] = tuple(plain["evicted"])
-        plain["durable_relays"] = tuple(plain.get("durable_relays", ()))
-        plain["replacing"] = tuple(_known(Replacement, one) for one in plain.get("replacing", ()))
-        plain["diverged"] = tuple(_known(Divergence, one) for one in plain.get("diverged", ()))
-        if plain.get("ended") is not None:
-            plain["ended"] = _known(JobEnd, plain["ended"])
-        if plain.get("closed") is not None:
-            plain["closed"] = _known(FinalState, plain["closed"])
-        return _known(JobRecord, plain)
+        if missing := IN_EVERY_RECORD - plain.keys():
+            raise ValueError(f"missing: {', '.join(sorted(missing))}")
+        record: JobRecord = _read(JobRecord, plain)
+        return record
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StoreError(f"{key} in the store is not the record of a job ({error!r}); restore or delete it") from error
 
@@ -55,6 +45,14 @@ def parse_floor(stored: bytes | None) -> int:
         raise StoreError(f"{FLOOR_KEY} in the store is {stored!r}, which is not a number; restore it") from error
 
 
-def _known(cls: type[T], plain: dict[str, Any]) -> T:
-    names = {field.name for field in fields(cls)}  # type: ignore[arg-type]
-    return cls(**{name: value for name, value in plain.items() if name in names})
+def _read(hint: Any, value: Any) -> Any:
+    """Return a value of JSON as a field of this type holds it. Unknown fields of a record are left out."""
+    if is_dataclass(hint):
+        hints = get_type_hints(hint)
+        return hint(**{name: _read(hints[name], one) for name, one in value.items() if name in hints})  # type: ignore[operator]
+    if get_origin(hint) is tuple:
+        return tuple([_read(get_args(hint)[0], one) for one in value])
+    if get_origin(hint) is UnionType and value is not None:
+        records = [one for one in get_args(hint) if is_dataclass(one)]
+        return _read(records[0], value) if records else value
+    return value

@@ -120,8 +120,8 @@ MUTATIONS = (
     Mutation(
         "a change of leader forgets the order to replace a group",
         "services/keepstep_lighthouse/jobs/records.py",
-        'for one in plain.get("replacing", ()))',
-        "for one in ())",
+        "for name, one in value.items() if name in hints})",
+        "for name, one in value.items() if name in hints and name != 'replacing'})",
         Test(f"{CORE}::test_two_orders_and_one_spare_replace_one_group"),
     ),
     Mutation(
