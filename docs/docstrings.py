@@ -288,17 +288,10 @@ def block(text: str) -> str:
 
 # ---- the page
 
-PARTS = tuple(
-    f"keepstep.lifecycle.{name}"
-    for name in ("state_and_progress", "background_quorum", "finishing", "rehearsal.rehearsing")
-)
-"""Modules of base classes that have no entry of their own: their members are described in the derived class."""
-
 
 def members(shown: str, of: type) -> Iterator[str]:
     """Describe the public members of a class without its base classes; ``shown`` is its public name."""
-    bodies = [of, *(base for base in of.__bases__ if base.__module__ in PARTS)]
-    own = [name for body in bodies for name in vars(body) if not name.startswith("_") and name not in INTERNAL]
+    own = [name for name in vars(of) if not name.startswith("_") and name not in INTERNAL]
     first = FIRST.get(shown, "").split()
     elsewhere = []
     for name in [*first, *(one for one in own if one not in first)]:

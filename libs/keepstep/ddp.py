@@ -130,7 +130,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self._armed = self._armed_by_forward = False
         """Whether the reducer expects gradients; and whether a forward pass came before the present backward pass."""
         self._armed_in: int | None = None
-        """The step, as ``open_step``, if it does because a pass of this step was averaged before."""
+        """``Steps.open_number`` of the step, if the reducer does because a pass of this step was averaged before."""
         self._queued = False
         """Whether the end of the present pass calls ``_complete`` or ``_reduce_all``."""
         self._local = False

@@ -362,9 +362,9 @@ class Manager:
     ) -> None:
         """Begin a step.
 
-        Continue the open step instead if the arguments are the same and nothing has been reduced in it; discard any
-        other open step (after ``keep_step``: in ``should_commit``). After ``request_quorum``, take the quorum that it
-        requested.
+        Continue the open step instead if the arguments are the same and nothing has been reduced in it. Discard any
+        other open step; one for which an ``ElasticSampler`` has drawn a batch stays open, and ``should_commit``
+        discards it.
 
         In a synchronous quorum and in a group's first step this waits for the quorum. If none forms within
         ``quorum_timeout``, it logs the reason and asks again.

@@ -83,8 +83,8 @@ class GroupServer:
         self.address = ""
         self._leaving = self._refused = False
         self.layout_lines: list[str] = []
-        self.step_values = StepValues()
         """Rank 0's parameters, for a peer that looks for a difference."""
+        self.step_values = StepValues()
         self.key_values: KeyValueServer | None = (served := KeyValueServer())
         self._served = served
         self._settings = settings

@@ -62,7 +62,7 @@ def extent(entry: TensorEntry) -> int:
 
 
 def tensor_value(entry: TensorEntry, storage: str) -> Call:
-    """Return a tensor whose bytes follow the pickle as the storage of that name. See ``torch_items``."""
+    """Return a tensor whose bytes follow the pickle as the storage of that name. See ``torch_files``."""
     stored = ("storage", Global("torch", "ByteStorage"), storage, "cpu", extent(entry), None)
     hooks = Call(Global("collections", "OrderedDict"))
     return Call(
