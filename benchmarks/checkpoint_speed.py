@@ -156,7 +156,7 @@ def _plan(ours: Side, log: Path) -> Figure:
     script = f"""
 import time, json
 from keepstep.state.local_parts import Mesh, TensorPart
-from keepstep.checkpoint.planning import Layout, plan
+from keepstep.checkpoint.planning import RankLayout, plan
 import torch
 ranks = {RANKS_OF_PLAN}
 mesh = Mesh(tuple(range(ranks)), (ranks,), ("S(0)",))
@@ -167,8 +167,8 @@ parts = {{
 times = []
 for _ in range(5):
     began = time.perf_counter()
-    packed = Layout.of(parts, {{}}).pack()
-    found = plan([Layout.unpack(packed)], [0] * ranks)
+    packed = RankLayout.of(parts, {{}}).pack()
+    found = plan([RankLayout.unpack(packed)], [0] * ranks)
     mine = [found.writes(5, key, part) for key, part in parts.items()]
     times.append(time.perf_counter() - began)
     assert len([one for one in mine if one is not None]) == len(parts)

@@ -63,13 +63,13 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Layout:
+class RankLayout:
     """Description of what one rank holds."""
 
     rows: Mapping[str, Row]
 
     @classmethod
-    def of(cls, parts: Mapping[str, Part], digests: Mapping[str, bytes]) -> Layout:
+    def of(cls, parts: Mapping[str, Part], digests: Mapping[str, bytes]) -> RankLayout:
         """Return the layout of ``parts``. ``digests``: of the replicated values, to compare them; else empty."""
         return cls({key: _row(part, digests.get(key, b"")) for key, part in parts.items()})
 
@@ -85,7 +85,7 @@ class Layout:
         return packed
 
     @classmethod
-    def unpack(cls, data: bytes) -> Layout:
+    def unpack(cls, data: bytes) -> RankLayout:
         """Read the layout of another rank. Raises ``CheckpointError``."""
         try:
             version, packed_meshes, rows = msgpack.unpackb(data, use_list=False)
@@ -152,7 +152,7 @@ def _copy_of(mesh: Mesh, rank: int) -> int:
     return copy
 
 
-def plan(layouts: Sequence[Layout], of_rank: Sequence[int]) -> Plan:
+def plan(layouts: Sequence[RankLayout], of_rank: Sequence[int]) -> Plan:
     """Decide who writes what.
 
     Args:
@@ -166,7 +166,7 @@ def plan(layouts: Sequence[Layout], of_rank: Sequence[int]) -> Plan:
 
 
 class _Planner:
-    def __init__(self, layouts: Sequence[Layout], of_rank: Sequence[int]) -> None:
+    def __init__(self, layouts: Sequence[RankLayout], of_rank: Sequence[int]) -> None:
         self._layouts = layouts
         self._ranks = [np.flatnonzero(np.asarray(of_rank) == number) for number in range(len(layouts))]
         self._world = len(of_rank)

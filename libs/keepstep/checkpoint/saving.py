@@ -14,7 +14,7 @@ import torch
 from keepstep.checkpoint.places.directory import DirectoryTarget
 from keepstep.checkpoint.places.location import parse
 from keepstep.checkpoint.places.target import CheckpointTarget, SaveFacts
-from keepstep.checkpoint.planning import Layout, Plan, plan
+from keepstep.checkpoint.planning import Plan, RankLayout, plan
 from keepstep.checkpoint.stored import stored_state
 from keepstep.connection.deadline import Deadline
 from keepstep.relay_client.relay_paths import AtRelay
@@ -226,7 +226,9 @@ def _save(
         try:
             parts = local()
             _check_objects(parts)
-            layout = Layout.of(parts, {key: digest_of(part) for key, part in parts.items()} if check_replicas else {})
+            layout = RankLayout.of(
+                parts, {key: digest_of(part) for key, part in parts.items()} if check_replicas else {}
+            )
             target.store(written(parts, facts.rank, _plan(target, facts, layout), unread))
             target.commit()
         except BaseException as error:
@@ -254,11 +256,11 @@ def _check_objects(parts: Mapping[str, Part]) -> None:
     describe({key: part.value for key, part in parts.items() if isinstance(part, ObjectPart)})
 
 
-def _plan(target: CheckpointTarget, facts: SaveFacts, layout: Layout) -> Plan:
+def _plan(target: CheckpointTarget, facts: SaveFacts, layout: RankLayout) -> Plan:
     if facts.world_size == 1:
         return plan([layout], [0])
     exchanged = target.exchange(layout.pack())
-    return plan([Layout.unpack(one) for one in exchanged.layouts], exchanged.of_rank)
+    return plan([RankLayout.unpack(one) for one in exchanged.layouts], exchanged.of_rank)
 
 
 def written(parts: Mapping[str, Part], rank: int, the_plan: Plan, unread: Unread | None = None) -> Pack:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from keepstep.state.pack_layout import Array, Layout, describe
+from keepstep.state.pack_layout import Array, PackLayout, describe
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.threads.starting import Thread
 
@@ -61,7 +61,7 @@ class EarlyCopy:
         self._stopped = True
         return self.buffer if self._ended() else None
 
-    def right(self, layout: Layout) -> tuple[torch.Tensor | None, frozenset[int]]:
+    def right(self, layout: PackLayout) -> tuple[torch.Tensor | None, frozenset[int]]:
         """Wait until everything is copied. Return the buffer, and the regions of ``layout`` that it holds already."""
         if not self._ended() or self.buffer is None:
             return None, frozenset()
@@ -90,7 +90,7 @@ class EarlyCopy:
         except Exception as error:  # noqa: BLE001  the caller copies what is missing, and raises the same error
             log.debug("state not copied early", step=self.step, reason=f"{type(error).__name__}: {error}")
 
-    def _copy(self, layout: Layout, pack: Array) -> None:
+    def _copy(self, layout: PackLayout, pack: Array) -> None:
         for region, position in enumerate(layout.content.positions()[:-1]):
             present, source = _present(layout, region), layout.sources[region]
             if present is None or not isinstance(source, torch.Tensor):
@@ -104,7 +104,7 @@ class EarlyCopy:
             self._copied[position] = present
 
 
-def _present(layout: Layout, region: int) -> _Copied | None:
+def _present(layout: PackLayout, region: int) -> _Copied | None:
     """Return where a region comes from; None: it is left out."""
     source = layout.sources[region]
     if not isinstance(source, torch.Tensor) or source.device.type != "cpu" or region in layout.shared:

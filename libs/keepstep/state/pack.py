@@ -11,7 +11,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from keepstep.state.pack_layout import Layout
+from keepstep.state.pack_layout import PackLayout
 from keepstep_mesh.protocol.manifest import ALIGNMENT, CHUNK_BYTES, PackHasher, chunk_count, chunk_length
 from keepstep_mesh.protocol.state_content import pack_content
 
@@ -35,7 +35,7 @@ class Pack:
         unread: tensors of the state that are read when a chunk needs them, perhaps several times.
     """
 
-    def __init__(self, layout: Layout, unread: Unread | None = None) -> None:
+    def __init__(self, layout: PackLayout, unread: Unread | None = None) -> None:
         *self._starts, self.nbytes = layout.content.positions()
         self.content_bytes = pack_content(layout.content)
         self._sources = layout.sources

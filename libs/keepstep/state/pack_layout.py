@@ -31,7 +31,7 @@ _SHARED_ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
-class Layout:
+class PackLayout:
     """The structure of a state, and references to its bytes."""
 
     content: Content
@@ -69,7 +69,7 @@ class Layout:
                     pack[position:end].view(source.dtype).view(source.shape).copy_(source)
 
 
-def describe(state: Any, *, by_value: bool = False) -> Layout:
+def describe(state: Any, *, by_value: bool = False) -> PackLayout:
     """Describe ``state`` without copying its tensors.
 
     Args:
@@ -220,7 +220,7 @@ class _Walk:
             return self.seen[identity]
         return self._add(_Found(tensor, sharding), identity)
 
-    def layout(self, tree: Any) -> Layout:
+    def layout(self, tree: Any) -> PackLayout:
         """Assign a region to every tensor, in the order of the state."""
         shared = {} if self.by_value else self._shared_memory()
         entries: dict[int, TensorEntry] = {}
@@ -252,7 +252,7 @@ class _Walk:
             lengths.append(source.nbytes)
             sources.append(source)
         content = Content(tree, tuple([entries[index] for index in range(len(entries))]), tuple(lengths))
-        return Layout(content, sources, frozenset(together))
+        return PackLayout(content, sources, frozenset(together))
 
     def _shared_memory(self) -> dict[int, tuple[torch.Tensor, int, list[tuple[int, _Found]]]]:
         """Group tensors that overlap in memory. Each group shares one region, so that its bytes are stored once.

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from keepstep.state.early_copy import EarlyCopy
-from keepstep.state.pack_layout import Layout, describe
+from keepstep.state.pack_layout import PackLayout, describe
 from keepstep.state.state_manifest import build_manifest
 from keepstep_mesh.protocol.manifest import Origin, chunk_digests
 from keepstep_mesh.protocol.state_content import pack_content
@@ -108,7 +108,7 @@ class StagingArea:
             self._current = snapshot
         return snapshot
 
-    def _copied_early(self, step: int, layout: Layout, length: int) -> tuple[torch.Tensor, frozenset[int]]:
+    def _copied_early(self, step: int, layout: PackLayout, length: int) -> tuple[torch.Tensor, frozenset[int]]:
         """Return a buffer, and the regions of ``layout`` that it holds already."""
         with self._lock:
             early, self._early = self._early, None

@@ -17,7 +17,7 @@ from keepstep import DistributedDataParallel, HTTPTransport, Manager, Optimizer
 from keepstep.state import early_copy
 from keepstep.state.early_copy import EarlyCopy
 from keepstep.state.errors import TransferError
-from keepstep.state.pack_layout import Layout
+from keepstep.state.pack_layout import PackLayout
 from keepstep.step.rank_votes import POLL_TIMEOUTS
 from keepstep_mesh.errors import KeepstepError
 from tests.services.manager.groups import SECOND, change_policy, events, manager, place_to_meet, together
@@ -184,7 +184,7 @@ def test_a_group_that_catches_up_is_equal_bit_for_bit(lighthouse, steps, monkeyp
     """Its source has copied the state beside its forward and backward pass, which change the buffers."""
     right, in_time = EarlyCopy.right, []
 
-    def noted(early: EarlyCopy, layout: Layout) -> tuple[torch.Tensor | None, frozenset[int]]:
+    def noted(early: EarlyCopy, layout: PackLayout) -> tuple[torch.Tensor | None, frozenset[int]]:
         found = right(early, layout)
         in_time.append((len(found[1]), len(layout.sources)))
         return found

@@ -20,7 +20,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from keepstep.checkpoint.planning import Layout, plan
+from keepstep.checkpoint.planning import RankLayout, plan
 from keepstep.checkpoint.reading import Wanted
 from keepstep.checkpoint.saving import written
 from keepstep.state.errors import CheckpointNotFound
@@ -202,7 +202,7 @@ def parts_of(state: Mapping[str, Any]) -> dict[str, Part]:
 
 def in_memory(ranks: list[dict[str, Part]]) -> MemoryReader:
     """Return a checkpoint that these ranks saved."""
-    layouts = [Layout.of(parts, {}).pack() for parts in ranks]
+    layouts = [RankLayout.of(parts, {}).pack() for parts in ranks]
     different = list(dict.fromkeys(layouts))
-    the_plan = plan([Layout.unpack(one) for one in different], [different.index(one) for one in layouts])
+    the_plan = plan([RankLayout.unpack(one) for one in different], [different.index(one) for one in layouts])
     return MemoryReader([written(parts, rank, the_plan) for rank, parts in enumerate(ranks)])

@@ -15,7 +15,7 @@ import torch
 from keepstep import checkpoint
 from keepstep.checkpoint import CheckpointAborted, CheckpointDamaged, CheckpointError, CheckpointNotFound, RelayWriter
 from keepstep.checkpoint.places.at_relay import RelayTarget
-from keepstep.checkpoint.planning import Layout
+from keepstep.checkpoint.planning import RankLayout
 from keepstep.checkpoint.saving import open_target, pack_of, save_facts
 from keepstep.checkpoint.stored import StoredCheckpoint
 from keepstep.relay_client.uploading import RelayUpload
@@ -51,7 +51,7 @@ def dies_before(stage, place):
     target = open_target(place, save_facts(1, 2, 0, "durable"), timeout=TIMEOUT)
     work = {
         "begin": target.begin,
-        "exchange": lambda: target.exchange(Layout.of(parts, {}).pack()),
+        "exchange": lambda: target.exchange(RankLayout.of(parts, {}).pack()),
         "store": lambda: target.store(pack_of({"v": parts["v"]})),
         "commit": lambda: None,
     }
