@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from keepstep.checkpointing.relay_transport import RelayTransport
 from keepstep.checkpointing.transport import CheckpointTransport
+from keepstep.group.compared_layout import ComparedLayout
 from keepstep.group.group_link import connect_group
 from keepstep.group.ranks.rank_link import RankLink
 from keepstep.lifecycle.manager_settings import ManagerSettings
@@ -17,7 +18,6 @@ from keepstep.lifecycle.membership import GroupMembership
 from keepstep.runtime.exits import EvictedExit
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS, LoopThread
 from keepstep.step.asks import Asks
-from keepstep.step.compared_layout import ComparedLayout
 from keepstep.step.context import StepContext
 from keepstep.step.evidence.failure_evidence import FailureEvidence
 from keepstep.step.live_state import LiveState

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 
-from keepstep.step.compared_layout import ComparedLayout
+from keepstep.group.compared_layout import ComparedLayout
 from keepstep.step.progress import GroupProgress
 from keepstep.step.reconfigurer import Reconfigurer
 from keepstep_mesh.protocol.group_messages import RankAsk

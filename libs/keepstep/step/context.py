@@ -10,6 +10,7 @@ from typing import Any, NoReturn, Protocol
 from torch.distributed import Store
 
 from keepstep.checkpointing.transport import CheckpointTransport
+from keepstep.group.compared_layout import ComparedLayout
 from keepstep.group.group_link import LinkSettings
 from keepstep.group.quorum_plan import QuorumPlan, WorldSizeMode
 from keepstep.group.ranks.rank_link import RankLink
@@ -18,7 +19,6 @@ from keepstep.runtime.held_signals import HeldSignals
 from keepstep.runtime.loop_thread import LoopThread
 from keepstep.state.errors import StateMismatch
 from keepstep.step.asks import Asks
-from keepstep.step.compared_layout import ComparedLayout
 from keepstep.step.evidence.failure_evidence import FailureEvidence
 from keepstep.step.evidence.repeated_error import LIMIT, OwnError, RepeatedError
 from keepstep.step.live_state import LiveState
