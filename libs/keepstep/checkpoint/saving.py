@@ -226,9 +226,8 @@ def _save(
         try:
             parts = local()
             _check_objects(parts)
-            layout = RankLayout.of(
-                parts, {key: digest_of(part) for key, part in parts.items()} if check_replicas else {}
-            )
+            digests = {key: digest_of(part) for key, part in parts.items()} if check_replicas else {}
+            layout = RankLayout.of(parts, digests)
             target.store(written(parts, facts.rank, _plan(target, facts, layout), unread))
             target.commit()
         except BaseException as error:

@@ -5,12 +5,12 @@
     wait_plan   wait for the quorum and its process group
     allreduce   start a collective
     conclude    wait for the collectives, exchange live state, vote, commit or discard
-    retry       request a quorum of the same step, and start the same collectives again (``retry_allreduce``)
     after       what the script reduces between this attempt and the next
 
 ``quorum_plan`` decides what the group does. ``step_quorum``, ``reducing/`` and ``healing`` have the waits, each with a
-deadline. An error that spoils the step is kept in ``first_error``: the step does not commit, and training goes on. An
-error that ends the process is raised, and kept in ``StepContext.fatal``.
+deadline. With ``retry_allreduce`` a step has several ``tries``. An error that spoils the step is kept in
+``first_error``: the step does not commit, and training goes on. An error that ends the process is raised, and kept in
+``StepContext.fatal``.
 """
 
 from __future__ import annotations
@@ -29,34 +29,20 @@ from keepstep.step.context import StepContext
 from keepstep.step.evidence.repeated_error import OwnError
 from keepstep.step.first_error import FirstError
 from keepstep.step.reducing.after_step import AfterStep
-from keepstep.step.reducing.collectives import Collectives
 from keepstep.step.reduction import ManagedWork, Reduction
 from keepstep.step.reporting.step_telemetry import StepTimes
-from keepstep.step.retrying import retry_rules
-from keepstep.step.retrying.kept_reductions import HANDED_OUT, at_end_of_backward
-from keepstep.step.retrying.retry_rules import FailedTry
 from keepstep.step.step_end import StepEnd
 from keepstep.step.step_quorum import HealRules, StepQuorum
+from keepstep.step.tries import Taken, Tries
 from keepstep_mesh.errors import KeepstepError, SessionClosed
 from keepstep_mesh.protocol.group_messages import RankAsk, RankVote
-from keepstep_mesh.protocol.membership import OWN, UNKNOWN, Lineage
+from keepstep_mesh.protocol.membership import UNKNOWN, Lineage
 from keepstep_mesh.telemetry.tracing.spans import COMMIT
 
 NOT_CONTINUED = (
     "a batch was drawn for the groups of this step, and start_quorum (Optimizer.zero_grad) cannot continue it: a group "
     "was lost, something was reduced already, or the arguments are others; call it with arguments before the draw"
 )
-
-NOT_REDUCED = (
-    "another rank of this group failed, or did not end as many backward passes as this one, which retry_allreduce needs"
-)
-
-NO_PIPELINE = (
-    "; with retry_allreduce the ranks of a group wait for each other at the end of a backward pass that reduces: use "
-    "retry_allreduce=False for stages of a pipeline, and for ranks with different numbers of backward passes"
-)
-
-TOO_LATE = "other groups have committed this step, so it cannot be retried"
 
 _numbers = itertools.count(1)
 
@@ -89,21 +75,16 @@ class Attempt:
         """Whether the script says that this step makes the states of all groups that take part equal."""
         self.may_overflow = False
         """Whether an infinity is no mistake: a GradScaler multiplied the gradients."""
-        self.retries = 0
-        """Number of retries of this step."""
         self._context = context
-        self._rules = rules
         self._timeout = timeout
         self._times = StepTimes(time.monotonic(), trace=context.telemetry.new_trace())
         self._first_error = FirstError(context)
         self._quorum = StepQuorum(context, rules, self._times, self._first_error)
-        self._collectives = self._new_collectives(self._times)
-        if context.kept is not None:
-            context.kept.begin()
-        self._failed: tuple[bool, Exception | None] | None = None
-        """Result of the last try, if ``finalize`` ended it: the step will not commit."""
-        self._agreed = 0
-        """Number of all-reduces that the ranks of this group agreed on: all of them succeeded."""
+        self._tries = Tries(
+            *(context, self._quorum, self._first_error, self._times),
+            take=self._take,
+            ask=lambda: context.asks.retry(timeout, allow_heal=rules.allow_heal),
+        )
         self._began_at: tuple[int, Lineage] | None = None
         """Step and lineage of this group when ``begin`` returned."""
 
@@ -179,7 +160,7 @@ class Attempt:
         and the group is still in the state in which ``begin`` left it.
         """
         context, quorum = self._context, self._quorum
-        if self.done or self.error is not None or self._collectives.started or not quorum.requested or quorum.failed:
+        if self.done or self.error is not None or self.collectives or not quorum.requested or quorum.failed:
             return False
         if self.synchronized or (context.progress.step, context.progress.lineage) != self._began_at:
             return False
@@ -188,11 +169,11 @@ class Attempt:
     @property
     def collectives(self) -> int:
         """Number of collectives that were started."""
-        return self._collectives.started
+        return self._tries.collectives.started
 
     def cancel(self) -> None:
         """End an attempt in which nothing was reduced and nothing failed, without a vote."""
-        if self.plan is not None and self.error is None and not self.done and not self._collectives.started:
+        if self.plan is not None and self.error is None and not self.done and not self.collectives:
             self.refuse_joiners("this group cancelled the step")
             self._end(self._quorum.part)
             self._context.telemetry.without_step(self._times)
@@ -229,8 +210,7 @@ class Attempt:
 
         Once the process group has failed, errors of the script count as caused by that.
         """
-        follows = self.quorum_formed and self._context.reconfigurer.failed
-        self._first_error.report(error, cause=UNKNOWN if follows else OWN)
+        self._quorum.report(error)
 
     def refuse_joiners(self, reason: str) -> None:
         """Tell the groups that heal from this one that its state does not come in this step."""
@@ -243,85 +223,20 @@ class Attempt:
 
         See ``Collectives.allreduce``.
         """
-        kept = self._context.kept
-        work = self._collectives.allreduce(reduction, None if kept is None else kept.note(reduction))
-        if kept is not None and not at_end_of_backward(self.finalize):
-            work.finalize = self.finalize if self._context.ranks.alone else self._hand_out
-        return work
+        return self._tries.allreduce(reduction)
 
     def run_collective(self, tensors: list[torch.Tensor], start: Callable[[Round], Work]) -> ManagedWork:
         """Average ``tensors`` in place with ``start``. Errors are reported, not raised. See ``Collectives.run``."""
         if self._context.kept is not None:
             self._context.kept.refuse("a codec averaged tensors, and keeps an error of its own")
-        return self._collectives.run(tensors, start)
-
-    def _new_collectives(self, times: StepTimes) -> Collectives:
-        return Collectives(self._context, times, self._first_error, self._wait_part)
-
-    def _wait_part(self) -> Part | None:
-        return None if self.wait_plan().finishing or self.error is not None else self._quorum.part
-
-    def finalize(self) -> bool:
-        """Repeat the all-reduces so far until they succeed in all ranks, before the script sees their results.
-
-        With ``retry_allreduce``: at the end of a backward pass, and in a group of one rank when the script waits.
-
-        Returns:
-            Whether the step may commit so far.
-        """
-        kept = self._context.kept
-        if kept is None or self.done or self._failed is not None:
-            return False
-        try:
-            if not self._all_succeeded():
-                with self._times.retrying():
-                    while self._failed is None:
-                        failed = self._take(self._context.timeout)
-                        if self.done or not self._goes_again():
-                            self._failed = failed
-                            break
-                        self._retry()
-                        if self._all_succeeded():
-                            break
-            kept.refuse(HANDED_OUT)
-        except SystemExit as error:  # should_commit raises it again: a backward pass must not be left by an exit
-            self.report(KeepstepError(f"leaving: {error}"))
-        except Exception as error:  # noqa: BLE001  reported: the step does not commit, training goes on
-            self.report(error)
-        return self.error is None
-
-    def _all_succeeded(self) -> bool:
-        """Wait for the all-reduces so far, and return whether those of all ranks of this group succeeded.
-
-        The ranks agree once in each backward pass that reduces. So all of them must end equally many of these.
-        """
-        started = self._collectives.started
-        if started == self._agreed and self.error is None:
-            return True
-        succeeded = self._collectives.succeeded() and self.error is None
-        if not self._context.ranks.all_ready(succeeded, advice=NO_PIPELINE):
-            if succeeded:
-                self._first_error.outvoted(NOT_REDUCED)
-            return False
-        self._agreed = started
-        return True
-
-    def _hand_out(self) -> bool:
-        """Wait for the all-reduces so far, whose results the script gets. The ranks agree in backward passes only."""
-        if self._context.kept is not None and not self.done:
-            self._context.kept.refuse(HANDED_OUT)
-        return self._collectives.succeeded() and self.error is None
+        return self._tries.collectives.run(tensors, start)
 
     # ---- the end
 
     def conclude(self, limit: timedelta) -> bool:
         """Wait for the collectives, exchange live state, vote within ``limit``. Return whether the step commits."""
         context = self._context
-        committed, unhealed = self._failed or self._take(limit)
-        with self._times.retrying():
-            while not (committed or self.done or self._failed) and self._goes_again():
-                self._retry()
-                committed, unhealed = self._take(limit)
+        committed, unhealed = self._tries.conclude(limit)
         if self.done:  # groups finish in this quorum
             return False
         self._settle(self.plan, committed=committed)
@@ -329,9 +244,9 @@ class Attempt:
             context.check_heal(unhealed)
         return committed
 
-    def _take(self, limit: timedelta) -> tuple[bool, Exception | None]:
-        """Take the step under its present quorum. Return whether it commits, and the error of this group's heal."""
-        context = self._context
+    def _take(self, limit: timedelta) -> Taken:
+        """Take the step under its present quorum, and vote within ``limit``. ``Tries`` calls this for each try."""
+        context, collectives = self._context, self._tries.collectives
         plan: QuorumPlan | None = None
         unhealed: Exception | None = None
         try:
@@ -345,12 +260,12 @@ class Attempt:
             context.follower.check(plan)
         if plan is not None and plan.finishing:
             self.end_finishing()
-            return False, None
+            return Taken(committed=False)
         committed = False
         if plan is not None:
             self._first_error.abort()  # an error may have been reported while the process group was built
-            self._collectives.end()
-            if refused := self._collectives.check_finite(plan, may_overflow=self.may_overflow):
+            collectives.end()
+            if refused := collectives.check_finite(plan, may_overflow=self.may_overflow):
                 self._first_error.vote_no(KeepstepError(refused))
             if (unhealed := self._quorum.exchange_state()) is not None:
                 self._first_error.report(unhealed, cause=UNKNOWN)
@@ -361,59 +276,7 @@ class Attempt:
             committed = self._vote(plan, limit)
             if self._times.trace is not None:
                 self._times.trace.present.phase(COMMIT, began, time.monotonic(), self.error, committed=committed)
-        return committed, unhealed
-
-    # ---- the same step again
-
-    def _goes_again(self) -> bool:
-        """Return whether all ranks of this group take the step that failed again."""
-        plan = self.plan
-        if plan is None or self._context.kept is None:
-            return False
-        own = self._first_error.own or self._collectives.write_back_failed
-        ending = self._context.fatal is not None
-        failed = FailedTry(self.retries, own, plan.behind, ending, self._context.kept.obstacle())
-        context, step, why_not = self._context, plan.max_step, retry_rules.obstacle(failed)
-        context.ranks.ended(plan.attempt)  # the poll follows the vote on this try
-        ready = context.ranks.all_ready(not why_not)
-        if why_not:
-            context.log.warning("step not retried", step=step, reason=why_not)
-        elif not ready:
-            context.log.warning("step not retried", step=step, reason="another rank of this group cannot")
-        return ready
-
-    def _retry(self) -> None:
-        """Request a quorum of the same step, and start its all-reduces again with the gradients of this group."""
-        context = self._context
-        if (failed := self.plan) is not None:
-            self._report_to_lighthouse(failed, committed=False)
-            reason = str(self.error)
-            context.log.info("retrying the step", step=failed.max_step, reason=reason)
-            context.steps.write("retried", context.progress.step, failed.quorum_id, epoch=failed.epoch, reason=reason)
-            context.telemetry.state("retrying")
-            if self._times.trace is not None:
-                self._times.trace.failed(self.error)
-        context.link.finished_step()
-        self.retries += 1
-        self._collectives = self._new_collectives(StepTimes(self._times.began, trace=self._times.trace))
-        ask = context.asks.retry(self._timeout, allow_heal=self._rules.allow_heal)
-        self._first_error.retry()
-        self._quorum.request(ask)
-        try:
-            self._quorum.heal(ask)
-            plan = self.wait_plan()
-        except SessionClosed:
-            raise
-        except Exception as error:  # noqa: BLE001  reported, unless it ends the process
-            context.raise_fatal()
-            self.report(error)
-            return
-        if plan.behind:
-            self._first_error.report(KeepstepError(TOO_LATE), cause=UNKNOWN)
-        if not plan.finishing and context.kept is not None:
-            for kept in context.kept.again():
-                kept.restore()
-                self._collectives.allreduce(kept.reduction, kept)
+        return Taken(committed, unhealed)
 
     def end_finishing(self) -> None:
         """End a quorum in which groups finish, or of a closed job: heal, if this group is behind. It commits no step.
@@ -448,11 +311,11 @@ class Attempt:
         reason = "this group began another step instead of ending this one with should_commit()"
         self.report(KeepstepError(reason))
         self.refuse_joiners(reason)
-        self._collectives.succeeded()
+        self._tries.collectives.succeeded()
         if plan is not None:
             self._vote(plan, self._context.timeout)
             if self._context.kept is not None:
-                self._goes_again()  # no; the other ranks poll this one
+                self._tries.goes_again()  # no; the other ranks poll this one
         self._settle(plan, committed=False)
 
     def _vote(self, plan: QuorumPlan, limit: timedelta) -> bool:
@@ -476,11 +339,6 @@ class Attempt:
             errors.outvoted()
         return committed
 
-    def _report_to_lighthouse(self, plan: QuorumPlan, *, committed: bool) -> None:
-        """Report this try of the step with the next request."""
-        self._context.ranks.ended(plan.attempt)
-        self._context.asks.last_step = self._collectives.report(plan, committed=committed)
-
     def _settle(self, plan: QuorumPlan | None, *, committed: bool) -> None:
         """Count the step as committed or discarded, and log it. From a commit on, signals are held back."""
         if committed:
@@ -489,14 +347,14 @@ class Attempt:
         part = quorum.part if plan is not None else (None, 0)
         self._end(part)
         if plan is not None:
-            self._report_to_lighthouse(plan, committed=committed)
-        nonfinite = self._collectives.nonfinite
-        end = StepEnd(context, self._times, plan, part[1], nonfinite, self.retries)
+            self._tries.report(plan, committed=committed)
+        nonfinite = self._tries.collectives.nonfinite
+        end = StepEnd(context, self._times, plan, part[1], nonfinite, self._tries.retries)
         if committed and plan is not None:
             quorum.begin_to_follow(plan)
             end.commit(plan, behind=plan.behind and not quorum.healed, synchronized=self.synchronized)
             if context.progress.following and context.follower is not None:
-                context.follower.followed(plan, part[1], self._collectives.finish)
+                context.follower.followed(plan, part[1], self._tries.collectives.finish)
         else:
             end.discard(str(self.error))
 

@@ -30,7 +30,8 @@ class FirstError:
         """Of ``error``, as in ``StepFailure``; empty: every group fails for this reason."""
         self._abort = ""
         """Why the process group was aborted."""
-        self._ended = False
+        self.ended = False
+        """Whether the step has ended: errors that are reported from then on have no effect."""
 
     def report(self, error: Exception, *, cause: str = OWN) -> None:
         """Report an error of this group: the step does not commit, and the process group is aborted.
@@ -52,7 +53,7 @@ class FirstError:
     @must_succeed("the report of an error")
     def _note(self, error: Exception, cause: str) -> None:
         context = self._context
-        if not self._ended and self.error is None:
+        if not self.ended and self.error is None:
             self.error, self._cause = error, cause
             self.of_this_group = OwnError.reported(error, sys._getframe(1)) if cause == OWN else None  # noqa: SLF001
             reason = f"{type(error).__name__}: {error}"
@@ -86,8 +87,8 @@ class FirstError:
         self.own = False
 
     def end(self) -> None:
-        """End the step: errors that are reported from now on have no effect."""
-        self._ended = True
+        """End the step."""
+        self.ended = True
         self._leave_evidence()
         self._context.evidence.ended()
 

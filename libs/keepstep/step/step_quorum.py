@@ -49,7 +49,7 @@ from keepstep_mesh.errors import (
 )
 from keepstep_mesh.protocol.group_messages import RankAsk
 from keepstep_mesh.protocol.lineage import is_diverged
-from keepstep_mesh.protocol.membership import UNKNOWN
+from keepstep_mesh.protocol.membership import OWN, UNKNOWN
 from keepstep_mesh.protocol.messages import Healing
 from keepstep_mesh.telemetry.tracing.spans import RECONFIGURE
 
@@ -169,6 +169,11 @@ class StepQuorum:
             ended = (concurrent.futures.CancelledError, RuntimeError)
             with contextlib.suppress(TimeoutError, *ended):  # the loop is busy, ends, or has ended
                 self._context.loop_thread.call(asyncio.sleep(0), WITHDRAW_SECONDS)
+
+    def report(self, error: Exception) -> None:
+        """Report an error of this group. Once the process group of the quorum has failed, that is the cause."""
+        follows = self.formed and self._context.reconfigurer.failed
+        self._errors.report(error, cause=UNKNOWN if follows else OWN)
 
     async def _form(self, ask: RankAsk) -> QuorumPlan:
         """Get the quorum and rebuild the process group for it. On the event-loop thread."""

@@ -1,0 +1,211 @@
+"""The tries of one step: the collectives of the present one, and the same step again after a loss.
+
+Without ``retry_allreduce`` a step has one try. With it, a try that failed because of other groups is followed by
+another one, under a quorum of the groups that are left, with the same gradients. ``retrying/retry_rules`` decides.
+
+A try is repeated before the script sees a result of it: at the end of a backward pass, and in a group of one rank also
+when the script waits for an all-reduce. What is left is repeated in ``conclude``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import NamedTuple
+
+from keepstep.group.quorum_plan import Part, QuorumPlan
+from keepstep.step.context import StepContext
+from keepstep.step.first_error import FirstError
+from keepstep.step.reducing.collectives import Collectives
+from keepstep.step.reduction import ManagedWork, Reduction
+from keepstep.step.reporting.step_telemetry import StepTimes
+from keepstep.step.retrying import retry_rules
+from keepstep.step.retrying.kept_reductions import HANDED_OUT, at_end_of_backward
+from keepstep.step.retrying.retry_rules import FailedTry
+from keepstep.step.step_quorum import StepQuorum
+from keepstep_mesh.errors import KeepstepError, SessionClosed
+from keepstep_mesh.protocol.group_messages import RankAsk
+from keepstep_mesh.protocol.membership import UNKNOWN
+
+NOT_REDUCED = (
+    "another rank of this group failed, or did not end as many backward passes as this one, which retry_allreduce needs"
+)
+
+NO_PIPELINE = (
+    "; with retry_allreduce the ranks of a group wait for each other at the end of a backward pass that reduces: use "
+    "retry_allreduce=False for stages of a pipeline, and for ranks with different numbers of backward passes"
+)
+
+TOO_LATE = "other groups have committed this step, so it cannot be retried"
+
+
+class Taken(NamedTuple):
+    """The result of one try."""
+
+    committed: bool
+    unhealed: Exception | None = None
+    """Error that broke the heal of this group."""
+
+
+class Tries:
+    """The tries of one step.
+
+    Args:
+        context: of this process.
+        quorum: of the step; each retry requests it again.
+        errors: of the step; each retry forgets them.
+        times: of the step.
+        take: takes the step under its present quorum, and votes within a limit.
+        ask: returns the request of a retry.
+    """
+
+    def __init__(
+        self,
+        context: StepContext,
+        quorum: StepQuorum,
+        errors: FirstError,
+        times: StepTimes,
+        take: Callable[[timedelta], Taken],
+        ask: Callable[[], RankAsk],
+    ) -> None:
+        self.retries = 0
+        self._context = context
+        self._quorum = quorum
+        self._errors = errors
+        self._times = times
+        self._take = take
+        self._ask = ask
+        self.collectives = self._new_collectives(times)
+        """Of the present try."""
+        self._failed: Taken | None = None
+        """Result of the last try, if ``finalize`` ended it: the step will not commit."""
+        self._agreed = 0
+        """Number of all-reduces that the ranks of this group agreed on: all of them succeeded."""
+        if context.kept is not None:
+            context.kept.begin()
+
+    def _new_collectives(self, times: StepTimes) -> Collectives:
+        return Collectives(self._context, times, self._errors, self._wait_part)
+
+    def _wait_part(self) -> Part | None:
+        return None if self._quorum.wait().finishing or self._errors.error is not None else self._quorum.part
+
+    def allreduce(self, reduction: Reduction) -> ManagedWork:
+        """Start an all-reduce in the present try. See ``Collectives.allreduce``."""
+        kept = self._context.kept
+        work = self.collectives.allreduce(reduction, None if kept is None else kept.note(reduction))
+        if kept is not None and not at_end_of_backward(self.finalize):
+            work.finalize = self.finalize if self._context.ranks.alone else self._hand_out
+        return work
+
+    def conclude(self, limit: timedelta) -> Taken:
+        """Take the step, again as often as ``retry_rules`` allow. ``limit``: of the vote of each try."""
+        taken = self._failed or self._take(limit)
+        with self._times.retrying():
+            while not (taken.committed or self._errors.ended or self._failed) and self.goes_again():
+                self._retry()
+                taken = self._take(limit)
+        return taken
+
+    def report(self, plan: QuorumPlan, *, committed: bool) -> None:
+        """Report the present try to the lighthouse, with the next request."""
+        self._context.ranks.ended(plan.attempt)
+        self._context.asks.last_step = self.collectives.report(plan, committed=committed)
+
+    # ---- before the script sees a result
+
+    def finalize(self) -> bool:
+        """Repeat the all-reduces so far until they succeed in all ranks. Return whether the step may commit so far."""
+        kept = self._context.kept
+        if kept is None or self._errors.ended or self._failed is not None:
+            return False
+        try:
+            if not self._all_succeeded():
+                with self._times.retrying():
+                    while self._failed is None:
+                        failed = self._take(self._context.timeout)
+                        if self._errors.ended or not self.goes_again():
+                            self._failed = failed
+                            break
+                        self._retry()
+                        if self._all_succeeded():
+                            break
+            kept.refuse(HANDED_OUT)
+        except SystemExit as error:  # should_commit raises it again: a backward pass must not be left by an exit
+            self._quorum.report(KeepstepError(f"leaving: {error}"))
+        except Exception as error:  # noqa: BLE001  reported: the step does not commit, training goes on
+            self._quorum.report(error)
+        return self._errors.error is None
+
+    def _all_succeeded(self) -> bool:
+        """Wait for the all-reduces so far, and return whether those of all ranks of this group succeeded.
+
+        The ranks agree once in each backward pass that reduces. So all of them must end equally many of these.
+        """
+        started = self.collectives.started
+        if started == self._agreed and self._errors.error is None:
+            return True
+        succeeded = self.collectives.succeeded() and self._errors.error is None
+        if not self._context.ranks.all_ready(succeeded, advice=NO_PIPELINE):
+            if succeeded:
+                self._errors.outvoted(NOT_REDUCED)
+            return False
+        self._agreed = started
+        return True
+
+    def _hand_out(self) -> bool:
+        """Wait for the all-reduces so far, whose results the script gets. The ranks agree in backward passes only."""
+        if self._context.kept is not None and not self._errors.ended:
+            self._context.kept.refuse(HANDED_OUT)
+        return self.collectives.succeeded() and self._errors.error is None
+
+    # ---- the same step again
+
+    def goes_again(self) -> bool:
+        """Return whether all ranks of this group take the step that failed again. Each rank calls it after a vote."""
+        context, plan = self._context, self._quorum.plan
+        if plan is None or context.kept is None:
+            return False
+        own = self._errors.own or self.collectives.write_back_failed
+        failed = FailedTry(self.retries, own, plan.behind, context.fatal is not None, context.kept.obstacle())
+        step, why_not = plan.max_step, retry_rules.obstacle(failed)
+        context.ranks.ended(plan.attempt)  # the poll follows the vote on this try
+        ready = context.ranks.all_ready(not why_not)
+        if why_not:
+            context.log.warning("step not retried", step=step, reason=why_not)
+        elif not ready:
+            context.log.warning("step not retried", step=step, reason="another rank of this group cannot")
+        return ready
+
+    def _retry(self) -> None:
+        """Request a quorum of the same step, and start its all-reduces again with the gradients of this group."""
+        context = self._context
+        if (failed := self._quorum.plan) is not None:
+            self.report(failed, committed=False)
+            reason = str(self._errors.error)
+            context.log.info("retrying the step", step=failed.max_step, reason=reason)
+            context.steps.write("retried", context.progress.step, failed.quorum_id, epoch=failed.epoch, reason=reason)
+            context.telemetry.state("retrying")
+            if self._times.trace is not None:
+                self._times.trace.failed(self._errors.error)
+        context.link.finished_step()
+        self.retries += 1
+        self.collectives = self._new_collectives(StepTimes(self._times.began, trace=self._times.trace))
+        ask = self._ask()
+        self._errors.retry()
+        self._quorum.request(ask)
+        try:
+            self._quorum.heal(ask)
+            plan = self._quorum.wait()
+        except SessionClosed:
+            raise
+        except Exception as error:  # noqa: BLE001  reported, unless it ends the process
+            context.raise_fatal()
+            self._quorum.report(error)
+            return
+        if plan.behind:
+            self._errors.report(KeepstepError(TOO_LATE), cause=UNKNOWN)
+        if not plan.finishing and context.kept is not None:
+            for kept in context.kept.again():
+                kept.restore()
+                self.collectives.allreduce(kept.reduction, kept)
