@@ -4,7 +4,7 @@ Without ``retry_allreduce`` a step has one try. With it, a try that failed becau
 another one, under a quorum of the groups that are left, with the same gradients. ``retrying/retry_rules`` decides.
 
 A try is repeated before the script sees a result of it: at the end of a backward pass, and in a group of one rank also
-when the script waits for an all-reduce. What is left is repeated in ``conclude``.
+when the script waits for an all-reduce. All other tries are repeated in ``conclude``.
 """
 
 from __future__ import annotations
