@@ -34,7 +34,7 @@ LINE, CELL, CELL_SENTENCES = 120, 110, 2
 
 EXCEPTIONS = frozenset(
     {
-        ("tests/unit/mesh/security/test_audit.py", "nobody"),  # the caller without a role in the audit log
+        ("tests/unit/keepstep_mesh/security/test_audit.py", "nobody"),  # the caller without a role in the audit log
         ("tests/unit/project/test_docs.py", "What it"),  # a heading of the README
     }
 )

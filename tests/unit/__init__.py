@@ -1,1 +1,1 @@
-"""One module at a time, a folder for each package or room."""
+"""One module at a time, a folder for each room of the product."""

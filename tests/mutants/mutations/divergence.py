@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutation import Mutation, Test, Trace
 
 LIGHTHOUSE = "services/keepstep_lighthouse"
-STEPS = "tests/unit/quorum/rules/test_steps_of_comparisons.py"
+STEPS = "tests/unit/keepstep_lighthouse/quorum/verification/test_steps_of_comparisons.py"
 SCENARIO = "tests/scenarios/test_scenarios.py::test_the_lighthouse_decides_as_the_scenario_says"
 AFTER_CHANGES = f"{SCENARIO}[49_compared_after_changes]"
 AT_THE_END = f"{SCENARIO}[50_different_at_the_end]"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutation import Mutation, Test
 
 LIGHTHOUSE = "services/keepstep_lighthouse"
-SETTINGS = "tests/unit/quorum/changes/test_core_settings.py"
+SETTINGS = "tests/unit/keepstep_lighthouse/quorum/agreement/test_common_settings.py"
 SCENARIO = "tests/scenarios/test_scenarios.py::test_the_lighthouse_decides_as_the_scenario_says"
 FINISHING = f"{SCENARIO}[35_finishing_together]"
 OTHER_ENDS = f"{SCENARIO}[36_other_last_steps]"

@@ -78,14 +78,16 @@ MUTATIONS = (
         f"{LIGHTHOUSE}/jobs/expiry.py",
         "    return NEVER if use.sessions or not use.ttl else use.used_at + use.ttl\n",
         "    return NEVER if not use.ttl else use.used_at + use.ttl\n",
-        Test("tests/unit/lighthouse/test_expiry.py::test_a_job_with_sessions_never_expires"),
+        Test("tests/unit/keepstep_lighthouse/jobs/test_expiry.py::test_a_job_with_sessions_never_expires"),
     ),
     Mutation(
         "a job expires within the reconnect grace of its groups",
         f"{LIGHTHOUSE}/jobs/expiry.py",
         "    found = [use for use in uses if due_at(use) <= now and not use.awaited]\n",
         "    found = [use for use in uses if due_at(use) <= now]\n",
-        Test("tests/unit/lighthouse/test_expiry.py::test_a_job_to_which_groups_may_come_back_does_not_expire"),
+        Test(
+            "tests/unit/keepstep_lighthouse/jobs/test_expiry.py::test_a_job_to_which_groups_may_come_back_does_not_expire"
+        ),
     ),
     Mutation(
         "the quorum_id of a deleted job is reused",

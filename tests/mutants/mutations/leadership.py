@@ -93,7 +93,7 @@ MUTATIONS = (
         "        if self._linked == leader:\n            self._linked",
         "        if True:\n            self._linked",
         Test(
-            "tests/unit/lighthouse/test_election.py::"
+            "tests/unit/keepstep_lighthouse/leadership/test_election.py::"
             "test_a_leader_is_succeeded_when_an_established_link_to_it_breaks_and_not_otherwise"
         ),
     ),

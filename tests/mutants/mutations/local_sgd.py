@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from tests.mutants.mutation import Mutation, Test
 
-NUMBERS = "tests/unit/local_sgd/test_numbers.py"
+NUMBERS = "tests/unit/keepstep/local_sgd/test_numbers.py"
 REAL_NUMBERS = "tests/services/manager/local_sgd/test_numbers_of_groups.py"
-BLOCKS = "tests/unit/local_sgd/test_blocks.py"
-STATES = "tests/unit/local_sgd/test_block_states.py"
+BLOCKS = "tests/unit/keepstep/local_sgd/test_blocks.py"
+STATES = "tests/unit/keepstep/local_sgd/test_block_states.py"
 GROUPS = "tests/services/manager/local_sgd/test_groups.py"
 
-MERGES = "tests/unit/local_sgd/test_decoupled.py::test_decoupled_groups_train_the_numbers_of_a_plain_computation"
+MERGES = (
+    "tests/unit/keepstep/local_sgd/test_decoupled.py::test_decoupled_groups_train_the_numbers_of_a_plain_computation"
+)
 
 MUTATIONS = (
     Mutation(

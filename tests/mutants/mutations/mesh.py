@@ -5,9 +5,9 @@ from __future__ import annotations
 from tests.mutants.mutation import Mutation, Seeds, Test, Trace
 
 MESH = "libs/keepstep_mesh"
-OPEN_REQUESTS = "tests/unit/mesh/session/test_open_requests.py"
+OPEN_REQUESTS = "tests/unit/keepstep/session/test_open_requests.py"
 SYNCHRONIZED = "tests/services/manager/agreement/test_synchronized.py"
-HISTORIES = "tests/unit/lighthouse/test_lineage_model.py::test_no_short_history_breaks_a_rule"
+HISTORIES = "tests/unit/keepstep_mesh/protocol/test_lineage_model.py::test_no_short_history_breaks_a_rule"
 VERIFICATION = "tests/scenarios/test_scenarios.py::test_the_lighthouse_decides_as_the_scenario_says[30_verify_replicas]"
 
 MUTATIONS = (
@@ -65,7 +65,7 @@ MUTATIONS = (
         "libs/keepstep/session/liveness.py",
         "        if self._asked is None or stalled:\n",
         "        if self._asked is None:\n",
-        Test("tests/unit/mesh/session/test_liveness.py::test_a_worker_that_slept_asks_again_instead"),
+        Test("tests/unit/keepstep/session/test_liveness.py::test_a_worker_that_slept_asks_again_instead"),
     ),
     Mutation(
         "a request is not sent again on a new connection",
@@ -94,8 +94,6 @@ MUTATIONS = (
         "libs/keepstep/session/message_channel.py",
         "                self._on_silent(now - self.link.last_received)\n",
         "                pass\n",
-        Test(
-            "tests/services/worker/test_rank_silence.py::test_a_frozen_rank_is_noticed_after_the_heartbeat_timeout[0]"
-        ),
+        Test("tests/services/group/test_rank_silence.py::test_a_frozen_rank_is_noticed_after_the_heartbeat_timeout[0]"),
     ),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutation import Mutation, Test
 
 PROBATION = "services/keepstep_lighthouse/quorum/probation"
-EVIDENCE = "tests/unit/step/test_failure_evidence.py"
+EVIDENCE = "tests/unit/keepstep/step/test_failure_evidence.py"
 OTHERS_GO_ON = "tests/simulation/test_simulation.py::test_the_others_go_on_without_an_operator_and_keep_their_pace"
 SCENARIOS = "tests/scenarios/test_scenarios.py::test_the_lighthouse_decides_as_the_scenario_says"
 
@@ -37,7 +37,9 @@ MUTATIONS = (
         f"{PROBATION}/evidence.py",
         "        pairs = peers if len(peers) == 1 else mutual\n",
         "        pairs = peers\n",
-        Test("tests/unit/quorum/rules/test_evidence.py::test_what_the_failures_of_a_round_accuse"),
+        Test(
+            "tests/unit/keepstep_lighthouse/quorum/probation/test_evidence.py::test_what_the_failures_of_a_round_accuse"
+        ),
     ),
     Mutation(
         "a first failure parts a group",

@@ -5,18 +5,18 @@ from __future__ import annotations
 from tests.mutants.mutation import Mutation, Seeds, Test, Trace
 
 LIGHTHOUSE = "services/keepstep_lighthouse"
-SETTINGS = "tests/unit/quorum/changes/test_core_settings.py"
-HEAL_ROUNDS = "tests/unit/quorum/changes/test_core_heal_rounds.py"
+SETTINGS = "tests/unit/keepstep_lighthouse/quorum/agreement/test_common_settings.py"
+HEAL_ROUNDS = "tests/unit/keepstep_lighthouse/quorum/test_heal_rounds.py"
 VERIFICATION = "tests/scenarios/test_scenarios.py::test_the_lighthouse_decides_as_the_scenario_says[30_verify_replicas]"
 
-REPORTS = "tests/unit/quorum/changes/test_step_reports.py"
+REPORTS = "tests/unit/keepstep_lighthouse/quorum/test_step_reports.py"
 SCENARIO = "tests/scenarios/test_scenarios.py::test_the_lighthouse_decides_as_the_scenario_says"
 FINISHED = f"{SCENARIO}[32_finished_jobs_do_not_start_again]"
 GOING_BACK = f"{SCENARIO}[33_going_back]"
 
 VALUES = f"{SCENARIO}[52_values_of_optimizers]"
 
-LOSSES = "tests/unit/quorum/changes/test_core_losses.py"
+LOSSES = "tests/unit/keepstep_lighthouse/quorum/presence/test_losses.py"
 
 MUTATIONS = (
     Mutation(
@@ -46,7 +46,7 @@ MUTATIONS = (
         "max(0, other.step - 1) if last",
         "other.step if last",
         Test(
-            "tests/unit/quorum/rules/test_core_names_and_layouts.py"
+            "tests/unit/keepstep_lighthouse/quorum/agreement/test_names_and_layouts.py"
             "::test_a_group_that_is_denied_learns_the_step_of_the_job"
         ),
     ),
@@ -90,7 +90,7 @@ MUTATIONS = (
         f"{LIGHTHOUSE}/quorum/stragglers.py",
         " and one.holds_newest()",
         "",
-        Test("tests/unit/quorum/changes/test_core_stragglers.py::test_a_straggler_stays_when"),
+        Test("tests/unit/keepstep_lighthouse/quorum/test_stragglers.py::test_a_straggler_stays_when"),
     ),
     Mutation(
         "the highest quorum_id that a hello may report leaves no higher one that a hello may report",
@@ -98,7 +98,7 @@ MUTATIONS = (
         "        if seen > max(limit, self._job.record.quorum_id):\n",
         "        if seen > limit:\n",
         Test(
-            "tests/unit/quorum/changes/test_core_orders.py::"
+            "tests/unit/keepstep_lighthouse/quorum/test_orders.py::"
             "test_the_highest_quorum_id_that_a_hello_may_report_does_not_refuse_the_groups_that_come_after_it"
         ),
     ),
@@ -187,14 +187,16 @@ MUTATIONS = (
         f"{LIGHTHOUSE}/quorum/presence/ports.py",
         "        if self._mislead or self._takeover.until is not None:\n",
         "        if self._mislead:\n",
-        Test("tests/unit/quorum/changes/test_core_ports.py::test_no_port_is_probed_during_a_takeover"),
+        Test("tests/unit/keepstep_lighthouse/quorum/presence/test_ports.py::test_no_port_is_probed_during_a_takeover"),
     ),
     Mutation(
         "a group that moves to another lighthouse counts as lost",
         f"{LIGHTHOUSE}/quorum/machine.py",
         "departures.move(group, now)",
         'departures.lose(group, "moved", now)',
-        Test("tests/unit/quorum/changes/test_core_sessions.py::test_moving_to_another_lighthouse_is_no_loss"),
+        Test(
+            "tests/unit/keepstep_lighthouse/quorum/presence/test_sessions.py::test_moving_to_another_lighthouse_is_no_loss"
+        ),
     ),
     Mutation(
         "a cancelled request stays open",
@@ -209,7 +211,7 @@ MUTATIONS = (
         "    goes_on = same and not failed and record.ended is None and not job.round.lost\n",
         "    goes_on = same and not failed and record.ended is None\n",
         Test(
-            "tests/unit/quorum/rules/test_core_rules.py::"
+            "tests/unit/keepstep_lighthouse/quorum/forming/test_rules.py::"
             "test_quorum_id_grows_with_another_membership_a_failed_commit_or_a_lost_member_and_else_stays"
         ),
     ),
@@ -247,7 +249,7 @@ MUTATIONS = (
         "if ban.target in (target, *incarnations)]",
         "if target in (ban.target, name_of(ban.target))]",
         Test(
-            "tests/unit/mesh/protocol/test_group_names.py::test_a_ban_and_its_readmission_reach_the_group_of_that_name_and_no_other"
+            "tests/unit/keepstep_mesh/protocol/test_group_names.py::test_a_ban_and_its_readmission_reach_the_group_of_that_name_and_no_other"
         ),
     ),
     Mutation(
@@ -359,7 +361,7 @@ MUTATIONS = (
         "    repeated = any(",
         "    repeated = False and any(",
         Test(
-            "tests/unit/quorum/rules/test_core_lineages.py::"
+            "tests/unit/keepstep_lighthouse/quorum/groups/test_lineages.py::"
             "test_a_quorum_that_goes_on_from_a_state_that_begins_anew_gets_another_quorum_id"
         ),
     ),
@@ -369,7 +371,7 @@ MUTATIONS = (
         "where_it_was == (group.step, group.lineage) and session",
         "request.step <= answer.announce.step and session",
         Test(
-            "tests/unit/quorum/rules/test_core_lineages.py::"
+            "tests/unit/keepstep_lighthouse/quorum/groups/test_lineages.py::"
             "test_a_member_above_the_step_of_an_answer_that_it_never_had_leaves_nobody_waiting"
         ),
     ),

@@ -77,7 +77,7 @@ MUTATIONS = (
         "            if decided or self._barrier.has_ended(cast):\n",
         "            if decided:\n",
         Test(
-            "tests/unit/group/test_group_core.py::"
+            "tests/unit/keepstep/group/test_group_core.py::"
             "test_a_rank_does_not_wait_in_a_poll_that_another_rank_has_left_for_the_next_vote"
         ),
     ),
@@ -128,6 +128,8 @@ MUTATIONS = (
         "libs/keepstep/group/ranks/merging.py",
         "        if key == self._refused:\n",
         "        if key == self._refused and vote.poll:\n",
-        Test("tests/unit/group/test_group_core.py::test_a_slow_rank_learns_the_no_after_the_others_have_polled"),
+        Test(
+            "tests/unit/keepstep/group/test_group_core.py::test_a_slow_rank_learns_the_no_after_the_others_have_polled"
+        ),
     ),
 )

@@ -7,7 +7,7 @@ from tests.mutants.mutation import Mutation, Test
 CHANGES = "services/keepstep_lighthouse/quorum/spares.py"
 SCENARIOS = "tests/scenarios/test_scenarios.py::test_the_lighthouse_decides_as_the_scenario_says"
 SIMULATION = "tests/simulation/test_simulation.py::test_spares_take_the_places_of_groups_that_are_lost_or_replaced[1]"
-CORE = "tests/unit/quorum/changes/test_core_spares.py"
+CORE = "tests/unit/keepstep_lighthouse/quorum/test_spares.py"
 
 MUTATIONS = (
     Mutation(

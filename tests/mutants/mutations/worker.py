@@ -7,15 +7,15 @@ from tests.mutants.mutation import Mutation, Seeds, Test, Trace
 BUFFERS = "tests/services/manager/models/test_synced_buffers.py"
 GROUPS = "tests/services/manager/agreement/test_verification.py"
 SYNCHRONIZED = "tests/services/manager/agreement/test_synchronized.py"
-HISTORIES = "tests/unit/lighthouse/test_lineage_model.py::test_no_short_history_breaks_a_rule"
+HISTORIES = "tests/unit/keepstep_mesh/protocol/test_lineage_model.py::test_no_short_history_breaks_a_rule"
 CHANGES = "tests/services/manager/steps/test_commit_and_change.py"
 ABANDONED = "tests/services/manager/steps/test_abandoned_steps.py"
 
-PLANS = "tests/unit/step/test_quorum_plan.py"
+PLANS = "tests/unit/keepstep/group/test_quorum_plan.py"
 JOINS = "tests/services/manager/test_catching_up.py"
-LINK = "tests/unit/relay_client/test_relay_link.py"
-UPLOADING = "tests/unit/relay_client/test_uploading.py"
-RELAY = "tests/unit/relay/test_relay_core.py"
+LINK = "tests/unit/keepstep/relay_client/test_relay_link.py"
+UPLOADING = "tests/unit/keepstep/relay_client/test_uploading.py"
+RELAY = "tests/unit/keepstep_relay/core/test_relay_core.py"
 
 MUTATIONS = (
     Mutation(
@@ -120,7 +120,7 @@ MUTATIONS = (
         "libs/keepstep/transfer/direct/sending/admission.py",
         "            if self.ahead(reader) >= self._at_once - self._working(now):\n",
         "            if self.ahead(reader) < 0:\n",
-        Test("tests/unit/checkpointing/test_admission.py::test_the_next_has_a_turn_when_one_ends"),
+        Test("tests/unit/keepstep/transfer/test_admission.py::test_the_next_has_a_turn_when_one_ends"),
     ),
     Mutation(
         "a group that trains behind keeps its lineage",
@@ -200,14 +200,16 @@ MUTATIONS = (
         "libs/keepstep/group/ranks/rank_lists.py",
         "        if known == self._number:\n",
         "        if known:\n",
-        Test("tests/unit/group/test_rank_lists.py::test_a_changed_list_is_sent_once_on_every_connection"),
+        Test("tests/unit/keepstep/group/test_rank_lists.py::test_a_changed_list_is_sent_once_on_every_connection"),
     ),
     Mutation(
         "a member stores a short address that older members cannot read",
         "libs/keepstep/step/reconfigurer.py",
         "        version = min(member.info.rendezvous for member in plan.members)\n",
         "        version = max(member.info.rendezvous for member in plan.members)\n",
-        Test("tests/unit/group/test_rendezvous_size.py::test_addresses_are_short_when_every_member_can_read_them"),
+        Test(
+            "tests/unit/keepstep/rendezvous/test_rendezvous_size.py::test_addresses_are_short_when_every_member_can_read_them"
+        ),
     ),
     Mutation(
         "a signal interrupts the change of the weights after a commit",
@@ -235,6 +237,8 @@ MUTATIONS = (
         "libs/keepstep/step/evidence/repeated_error.py",
         "        self._count = self._count + 1 if last is not None and own.is_same(last) else 1\n",
         "        self._count += 1\n",
-        Test("tests/unit/step/test_repeated_error.py::test_steps_that_commit_or_fail_for_another_reason_do_not"),
+        Test(
+            "tests/unit/keepstep/step/test_repeated_error.py::test_steps_that_commit_or_fail_for_another_reason_do_not"
+        ),
     ),
 )

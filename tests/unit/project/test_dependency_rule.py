@@ -74,6 +74,17 @@ def test_a_room_says_what_it_is_for_and_stays_small(package: str) -> None:
         assert len([path for path in room.glob("*.py") if not path.name.startswith("__")]) <= MOST_FILES, room
 
 
+def test_the_folders_of_the_unit_tests_are_rooms_of_the_product() -> None:
+    unit = ROOT / "tests" / "unit"
+    others = {unit / one for one in ("project", "support", "deploy")}  # the repository, the tests' own tools, its files
+    rooms = {path.parent for path in unit.rglob("test_*.py")} - others
+    assert len(rooms) >= 30
+    paths = [room.relative_to(unit) for room in rooms]
+    assert [str(one) for one in paths if not any((ROOT / top / one).is_dir() for top in ("libs", "services"))] == []
+    names = Counter(path.name for path in unit.rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
+
+
 def modules_of(package: str) -> list[str]:
     folder = folder_of(package)
     names = []

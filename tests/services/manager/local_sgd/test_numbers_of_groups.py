@@ -10,7 +10,7 @@ import torch
 
 from keepstep.local_sgd import DiLoCo
 from tests.services.manager.groups import manager, together
-from tests.unit.local_sgd.groups import Expected, inner_of, module_of, train
+from tests.unit.keepstep.local_sgd.groups import Expected, inner_of, module_of, train
 
 FORMS = [
     [((3,), torch.float32), ((2, 5), torch.float64), ((0, 4), torch.float32)],

@@ -1,0 +1,1 @@
+"""The ranks of a group, over real sockets."""

@@ -1,0 +1,1 @@
+"""Live state from group to group, without a relay."""

@@ -1,1 +1,0 @@
-"""Group servers and checkpoint transports."""

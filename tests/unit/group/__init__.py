@@ -1,1 +1,0 @@
-"""keepstep.group and keepstep.rendezvous."""

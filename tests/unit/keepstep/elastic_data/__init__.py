@@ -1,0 +1,1 @@
+"""keepstep.elastic_data."""

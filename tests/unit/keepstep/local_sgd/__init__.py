@@ -1,0 +1,1 @@
+"""keepstep.local_sgd."""

@@ -1,0 +1,1 @@
+"""keepstep.relay_client."""

@@ -1,1 +1,0 @@
-"""keepstep_lighthouse, all but the quorum."""

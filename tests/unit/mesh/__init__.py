@@ -1,1 +1,0 @@
-"""keepstep_mesh, a folder for each room."""

@@ -1,1 +1,0 @@
-"""Addresses, the event loop, sockets in forked children, web pages."""

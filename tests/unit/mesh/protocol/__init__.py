@@ -1,1 +1,0 @@
-"""Messages, their encoding, and names."""

@@ -1,1 +1,0 @@
-"""Tokens, files that are read again when they change, the audit log."""

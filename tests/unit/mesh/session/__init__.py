@@ -1,1 +1,0 @@
-"""The worker's session with the lighthouse, as a state machine."""

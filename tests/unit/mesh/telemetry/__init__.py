@@ -1,1 +1,0 @@
-"""The queue of records for the metrics service."""

@@ -1,1 +1,0 @@
-"""Threads whose start cannot hang, the watchdog, the end of a process."""

@@ -1,1 +1,0 @@
-"""keepstep.runtime and keepstep.futures."""
