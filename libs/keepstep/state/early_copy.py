@@ -26,7 +26,7 @@ SAMPLES = 64
 EARLY_COPY_SECONDS = 60.0
 """Limit of the wait for the thread, which only copies memory."""
 
-log = get_logger("keepstep.checkpointing")
+log = get_logger("keepstep.state")
 
 
 class _Copied(NamedTuple):

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-log = get_logger("keepstep.checkpointing")
+log = get_logger("keepstep.state")
 
 _ABSENT = object()
 

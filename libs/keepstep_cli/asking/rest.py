@@ -100,7 +100,10 @@ def _shown(value: Any) -> Any:
 
 
 class Lighthouse:
-    """Client of the first of ``addresses`` that answers within ``timeout`` seconds. Paths are below /v1."""
+    """Client of the first of ``addresses`` that answers within ``timeout`` seconds. Paths are below /v1.
+
+    ``told``: a lighthouse named the addresses, so send them a derived token, and not the token itself.
+    """
 
     what = "lighthouse"
     default: str | None = DEFAULT_LIGHTHOUSE
@@ -121,7 +124,6 @@ class Lighthouse:
         *,
         told: bool = False,
     ) -> None:
-        """``told``: a lighthouse named the addresses, so send them a derived token, and not the token itself."""
         from keepstep_mesh.config.settings import split_addresses
 
         try:

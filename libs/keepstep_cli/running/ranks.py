@@ -142,10 +142,12 @@ def rank_environment(
 
 
 class RankProcess:
-    """A child in its own session, so that Ctrl-C reaches only the parent. It is killed if the parent dies."""
+    """A child in its own session, so that Ctrl-C reaches only the parent. It is killed if the parent dies.
+
+    Create it on the main thread: the kernel watches the thread that forked. Raises ``OSError`` if it does not start.
+    """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start the process; raises OSError. Main thread only: the kernel watches the thread that forked."""
         parent = os.getpid()
         libc = ctypes.CDLL(None, use_errno=True)
 

@@ -39,7 +39,7 @@ class HealMeter:
         return self._moved[0]
 
     def moved(self, done: int, total: int) -> None:
-        """Note the bytes received so far and in all (``transport.Progress``). From any thread."""
+        """Note the bytes received so far and in all (``exchange.Progress``). From any thread."""
         self._moved = done, total
 
     def report(self, via: str, now: float) -> Healing:

@@ -27,7 +27,7 @@ MAX_DAMAGES = 3
 MAX_RUN_CHUNKS = 16
 """Chunks in one request, if a transfer has several streams."""
 
-log = get_logger("keepstep.checkpointing")
+log = get_logger("keepstep.transfer")
 
 
 class DirectChunks:

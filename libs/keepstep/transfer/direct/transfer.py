@@ -30,7 +30,7 @@ GIVE_BACK_SECONDS = 1.0
 WAIT_SHARE = 0.9
 """Share of the remaining time that the source may wait for the step, so that its answer arrives before the deadline."""
 
-log = get_logger("keepstep.checkpointing")
+log = get_logger("keepstep.transfer")
 
 
 class ChunkSource(Protocol):

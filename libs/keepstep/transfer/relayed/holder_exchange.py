@@ -21,7 +21,7 @@ HOLDER_REPORT_SECONDS = 0.016
 HOLDER_REPORT_SECONDS_PER_JOINER = 0.002
 BAD_REQUEST = 400
 
-log = get_logger("keepstep.checkpointing")
+log = get_logger("keepstep.transfer")
 
 
 class HolderExchange:

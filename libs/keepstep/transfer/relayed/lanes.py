@@ -25,7 +25,7 @@ LANE_POLL_SECONDS = 0.01
 CHUNK_BACKOFF = Backoff(first=0.1, most=1.0)
 NOT_FOUND, UNAVAILABLE = 404, 503
 
-log = get_logger("keepstep.checkpointing")
+log = get_logger("keepstep.transfer")
 
 
 @dataclass(frozen=True)

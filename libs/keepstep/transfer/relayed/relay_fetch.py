@@ -56,7 +56,7 @@ LINGER_IDLE_SECONDS = 0.2
 LINGER_TOGETHER_SECONDS = 0.5
 """The same if all groups wait until all have healed. ``LINGER_SHARE`` does not apply then."""
 
-log = get_logger("keepstep.checkpointing")
+log = get_logger("keepstep.transfer")
 
 
 class RelayedChunks:

@@ -39,7 +39,7 @@ END_SECONDS = 10.0
 MAX_COPIES = 3
 """A group uploads at most this many times the size of the state, even if relays report more missing chunks."""
 
-log = get_logger("keepstep.checkpointing")
+log = get_logger("keepstep.transfer")
 
 
 class Upload:

@@ -49,7 +49,7 @@ SHUTDOWN_TIMEOUT_SECONDS = 10.0
 TURN_SECONDS = 0.15
 """Longest time for which one other joiner has the uplink to itself."""
 
-log = get_logger("keepstep.checkpointing")
+log = get_logger("keepstep.transfer")
 
 
 class CheckpointServer:

@@ -18,7 +18,7 @@ QUEUE_CHECK_SECONDS = 0.5
 """Interval at which a waiting request checks whether readers with a turn have become slow."""
 LEASE_ENDED = "the lease has ended: the reader was too slow, or newer steps needed the memory"
 
-log = get_logger("keepstep.checkpointing")
+log = get_logger("keepstep.transfer")
 
 
 @dataclass(eq=False)
