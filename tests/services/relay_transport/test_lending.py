@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from keepstep.transfer.direct.peer_choice import PEERS_AT_ONCE
 from keepstep.transfer.direct.sending import http_server
 from keepstep.transfer.direct.sending.http_server import CheckpointServer
+from keepstep.transfer.peer_choice import PEERS_AT_ONCE
 from keepstep_mesh.security.tokens import ClientToken
 
 DEADLINE = 60.0

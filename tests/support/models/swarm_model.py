@@ -11,7 +11,7 @@ import random
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
-from keepstep.transfer.direct.peer_choice import PEERS_AT_ONCE, RELAY, SOURCE, Swarm
+from keepstep.transfer.peer_choice import PEERS_AT_ONCE, RELAY, SOURCE, Swarm
 
 TELL = 0.25
 LOOK = 0.15

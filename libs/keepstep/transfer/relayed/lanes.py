@@ -11,8 +11,8 @@ from typing import Any
 
 from keepstep.connection.http_connection import BrokenConnection, Connection, Endpoint, Refusal
 from keepstep.state.errors import TransferError, TransferTimeout
-from keepstep.transfer.direct.peer_choice import RELAY, SOURCE, Swarm
 from keepstep.transfer.direct.transfer import Transfer
+from keepstep.transfer.peer_choice import RELAY, SOURCE, Swarm
 from keepstep.transfer.receiving import ChunkReceiver
 from keepstep.transfer.relayed.fetch_state import MAX_FAILURES, FetchState
 from keepstep_mesh.config.logging import get_logger

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep.transfer.direct.peer_choice import (
+from keepstep.transfer.peer_choice import (
     PATIENCE_FACTOR,
     PEER_PATIENCE_SECONDS,
     PEERS_AT_ONCE,

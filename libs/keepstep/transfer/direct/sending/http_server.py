@@ -32,9 +32,9 @@ from keepstep.transfer.direct.http_requests import (
     parse_request,
     read_head,
 )
-from keepstep.transfer.direct.peer_choice import PEERS_AT_ONCE
 from keepstep.transfer.direct.sending.leases import LEASE_ENDED, Lease, Leases
 from keepstep.transfer.direct.sending.response_writer import ResponseWriter, join_short
+from keepstep.transfer.peer_choice import PEERS_AT_ONCE
 from keepstep_mesh.config.log_limiter import LogLimiter
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.net.fork_safety import open_socket
