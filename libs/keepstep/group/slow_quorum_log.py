@@ -19,8 +19,6 @@ log = get_logger("keepstep.group")
 
 SLOW_QUORUM_SECONDS = 5.0
 """A wait for a quorum that takes longer is logged."""
-REASON_LOG_SECONDS = 60.0
-"""Least time between two such lines."""
 ANSWER_SECONDS = 5.0
 """Limit for the lighthouse to answer with the reason."""
 
@@ -40,7 +38,7 @@ class SlowQuorumLog:
         self._session = session
         self._replica_id = replica_id
         self._run = run
-        self._reasons_logged = LogLimiter(REASON_LOG_SECONDS)
+        self._reasons_logged = LogLimiter()
         self._waits = 0
         self._stands_by = False
         """It was logged that this group is a spare."""

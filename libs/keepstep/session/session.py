@@ -24,7 +24,6 @@ from keepstep_mesh.security.request_errors import explained
 
 WELCOME_SECONDS = 5.0
 """Limit from the hello to the welcome."""
-UNREACHABLE_LOG_SECONDS = 10.0
 
 
 class Dialogue(Protocol):
@@ -97,7 +96,7 @@ class Session:
         self._welcomed: asyncio.Future[None]
         self._started: asyncio.Future[None]
         self._runner: asyncio.Task[None] | None = None
-        self._unreachable = LogLimiter(UNREACHABLE_LOG_SECONDS)
+        self._unreachable = LogLimiter(seconds=10.0)
 
     # ---- life
 

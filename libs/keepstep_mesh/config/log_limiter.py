@@ -6,7 +6,7 @@ from __future__ import annotations
 class LogLimiter:
     """Lets one line pass in ``seconds`` for each key. Of more than ``max_keys`` keys, the oldest are forgotten."""
 
-    def __init__(self, seconds: float, max_keys: int = 1) -> None:
+    def __init__(self, seconds: float = 60.0, max_keys: int = 1) -> None:
         self._seconds = seconds
         self._max_keys = max_keys
         self._written: dict[str, tuple[float, int]] = {}

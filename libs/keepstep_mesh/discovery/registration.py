@@ -30,7 +30,6 @@ from keepstep_mesh.security.tokens import ClientToken
 REGISTRATION_SECONDS = 5.0
 """Limit of one request, but at most a third of the time to live."""
 DEREGISTER_SECONDS = 2.0
-REGISTRATION_LOG_SECONDS = 10.0
 
 log = get_logger("keepstep.registration")
 
@@ -69,7 +68,7 @@ class Registrar:
         self._identity = identity
         self._addresses = Addresses(lighthouses)
         self._interval = registration.ttl / 3
-        self._failures_logged = LogLimiter(REGISTRATION_LOG_SECONDS)
+        self._failures_logged = LogLimiter(seconds=10.0)
 
     async def run(self) -> None:
         """Register and renew, until cancelled."""

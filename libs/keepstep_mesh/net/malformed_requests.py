@@ -9,15 +9,13 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from keepstep_mesh.config.log_limiter import LogLimiter
 
-MALFORMED_LOG_SECONDS = 60.0
-
 
 class _MalformedRequests(logging.Filter):
     """aiohttp logs each with a traceback: a port scanner would fill the log."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._limiter = LogLimiter(MALFORMED_LOG_SECONDS)
+        self._limiter = LogLimiter()
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None

@@ -28,8 +28,6 @@ MAX_BODY_BYTES = 1024 * 1024
 BODY_SECONDS = 10.0
 """Longest that the body of a request may take to come."""
 MAX_VERSION_DIGITS = 9
-REFUSAL_LOG_SECONDS = 10.0
-"""Interval of log lines about refused requests of one address; the next line counts those in between."""
 MAX_REFUSED_ADDRESSES = 1000
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -92,7 +90,7 @@ def application(
     """
     gate = _Gate(tokens, loopback, allow_hosts, places)
     app = web.Application(client_max_size=max_body_bytes, middlewares=[_problems])
-    refusals = LogLimiter(REFUSAL_LOG_SECONDS, max_keys=MAX_REFUSED_ADDRESSES)
+    refusals = LogLimiter(seconds=10.0, max_keys=MAX_REFUSED_ADDRESSES)
     for route in routes:
         app.router.add_route(route.method, route.path, _guarded(route, gate, refusals))
     return app

@@ -43,8 +43,6 @@ REFUSED_FOR_GOOD = (HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
 BATCH_SECONDS = 5.0
 BACKOFF = Backoff(first=0.5, most=15.0)
 """Before a batch is sent again after a failure."""
-FAILURE_LOG_SECONDS = 60.0
-CLOCK_LOG_SECONDS = 3600.0
 WARN_CLOCK_SECONDS = 1.0
 """A larger offset of clocks is logged."""
 
@@ -136,8 +134,8 @@ class Sender:
         self._identity = identity
         self._interval = interval
         self._outbox = Outbox()
-        self._failures_logged = LogLimiter(FAILURE_LOG_SECONDS)
-        self._clocks_logged = LogLimiter(CLOCK_LOG_SECONDS)
+        self._failures_logged = LogLimiter()
+        self._clocks_logged = LogLimiter(seconds=3600.0)
         self.clock_offset = ClockOffset()
         """Clock of the metrics service minus that of this machine."""
 

@@ -7,9 +7,6 @@ import time
 from keepstep_mesh.config.log_limiter import LogLimiter
 from keepstep_mesh.config.logging import get_logger
 
-BAD_MESSAGE_LOG_SECONDS = 1.0
-"""Shortest time between two log lines, of all jobs together: a client can invent any number of job names."""
-
 log = get_logger("keepstep.lighthouse")
 
 
@@ -18,7 +15,7 @@ class BadMessages:
 
     def __init__(self) -> None:
         self.total = 0
-        self._logged = LogLimiter(BAD_MESSAGE_LOG_SECONDS)
+        self._logged = LogLimiter(seconds=1.0)  # of all jobs together: a client can invent any number of job names
 
     def add(self, job: str, replica_id: str, reason: str) -> None:
         self.total += 1

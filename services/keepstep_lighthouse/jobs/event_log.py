@@ -38,8 +38,6 @@ MAX_FILE_BYTES = 64 * 1024 * 1024
 """Size at which the file is renamed to ``name.1``, replacing the previous one."""
 MAX_UNWRITTEN = 10_000
 """Limit of events that wait for the disk; further ones are not written to the file, and counted."""
-FAILURE_LOG_SECONDS = 60.0
-"""Shortest time between two log lines about events that were not written."""
 EVERY_JOB = "*"
 """Key that wakes the followers of all jobs in the notifier. No job can have this name."""
 
@@ -199,7 +197,7 @@ class FiledEventLog(EventLog):
         self._unwritten: deque[Happened] = deque()
         self._dropped = self._dropped_said = 0
         self._why_dropped = ""
-        self._failures = LogLimiter(FAILURE_LOG_SECONDS)
+        self._failures = LogLimiter()
         self._owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
         self._writing: asyncio.Task[None] | None = None
 

@@ -54,8 +54,6 @@ ELECTION_SECONDS = 2.0
 ALONE_SECONDS = 1.0
 """Time that workers have to connect to a new leader."""
 TERM_BACKOFF = Backoff(first=0.1, most=5.0)
-FAILURE_LOG_SECONDS = 60.0
-"""Shortest time between two log lines about terms that cannot begin."""
 
 TRY_STORE_SECONDS = 5.0
 TRIED_KEY = "tried"
@@ -193,7 +191,7 @@ class LighthouseNode:
         while True:
             await self._over.wait()
             await self._end_term(self.trouble or "the last term is over")
-            failures, limiter = 0, LogLimiter(FAILURE_LOG_SECONDS)
+            failures, limiter = 0, LogLimiter()
             while self.term is None:
                 try:
                     await self.begin_term()

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from keepstep_lighthouse.leadership.election import TRY_AGAIN_SECONDS, Election, Leader, Renew, StepDown, Take
 from keepstep_lighthouse.leadership.leader_link import LeaderLink
-from keepstep_lighthouse.leadership.term import EPOCH_KEY, STORE_LOG_SECONDS, STORE_TIMEOUT, Term, parse_epoch
+from keepstep_lighthouse.leadership.term import EPOCH_KEY, STORE_TIMEOUT, Term, parse_epoch
 from keepstep_lighthouse.store.contract import Compare, Store, StoreError, Write
 from keepstep_mesh.config.log_limiter import LogLimiter
 from keepstep_mesh.config.logging import get_logger
@@ -70,7 +70,7 @@ class Leadership:
         self._released.set()
         self._wake = asyncio.Event()
         self._look_at = 0.0
-        self._failures_logged = LogLimiter(STORE_LOG_SECONDS, max_keys=4)
+        self._failures_logged = LogLimiter(max_keys=4)
         self._notifications = 0
         """Number of changes that the watch reported."""
         self._revoking: set[asyncio.Task[None]] = set()
@@ -244,7 +244,7 @@ class Leadership:
     # ---- what is heard
 
     async def _watch(self) -> None:
-        failures_logged = LogLimiter(STORE_LOG_SECONDS, max_keys=4)
+        failures_logged = LogLimiter(max_keys=4)
         while True:
             try:
                 async with self._store.watch(LEADER_KEY) as watch:

@@ -7,7 +7,7 @@ import contextlib
 import json
 import time
 
-from keepstep_lighthouse.leadership.term import STORE_LOG_SECONDS, STORE_TIMEOUT
+from keepstep_lighthouse.leadership.term import STORE_TIMEOUT
 from keepstep_lighthouse.store.contract import Change, Store, StoreError, Write
 from keepstep_mesh.config.log_limiter import LogLimiter
 from keepstep_mesh.config.logging import get_logger
@@ -57,7 +57,7 @@ class Nodes:
             await asyncio.sleep(NODES_WATCH_RETRY_SECONDS)
 
     async def _follow(self) -> None:
-        failures_logged = LogLimiter(STORE_LOG_SECONDS, max_keys=4)
+        failures_logged = LogLimiter(max_keys=4)
         while True:
             try:
                 async with self._store.watch(PREFIX) as watch:

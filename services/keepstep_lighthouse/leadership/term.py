@@ -21,8 +21,6 @@ from keepstep_mesh.net.backoff import Backoff
 EPOCH_KEY = "epoch"
 STORE_TIMEOUT = 10.0
 """The outcome of a write that takes longer is unknown."""
-STORE_LOG_SECONDS = 60.0
-"""Shortest time between two log lines of a loop whose watch of the store fails for the same reason."""
 WRITE_BACKOFF = Backoff(first=0.05, most=1.0)
 
 log = get_logger("keepstep.lighthouse")

@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 
-from keepstep_lighthouse.leadership.term import EPOCH_KEY, STORE_LOG_SECONDS, STORE_TIMEOUT, TermOverError
+from keepstep_lighthouse.leadership.term import EPOCH_KEY, STORE_TIMEOUT, TermOverError
 from keepstep_lighthouse.registry import service_records
 from keepstep_lighthouse.registry.service_records import PREFIX, ServiceRecord
 from keepstep_lighthouse.store.contract import Change, Compare, Store, StoreError, Write, WriteFailedError
@@ -130,7 +130,7 @@ class Registry:
             await cancelled(follower)
 
     async def _follow(self) -> None:
-        failures_logged = LogLimiter(STORE_LOG_SECONDS, max_keys=4)
+        failures_logged = LogLimiter(max_keys=4)
         while True:
             try:
                 async with self._store.watch(PREFIX) as watch:

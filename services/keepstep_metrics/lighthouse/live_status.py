@@ -35,7 +35,6 @@ LOOKED_AT_SECONDS = 10.0
 RELAY_STATUS_SECONDS = 1.0
 UNDER_WAY = ("begun", "planned", "uploading")
 """States of a checkpoint at a relay."""
-FAILURE_LOG_SECONDS = 60.0
 
 log = get_logger("keepstep.metrics.lighthouse")
 
@@ -123,7 +122,7 @@ class LiveStatusPoller:
         self._hosts_of: dict[str, tuple[float, int, dict[str, str]]] = {}
         """Job -> when the hosts were asked for (monotonic), the quorum then, and the hosts."""
         self._vitals = VitalsReader(identity)
-        self._failures_logged = LogLimiter(FAILURE_LOG_SECONDS)
+        self._failures_logged = LogLimiter()
 
     def live(self, job: str) -> Live:
         """Return the last status, and poll the job from now on."""

@@ -49,8 +49,6 @@ MAX_PENDING_BYTES = 64 << 20
 """Batches in memory that wait for the disk."""
 WRITE_RETRY_SECONDS = 1.0
 """Pause after a failed write."""
-FAILURE_LOG_SECONDS = 60.0
-"""Shortest time between two log lines about failures of one kind."""
 JOURNAL_LOCK_SECONDS = 2.0
 
 log = get_logger("keepstep.metrics.store")
@@ -78,7 +76,7 @@ class Store:
         self._wake = asyncio.Event()
         self.trouble: str | None = None
         """Why the last write failed; None: it did not."""
-        self._failures = LogLimiter(FAILURE_LOG_SECONDS, max_keys=2)
+        self._failures = LogLimiter(max_keys=2)
         self.last_event = 0
         """Number of the last stored event at the start."""
 

@@ -16,8 +16,6 @@ from keepstep_relay.processes.main_process import Processes
 
 ACCEPT_RETRY_SECONDS = 1.0
 """After an error such as too many open descriptors."""
-ACCEPT_LOG_SECONDS = 60.0
-"""Shortest time between two log lines about such an error."""
 MAX_ACCEPTED = 64
 """Connections that are accepted in a row."""
 
@@ -42,7 +40,7 @@ class SharedPort(OpenPort):
         self._own: set[asyncio.BaseTransport] = set()
         """Connections of this process; closed ones too until the next is accepted."""
         self._accepting: set[asyncio.Task[None]] = set()
-        self._failures_logged = LogLimiter(ACCEPT_LOG_SECONDS)
+        self._failures_logged = LogLimiter()
 
     async def open(self, context: ssl.SSLContext | None) -> None:
         self._context = context

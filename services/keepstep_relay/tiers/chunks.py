@@ -55,8 +55,6 @@ ROOM_SECONDS = 5.0
 TRY_DISK_SECONDS = 5.0
 TRIED_BYTES = 4096
 """Written to try the disk. After a chunk was not written, a whole chunk is tried."""
-FULL_LOG_SECONDS = 60.0
-"""Shortest time between two log lines about a full disk."""
 
 log = get_logger("keepstep.relay.chunks")
 
@@ -106,7 +104,7 @@ class ChunkStore:
         """The same of the last small file."""
         self._forget = forget
         self._make_disk_room = make_disk_room
-        self._full_log = LogLimiter(FULL_LOG_SECONDS)
+        self._full_log = LogLimiter()
         self._making_room = asyncio.Lock()
         self._to_write: asyncio.Queue[bytes] = asyncio.Queue()
         self._verified: set[bytes] = set()

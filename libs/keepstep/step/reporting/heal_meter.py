@@ -10,8 +10,6 @@ REPORT_SECONDS = 0.25
 """Time between two reports to the lighthouse."""
 LONG_SECONDS = 1.0
 """The start of a heal that takes longer is logged."""
-LOG_SECONDS = 5.0
-"""Time between two log lines after that."""
 MIB = 1 << 20
 
 
@@ -30,7 +28,7 @@ class HealMeter:
         self._began = now
         self._moved = (0, 0)
         self._throughput = ThroughputMeter(now)
-        self._lines = LogLimiter(LOG_SECONDS)
+        self._lines = LogLimiter(seconds=5.0)
         self._event = "heal began"
         """The event of the next line."""
 

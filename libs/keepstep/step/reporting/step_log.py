@@ -37,8 +37,6 @@ from keepstep_mesh.config.rotation import is_moved
 log = get_logger("keepstep.step_log")
 
 STEP_LOG_ENV = "KEEPSTEP_STEP_LOG"
-LOST_LINES_LOG_SECONDS = 600.0
-"""Shortest time between two log lines about failed writes."""
 
 
 class StepLog:
@@ -53,7 +51,7 @@ class StepLog:
         self._who = {"job": job, "replica_id": replica_id, "group_rank": group_rank}
         self._lock = threading.Lock()
         self._lines = 0
-        self._failures = LogLimiter(LOST_LINES_LOG_SECONDS)
+        self._failures = LogLimiter(seconds=600.0)
         self._cut = False
         """Whether the file ends in the middle of a line."""
         self._plan: QuorumPlan | None = None

@@ -34,7 +34,6 @@ log = get_logger("keepstep.telemetry")
 
 GOODBYE_SECONDS = 1.0
 """Limit for sending the last records."""
-CALLBACK_LOG_SECONDS = 60.0
 
 OnStep = Callable[[dict[str, float], int], None]
 """Gets the scalars of a committed step, and the number of committed steps."""
@@ -90,7 +89,7 @@ class StepTelemetry:
         self._link = link
         self._asked = settings.session.addresses[0]
         self._on_step = on_step
-        self._callback_errors = LogLimiter(CALLBACK_LOG_SECONDS)
+        self._callback_errors = LogLimiter()
         self._discarded = 0
         """Number of steps discarded since the last committed one."""
         self._values: dict[str, float] = {}

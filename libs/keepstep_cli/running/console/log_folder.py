@@ -18,8 +18,6 @@ from keepstep_mesh.config.rotation import is_moved
 
 NOTES = "run"
 """``run.log`` has the messages of the supervisor."""
-LOST_LINES_LOG_SECONDS = 600.0
-"""Shortest time between two sentences about failed writes."""
 
 
 class LogFolder:
@@ -34,7 +32,7 @@ class LogFolder:
         self._files: dict[str, BinaryIO] = {}
         self._cut: set[str] = set()
         """Files that end in the middle of a line."""
-        self._failures = LogLimiter(LOST_LINES_LOG_SECONDS)
+        self._failures = LogLimiter(seconds=600.0)
         try:
             folder.mkdir(exist_ok=True)
             self._file(NOTES)

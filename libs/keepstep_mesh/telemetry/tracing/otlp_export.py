@@ -37,7 +37,6 @@ MAX_QUEUED = 8192
 MAX_BATCH = 512
 INTERVAL_SECONDS = 1.0
 """Time between two exports."""
-FAILURE_LOG_SECONDS = 60.0
 OWN_LOGGERS = ("keepstep.otel", "opentelemetry", "urllib3", "requests")
 """A failed export must not make further logs to export."""
 SEVERITIES = {
@@ -78,7 +77,7 @@ class OtlpExport:
         self._spans = trace_exporter.OTLPSpanExporter()
         self._logs = _log_exporter.OTLPLogExporter()
         self._interval = interval
-        self._failures_logged = LogLimiter(FAILURE_LOG_SECONDS)
+        self._failures_logged = LogLimiter()
         self._pid = os.getpid()
         self._queue: deque[Span | LogEntry | Callable[[], Iterable[Span]]] = deque()
         self._stopping = threading.Event()

@@ -43,8 +43,6 @@ from keepstep_mesh.threads.starting import Thread
 
 MAX_CONNECTIONS = 256
 ACCEPT_PAUSE_SECONDS = 0.1
-ACCEPT_LOG_SECONDS = 60.0
-"""Shortest time between two log lines about connections that were not accepted, and between two about too many."""
 SHUTDOWN_TIMEOUT_SECONDS = 10.0
 TURN_SECONDS = 0.15
 """Longest time for which one other joiner has the uplink to itself."""
@@ -81,7 +79,7 @@ class CheckpointServer:
         self._turns = asyncio.Semaphore(PEERS_AT_ONCE)
         self._changed = asyncio.Event()
         self._connections: set[asyncio.Task[None]] = set()
-        self._failures_logged = LogLimiter(ACCEPT_LOG_SECONDS, max_keys=2)
+        self._failures_logged = LogLimiter(max_keys=2)
         self._loop = asyncio.new_event_loop()
         self._leases = Leases(self._loop, timeout)
         self._writer = ResponseWriter(self._loop, timeout, limiter or RateLimiter(None))
