@@ -22,7 +22,7 @@ ROTATING = 2
 """``MemberInfo.rendezvous`` of members that rotate the host; older ones take the first of the cohort."""
 
 
-Part = tuple[int | None, int]
+Participation = tuple[int | None, int]
 """The number of a group among those that take part in a step (None: it does not), and their number."""
 
 
@@ -142,7 +142,7 @@ class QuorumPlan:
     def replica_ids(self) -> tuple[str, ...]:
         return tuple(member.replica_id for member in self.members)
 
-    def participation(self, mode: WorldSizeMode, min_replica_size: int, *, healed_before: bool) -> Part:
+    def participation(self, mode: WorldSizeMode, min_replica_size: int, *, healed_before: bool) -> Participation:
         """Return this group's number among those that take part (None: it does not), and their number.
 
         Args:

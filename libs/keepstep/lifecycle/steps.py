@@ -101,7 +101,7 @@ class Steps:
         attempt = self.attempt
         if attempt is None or not attempt.done or attempt.plan is None:
             attempt = self.current()
-        return attempt.part()
+        return attempt.participation()
 
     def keep(self) -> None:
         """Let only ``should_commit`` end the open step, because a batch was drawn for its groups.

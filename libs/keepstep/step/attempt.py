@@ -24,7 +24,7 @@ import torch
 from torch.distributed import Work
 
 from keepstep.collectives.codecs.codec import Round
-from keepstep.group.quorum_plan import Part, QuorumPlan
+from keepstep.group.quorum_plan import Participation, QuorumPlan
 from keepstep.step.context import StepContext
 from keepstep.step.evidence.repeated_error import OwnError
 from keepstep.step.first_error import FirstError
@@ -175,7 +175,7 @@ class Attempt:
         """End an attempt in which nothing was reduced and nothing failed, without a vote."""
         if self.plan is not None and self.error is None and not self.done and not self.collectives:
             self.refuse_joiners("this group cancelled the step")
-            self._end(self._quorum.part)
+            self._end(self._quorum.participation)
             self._context.telemetry.without_step(self._times)
 
     def withdraw(self) -> None:
@@ -195,11 +195,11 @@ class Attempt:
             self._quorum.withdraw()
         return self._quorum.answered is not None
 
-    def part(self) -> Part:
+    def participation(self) -> Participation:
         """Wait for the quorum, and return this group's part in the step."""
         if self.plan is None:
             self.wait_plan()
-        return self._quorum.part
+        return self._quorum.participation
 
     def heals_at_end(self) -> bool:
         """Wait for the quorum, and return whether this group is behind, and heals in ``conclude``."""
@@ -323,7 +323,7 @@ class Attempt:
 
         GroupFailedExit: this rank cannot learn the decision.
         """
-        context, errors, participants = self._context, self._first_error, self._quorum.part[1]
+        context, errors, participants = self._context, self._first_error, self._quorum.participation[1]
         if errors.error is None and participants < context.min_replica_size:
             few = f"{participants} groups take part, min_replica_size is {context.min_replica_size}"
             errors.vote_no(KeepstepError(few))
@@ -344,21 +344,21 @@ class Attempt:
         if committed:
             self._context.signals.hold()
         context, quorum = self._context, self._quorum
-        part = quorum.part if plan is not None else (None, 0)
-        self._end(part)
+        participation = quorum.participation if plan is not None else (None, 0)
+        self._end(participation)
         if plan is not None:
             self._tries.report(plan, committed=committed)
         nonfinite = self._tries.collectives.nonfinite
-        end = StepEnd(context, self._times, plan, part[1], nonfinite, self._tries.retries)
+        end = StepEnd(context, self._times, plan, participation[1], nonfinite, self._tries.retries)
         if committed and plan is not None:
             quorum.begin_to_follow(plan)
             end.commit(plan, behind=plan.behind and not quorum.healed, synchronized=self.synchronized)
             if context.progress.following and context.follower is not None:
-                context.follower.followed(plan, part[1], self._tries.collectives.finish)
+                context.follower.followed(plan, participation[1], self._tries.collectives.finish)
         else:
             end.discard(str(self.error))
 
-    def _end(self, part: Part) -> None:
-        self.after = AfterStep(self._context, part, self.error)
+    def _end(self, participation: Participation) -> None:
+        self.after = AfterStep(self._context, participation, self.error)
         self._first_error.end()
         self._context.link.finished_step()

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from keepstep.group.agreement import LayoutChanges, PartsMissing
-from keepstep.group.quorum_plan import Part, QuorumPlan, plan_of_closed_job
+from keepstep.group.quorum_plan import Participation, QuorumPlan, plan_of_closed_job
 from keepstep.group.ranks.merging import DisagreeError
 from keepstep.group.ranks.rank_link import Leaving
 from keepstep.runtime.exits import (
@@ -122,7 +122,7 @@ class StepQuorum:
         """Set on the event-loop thread, as soon as the quorum has formed."""
         self.plan: QuorumPlan | None = None
         """Set on the training thread, after it has waited for the quorum and its process group."""
-        self.part: Part = (None, 0)
+        self.participation: Participation = (None, 0)
         """Of this group, set with ``plan``."""
         self.allow_heal = self._rules.allow_heal
         """Whether groups heal; False if one member of the quorum does not allow it, known with the answer."""
@@ -253,7 +253,7 @@ class StepQuorum:
         if self.plan is None:
             self.plan = plan = self._answer(may_resume=may_resume)
             mode, least = context.world_size_mode, context.min_replica_size
-            self.part = plan.participation(mode, least, healed_before=self.heals_first)
+            self.participation = plan.participation(mode, least, healed_before=self.heals_first)
             if self.plan.diverged and not is_diverged(context.progress.lineage):
                 context.diverge()
                 self._name_other_values(self.plan)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import NamedTuple
 
-from keepstep.group.quorum_plan import Part, QuorumPlan
+from keepstep.group.quorum_plan import Participation, QuorumPlan
 from keepstep.step.context import StepContext
 from keepstep.step.first_error import FirstError
 from keepstep.step.reducing.collectives import Collectives
@@ -85,10 +85,10 @@ class Tries:
             context.kept.begin()
 
     def _new_collectives(self, times: StepTimes) -> Collectives:
-        return Collectives(self._context, times, self._errors, self._wait_part)
+        return Collectives(self._context, times, self._errors, self._wait_participation)
 
-    def _wait_part(self) -> Part | None:
-        return None if self._quorum.wait().finishing or self._errors.error is not None else self._quorum.part
+    def _wait_participation(self) -> Participation | None:
+        return None if self._quorum.wait().finishing or self._errors.error is not None else self._quorum.participation
 
     def allreduce(self, reduction: Reduction) -> ManagedWork:
         """Start an all-reduce in the present try. See ``Collectives.allreduce``."""

@@ -10,7 +10,7 @@ import torch
 from torch.distributed import Work
 
 from keepstep.collectives.codecs.codec import Round
-from keepstep.group.quorum_plan import Part, QuorumPlan, make_plan
+from keepstep.group.quorum_plan import Participation, QuorumPlan, make_plan
 from keepstep.step.attempt import Attempt
 from keepstep.step.context import StepContext
 from keepstep.step.reducing.after_step import AfterStep
@@ -19,7 +19,7 @@ from keepstep.step.step_quorum import HealRules
 from keepstep_mesh.protocol.membership import Member, MemberInfo, Quorum
 
 ALONE = 0, 1
-"""As ``Attempt.part``."""
+"""As ``Attempt.participation``."""
 
 
 class RehearsedStep(Attempt):
@@ -40,7 +40,7 @@ class RehearsedStep(Attempt):
     def wait_plan(self) -> QuorumPlan:
         return self._alone
 
-    def part(self) -> Part:
+    def participation(self) -> Participation:
         return ALONE
 
     def allreduce(self, reduction: Reduction) -> ManagedWork:

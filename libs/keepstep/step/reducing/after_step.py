@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 
-from keepstep.group.quorum_plan import Part
+from keepstep.group.quorum_plan import Participation
 from keepstep.step.context import StepContext
 from keepstep.step.reducing.collectives import Collectives
 from keepstep.step.reduction import ManagedWork, Reduction
@@ -20,22 +20,22 @@ class AfterStep:
 
     Args:
         context: of this process.
-        part: of this group in the step. Without any group that took part, no collective does anything.
+        participation: of this group in the step. Without any group that took part, no collective does anything.
         error: why the step was discarded; None: it was committed.
     """
 
-    def __init__(self, context: StepContext, part: Part, error: Exception | None = None) -> None:
+    def __init__(self, context: StepContext, participation: Participation, error: Exception | None = None) -> None:
         self.error = error
         """Of the step, else of the first collective that failed; all later ones do nothing."""
         self._context = context
-        self._part = part
+        self._participation = participation
         self._collectives: Collectives | None = None
         """None: none was started."""
 
     def allreduce(self, reduction: Reduction) -> ManagedWork:
         """Reduce a tensor in place. See ``Collectives.allreduce``."""
         if self._collectives is None:
-            part = self._part if self._part[1] else None
+            part = self._participation if self._participation[1] else None
             self._collectives = Collectives(self._context, StepTimes(time.monotonic()), self, lambda: part)
         return self._collectives.allreduce(reduction)
 

@@ -20,7 +20,7 @@ from torch.distributed import ReduceOp
 
 from keepstep.collectives.all_reduce import all_reduce
 from keepstep.collectives.codecs.codec import Round
-from keepstep.group.quorum_plan import Part, QuorumPlan
+from keepstep.group.quorum_plan import Participation, QuorumPlan
 from keepstep.process_group.works import writing
 from keepstep.step.context import StepContext
 from keepstep.step.reducing.neutral_elements import neutral_element
@@ -53,17 +53,21 @@ class Collectives:
         context: of this process.
         times: when the last collective began is written here.
         errors: gets the errors.
-        wait_part: waits for the quorum, and returns this group's part in the step. None: nothing is reduced in it.
+        wait_participation: waits for the quorum, and returns that of this group in the step. None: nothing is reduced.
     """
 
     def __init__(
-        self, context: StepContext, times: StepTimes, errors: Errors, wait_part: Callable[[], Part | None]
+        self,
+        context: StepContext,
+        times: StepTimes,
+        errors: Errors,
+        wait_participation: Callable[[], Participation | None],
     ) -> None:
         self._context = context
         self._times = times
         self._errors = errors
-        self._wait_part = wait_part
-        self._part: Part | None = None
+        self._wait_participation = wait_participation
+        self._participation: Participation | None = None
         """Known once the first collective was started."""
         self._works: list[ManagedWork] = []
         self._contributed: list[torch.Tensor] = []
@@ -113,10 +117,10 @@ class Collectives:
         """
         errors = self._errors
         try:
-            if self._part is None and errors.error is None:
-                self._part = self._wait_part()
-            if self._part is not None and errors.error is None:
-                rank, world = self._part
+            if self._participation is None and errors.error is None:
+                self._participation = self._wait_participation()
+            if self._participation is not None and errors.error is None:
+                rank, world = self._participation
                 return start(rank is not None, world, *arguments)
         except SystemExit as error:  # should_commit raises it again: a backward pass must not be left by an exit
             errors.report(KeepstepError(f"leaving: {error}"))
