@@ -32,6 +32,7 @@ from keepstep.runtime.exits import (
     StartRefusedExit,
 )
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS
+from keepstep.state.errors import StatesMissing
 from keepstep.step.context import StepContext
 from keepstep.step.first_error import FirstError
 from keepstep.step.healing import StateExchange
@@ -410,7 +411,7 @@ class StepQuorum:
                 self._context.log.warning("heal failed", step=plan.max_step, tried=tried + 1, reason=str(error))
                 self._context.check_heal(error)
                 failed.append(error)
-            if plan.finishing:
+            if plan.finishing or isinstance(error, StatesMissing):  # the script may register them before the next step
                 if failed:
                     self._errors.report(failed[-1], cause=UNKNOWN)
                 return
