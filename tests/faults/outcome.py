@@ -15,9 +15,8 @@ COLUMNS = (
     "times",
     "what must hold",
     "gap between commits: p50 / p95 / worst",
-    "trainers that exited",
-    "history",
-    "weights",
+    "checked history",
+    "compared weights",
 )
 
 
@@ -91,7 +90,7 @@ class Outcome:
     def cells(self) -> tuple[str, ...]:
         gaps = " / ".join(f"{of(self.seconds):.2f}" for of in STATISTICS.values()) if self.seconds else "none"
         limit = [f"gap: {self.limit}"] if self.limit else []
-        history = f"no violation in {_count(self.steps, 'step')}, {_count(self.epochs, 'epoch')}"
+        history = f"{_count(self.steps, 'step')}, {_count(self.epochs, 'epoch')}"
         if self.violations or not self.steps:
             history = _count(self.violations, "violation") if self.steps else "not checked"
         return (
@@ -99,9 +98,8 @@ class Outcome:
             f"{len(self.seconds)}",
             "; ".join([self.holds, *limit]),
             f"{gaps} s",
-            ", ".join(self.exited) or "none",
             history,
-            "**broken**" if self.broken else f"identical ({self.compared:,} compared)",
+            "**broken**" if self.broken else f"{self.compared:,}",
         )
 
 
