@@ -40,10 +40,6 @@ MAX_SESSIONS = 64
 MAX_TABLE_BYTES = 4 << 20
 """Limit of what the two members of a session store at the rendezvous."""
 MAX_ANSWER_BYTES = 4096
-RETRY_AFTER_SECONDS = 1.0
-"""Advice to a client that found no free session."""
-SESSION_END_SECONDS = 10.0
-"""Limit for the threads of all sessions to end at the shutdown."""
 SERVER_RANK, CLIENT_RANK, MEMBERS = 0, 1, 2
 
 
@@ -188,7 +184,7 @@ class ParameterServer(ABC):
         finally:
             for session in sessions:
                 session.abort("the parameter server was shut down")
-            deadline = time.monotonic() + SESSION_END_SECONDS
+            deadline = time.monotonic() + 10.0
             for session in sessions:
                 if not session.joined(deadline):
                     log.warning("forward has not returned; its thread goes on", session=session.id)
@@ -209,7 +205,7 @@ class ParameterServer(ABC):
                 return Problem(HTTPStatus.SERVICE_UNAVAILABLE, "the parameter server shuts down").response()
             if len(self._sessions) >= self._max_sessions:
                 detail = f"too many sessions (max_sessions={self._max_sessions}); try again when one has ended"
-                return Problem(HTTPStatus.SERVICE_UNAVAILABLE, detail, retry_after=RETRY_AFTER_SECONDS).response()
+                return Problem(HTTPStatus.SERVICE_UNAVAILABLE, detail, retry_after=1.0).response()
             session.thread.start()
             self._sessions[session.id] = session
         return web.json_response({"session_id": session.id})

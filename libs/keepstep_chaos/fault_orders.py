@@ -31,7 +31,6 @@ SOCKET_NAME = re.compile(r"keepstep-chaos-(\d+)-\d+\.sock")
 ORDER_SECONDS = 5.0
 MAX_ORDER_BYTES = 1000
 LONGEST_FAULT_SECONDS = 600.0
-ORDERS_STOP_SECONDS = 5.0
 CLOCK_JUMP_SECONDS = 3600.0
 _clock = threading.Lock()
 _numbers = count(1)
@@ -101,7 +100,7 @@ class FaultOrders:
                 if one is not None:
                     with contextlib.suppress(OSError):
                         one.shutdown(socket.SHUT_RDWR)
-        self._thread.join(ORDERS_STOP_SECONDS)
+        self._thread.join(5.0)
         self._listener.close()
         self._path.unlink(missing_ok=True)
 

@@ -38,12 +38,9 @@ from keepstep_mesh.serving.embedded import Embedded
 from keepstep_mesh.serving.process import Hosted
 from keepstep_mesh.serving.service import Endpoint, Service
 from keepstep_mesh.telemetry.record_sender import Sender
+from keepstep_mesh.telemetry.tracing.exporting import GOODBYE_SECONDS
 
 MAX_SESSIONS = 20_000
-EVENT_BATCH_SECONDS = 0.1
-"""Pause between two batches of events for the metrics service."""
-GOODBYE_SECONDS = 1.0
-"""Time limit of the last batch."""
 
 __all__ = ["Lighthouse", "LighthouseSettings"]
 
@@ -57,9 +54,7 @@ class Lighthouse(LighthouseNode, Embedded):
         LighthouseNode.__init__(self, settings, store_at(settings.store), events)
         Embedded.__init__(self, "lighthouse", settings)
         self._identity = Identity(settings.own_token, settings.peer_tls)
-        self._sender = Sender(
-            "lighthouse", self.node, self.metrics_address, self._identity, interval=EVENT_BATCH_SECONDS
-        )
+        self._sender = Sender("lighthouse", self.node, self.metrics_address, self._identity, interval=0.1)
         self._forwarding = Forwarding(self.leader_elsewhere, settings.peer_tls)
 
     def routes(self) -> list[Route]:

@@ -30,7 +30,6 @@ from keepstep_metrics.settings import MetricsSettings
 from keepstep_metrics.storage.event_store import Store
 
 FILE = "metrics.sqlite"
-TIDY_SECONDS = 30.0
 MAX_JOURNAL_BYTES = 128 << 20
 """A larger journal is replaced by a snapshot before the next one is due."""
 
@@ -111,7 +110,7 @@ class Metrics(MetricsNode, Embedded):
     async def _tidy(self) -> None:
         snapshot_at = time.monotonic()
         while True:
-            await asyncio.sleep(min(TIDY_SECONDS, self.settings.snapshot_every))
+            await asyncio.sleep(min(30.0, self.settings.snapshot_every))
             self.core.forget_before(time.time() - KEPT_SECONDS)
             for job in self.live_change_counts.keys() - self.core.jobs.keys():
                 del self.live_change_counts[job]

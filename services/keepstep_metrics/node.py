@@ -12,7 +12,7 @@ from keepstep_mesh.protocol.telemetry_records import Batch
 from keepstep_mesh.serving.notifier import Notifier
 from keepstep_mesh.serving.server_sent_events import EventStreams
 from keepstep_metrics.history.machine import MetricsCore
-from keepstep_metrics.lighthouse.live_status import Live, LiveStatusPoller
+from keepstep_metrics.lighthouse.live_status import LiveStatusPoller
 from keepstep_metrics.settings import MetricsSettings
 from keepstep_metrics.storage.event_store import Store
 
@@ -63,9 +63,6 @@ class MetricsNode:
             for job in {batch.head.job, *(job for job, _ in events)}:
                 self.notifier.notify(job)
         return taken
-
-    def live(self, job: str) -> Live:
-        return self.asker.live(job)
 
     def live_changes(self, job: str) -> int:
         """Return a number that grows when the lighthouse's live status of the job changes."""

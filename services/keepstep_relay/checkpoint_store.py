@@ -49,8 +49,6 @@ from keepstep_relay.tiers.durable_tier import DurableTier
 
 COMMIT_SECONDS = 600.0
 """A request for a commit that is already under way waits for it this long."""
-TICK_FAULT_PAUSE_SECONDS = 1.0
-"""Between two ticks after a fault."""
 DEADLINE_PAUSE_SECONDS = 0.05
 """Events of this time share a look at all checkpoints for the next deadline."""
 RECORD = -1
@@ -339,7 +337,7 @@ class CheckpointStore:
                     self.step(Tick())
                 except Exception:
                     log.exception("fault in a tick")
-                    await asyncio.sleep(TICK_FAULT_PAUSE_SECONDS)
+                    await asyncio.sleep(1.0)
             else:
                 await asyncio.sleep(DEADLINE_PAUSE_SECONDS)
 

@@ -1,4 +1,4 @@
-"""The import hook that finds ``torchft`` and its modules in keepstep."""
+"""The import hook that finds ``torchft`` and its modules in keepstep, and what keepstep does not have of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,38 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import NoReturn
 
-from keepstep.compat import absent
+MODULES = {
+    "_torchft": "keepstep.coordination has its classes",
+    "otel": "KEEPSTEP_OTEL exports spans and logs, see docs/telemetry.md",
+    "torchcomms": "use a process group of keepstep.process_group",
+    "utils": "torch.accelerator has streams and synchronize for every device",
+}
+"""Modules of torchft."""
+
+NAMES = {
+    "coordination": {
+        "Timestamp": "Quorum.created is a number, in seconds of Unix time",
+        "lighthouse_main": "run the command `keepstep lighthouse`",
+    },
+    "manager": {
+        "ExceptionWithTraceback": "Manager.errored() returns the exception itself",
+        "extract_trailing_digits": "read the number of the group from the variable REPLICA_GROUP_ID",
+        "get_timeout": "the Manager itself reads its limits from the environment",
+    },
+    "process_group": {
+        "create_store_client": "use torch.distributed.TCPStore and PrefixStore",
+        "trigger_nccl_fr_trace_through_pipe": "write to the pipe that TORCH_NCCL_DEBUG_INFO_PIPE_FILE names",
+    },
+}
+"""Names of torchft, by the module that has them."""
+
+VARIABLES = {
+    "TORCHFT_OTEL_RESOURCE_ATTRIBUTES_JSON": "keepstep has no OpenTelemetry; its metrics service records every step",
+    "TORCHFT_TRIGGER_FR_ON_ABORT": "keepstep does not ask NCCL's flight recorder for a trace",
+    "TORCHFT_USE_BUCKETIZATION": "pass use_bucketization=True to DiLoCo",
+    "TORCHFT_USE_OTEL": "keepstep has no OpenTelemetry; its metrics service records every step",
+}
+"""Environment variables of torchft that have no effect. Every other one of torchft does what it does there."""
 
 
 class TorchftFinder(MetaPathFinder):
@@ -29,7 +60,7 @@ class TorchftFinder(MetaPathFinder):
             return None
         own = importlib.util.find_spec(f"keepstep.{name}" if name else "keepstep")
         if own is None:
-            raise ModuleNotFoundError(absent.of_module(name), name=fullname)
+            raise ModuleNotFoundError(of_module(name), name=fullname)
         spec = ModuleSpec(fullname, _SameModule(own.name, name), origin=own.origin)
         spec.submodule_search_locations = own.submodule_search_locations
         return spec
@@ -57,13 +88,13 @@ class _SameModule(Loader):
         module.__spec__ = self._own_spec  # the import system has set that of torchft
         if not self._name:
             log_variables()
-        if self._name in absent.NAMES:
+        if self._name in NAMES:
             vars(module).setdefault("__getattr__", partial(_refuse, self._name))
 
 
 def _refuse(module: str, name: str) -> NoReturn:
     """Raise an ImportError for a name that only torchft has: it is all that ``from ... import ...`` shows."""
-    if (reason := absent.of_name(module, name)) is not None:
+    if (reason := of_name(module, name)) is not None:
         raise ImportError(reason, name=f"torchft.{module}")
     raise AttributeError(f"module 'keepstep.{module}' has no attribute {name!r}")
 
@@ -73,6 +104,18 @@ def log_variables() -> None:
     from keepstep_mesh.config.logging import get_logger  # noqa: PLC0415  the finder is there within milliseconds
 
     log = get_logger("keepstep.compat")
-    for name, reason in absent.VARIABLES.items():
+    for name, reason in VARIABLES.items():
         if os.environ.get(name):
             log.warning("variable of torchft has no effect", variable=name, reason=reason)
+
+
+def of_module(path: str) -> str:
+    """Return why ``torchft.<path>`` cannot be imported."""
+    instead = MODULES.get(path, "docs/parity.md lists the public names of torchft")
+    return f"keepstep, which stands in for torchft, has no module {path!r}: {instead}"
+
+
+def of_name(module: str, name: str) -> str | None:
+    """Return why ``torchft.<module>`` has no ``name``; None if torchft does not have it either."""
+    instead = NAMES.get(module, {}).get(name)
+    return instead and f"keepstep, which stands in for torchft, has no {module}.{name}: {instead}"

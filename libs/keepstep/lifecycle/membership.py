@@ -7,6 +7,7 @@ import contextlib
 from typing import NoReturn
 
 from keepstep.group.group_link import LinkSettings
+from keepstep.group.group_server import LEAVE_SECONDS
 from keepstep.runtime.exits import (
     EvictedExit,
     PrintedExit,
@@ -19,9 +20,6 @@ from keepstep.step.context import StepContext
 from keepstep_mesh.errors import Drained, KeepstepError
 from keepstep_mesh.exit_codes import EXIT_GROUP_FAILED
 from keepstep_mesh.protocol.messages import Drain, Evicted, MemberLost, RoundBroken
-
-LEAVE_SECONDS = 5.0
-"""Limit for the lighthouse to confirm that the group leaves."""
 
 
 class GroupMembership:

@@ -37,8 +37,6 @@ MAX_ANSWER_BYTES = 256 << 20
 MAX_REASON_BYTES = 500
 MAX_NAMED_KEYS = 4
 """Limit of keys that an error lists."""
-RETRY_SECONDS = 0.02
-"""Interval between attempts to reach a host that does not listen yet."""
 _REPEATABLE = frozenset({"wait", "check", "items", "set"})
 
 
@@ -339,7 +337,7 @@ class _RemoteTable:
                     raise TimeoutError(
                         f"the rendezvous host {self._peer} was not reachable in time: {error}"
                     ) from error
-            self._aborted.wait(RETRY_SECONDS)
+            self._aborted.wait(0.02)
 
     def _connect(self, deadline: float) -> http.client.HTTPConnection:
         family, kind, protocol, _, peer = self._look_up(deadline)[0]

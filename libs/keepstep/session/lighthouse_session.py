@@ -49,9 +49,6 @@ from keepstep_mesh.security.tls import as_safe
 
 log = get_logger("keepstep.session")
 
-LIVENESS_POLL_SECONDS = 0.01
-"""Interval at which ``probe`` checks for a message."""
-
 
 class LighthouseSession:
     """The session of one group. Call all methods on the event loop on which it was started.
@@ -172,7 +169,7 @@ class LighthouseSession:
                             asked.ping()
                         elif asked.last_received >= began:
                             return
-                    await asyncio.sleep(LIVENESS_POLL_SECONDS)
+                    await asyncio.sleep(0.01)
         except TimeoutError:
             raise TimeoutError(f"no answer within {timeout:g} s: {self.why()}") from None
         raise self._session.error

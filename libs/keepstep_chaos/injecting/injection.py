@@ -29,7 +29,6 @@ SLOW_STOPPED_SECONDS, SLOW_RUNNING_SECONDS = 0.08, 0.02
 """A slow process runs a fifth of the time."""
 ACT_END_SECONDS = 60.0
 """Maximum time from a polite request to the end of a process."""
-ACT_LOOK_SECONDS = 0.02
 REASON = "keepstep chaos"
 
 
@@ -388,4 +387,4 @@ async def _ended(pids: list[int]) -> None:
     """Wait until the processes have ended. Raises TimeoutError."""
     async with asyncio.timeout(ACT_END_SECONDS):
         while any(map(process_table.alive, pids)):  # noqa: ASYNC110 - the kernel tells only their parents
-            await asyncio.sleep(ACT_LOOK_SECONDS)
+            await asyncio.sleep(0.02)

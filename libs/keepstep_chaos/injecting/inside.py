@@ -12,7 +12,6 @@ from keepstep_chaos.fault_orders import LONGEST_FAULT_SECONDS, SOCKET_NAME
 from keepstep_chaos.observing.process_table import GONE, PROC
 from keepstep_mesh.faults import CHAOS_ENV
 
-CONNECT_SECONDS = 5.0
 ORDERED_FAULT_SECONDS = 45.0
 """Longest wait for an answer, after the time of the fault: an order waits for a step."""
 
@@ -48,7 +47,7 @@ async def order(pids: Sequence[int], kind: str, seconds: float) -> None:
     if path is None:
         raise OrderError(str(why_not(pids)))
     seconds = min(seconds, LONGEST_FAULT_SECONDS)
-    async with asyncio.timeout(CONNECT_SECONDS):
+    async with asyncio.timeout(5.0):
         reader, writer = await asyncio.open_unix_connection(path)
     try:
         async with asyncio.timeout(seconds + ORDERED_FAULT_SECONDS):

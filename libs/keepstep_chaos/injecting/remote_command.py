@@ -19,7 +19,6 @@ COMMAND_END_SECONDS = 10.0
 """From a signal to the end of a command; the next signal follows then."""
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 """SIGINT first: at SIGTERM, srun has Slurm kill what it started, so that a fault would not be undone."""
-COMMAND_LOOK_SECONDS = 0.02
 MAX_REASON = 300
 
 
@@ -61,7 +60,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):  # they have ended, or run as another user
             os.killpg(process.pid, number)
             while time.monotonic() < until:
-                await asyncio.sleep(COMMAND_LOOK_SECONDS)
+                await asyncio.sleep(0.02)
                 os.killpg(process.pid, 0)
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(process.wait(), COMMAND_END_SECONDS)

@@ -56,10 +56,6 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else WIDE, highlight=False, emoji=False)
 
 
-def _print(what: object) -> None:
-    console().print(what)
-
-
 def table_of(*columns: str, fold: Collection[str]) -> Table:
     """Only the columns of ``fold`` may be broken where the terminal is narrow."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
@@ -71,12 +67,12 @@ def table_of(*columns: str, fold: Collection[str]) -> Table:
 def show_cluster(cluster: dict[str, Any]) -> None:
     for node in cluster["nodes"]:
         role = f"leads, epoch {node['epoch']}" if node["leads"] else node["trouble"] or "stands by"
-        _print(escape(f"lighthouse {node['address']}: {role}"))
+        console().print(escape(f"lighthouse {node['address']}: {role}"))
     store = cluster["store"]
-    _print(escape(f"store {store['kind']}: {store['trouble'] or 'works'}"))
+    console().print(escape(f"store {store['kind']}: {store['trouble'] or 'works'}"))
     for service in cluster["services"]:
         details = ", ".join(_service_detail(name, value) for name, value in service["details"].items())
-        _print(escape(f"{service['kind']} {service['name']} {service['address']}  {details}".rstrip()))
+        console().print(escape(f"{service['kind']} {service['name']} {service['address']}  {details}".rstrip()))
 
 
 def _service_detail(name: str, value: Any) -> str:
@@ -96,7 +92,7 @@ def show_jobs(jobs: list[dict[str, Any]], lighthouse: str | None) -> None:
     """``lighthouse``: where they are."""
     if not jobs:
         flag = f"--lighthouse {lighthouse} " if lighthouse else ""
-        _print(escape(f"no jobs yet; start one with: keepstep run {flag}--replicas 2 -- train.py"))
+        console().print(escape(f"no jobs yet; start one with: keepstep run {flag}--replicas 2 -- train.py"))
         return
     names = ("job", "state", "for", "step", "steps/s", "last commit", "groups", "needs", "banned")
     table = table_of(*names, fold={"banned"})
@@ -114,10 +110,10 @@ def show_jobs(jobs: list[dict[str, Any]], lighthouse: str | None) -> None:
             *map(str, (job["healthy"], job["policy"]["min_replicas"])),
             escape(banned),
         )
-    _print(table)
+    console().print(table)
     for job in jobs:
         if why := job["state"]["why"]:
-            _print(escape(short(f"{job['job']}: {why}")))
+            console().print(escape(short(f"{job['job']}: {why}")))
 
 
 def show_replicas(replicas: list[dict[str, Any]], *, wide: bool = False) -> None:
@@ -140,14 +136,14 @@ def show_replicas(replicas: list[dict[str, Any]], *, wide: bool = False) -> None
             escape(one["host"] or "-"),
             *(_wide_cells(one) if wide else ()),
         )
-    _print(table)
+    console().print(table)
     # Why one waits or is gone has no place beside all that: a terminal may have 80 columns.
     for one in replicas:
         for sentence in _remarks(one):
             whose = "" if sentence.startswith(one["replica_id"]) else f"{one['replica_id']}: "
-            _print(escape(short(whose + sentence)))
+            console().print(escape(short(whose + sentence)))
     if difference := runtime_difference(replicas):
-        _print(escape(f"warning: {difference}"))
+        console().print(escape(f"warning: {difference}"))
 
 
 def _wide_cells(replica: dict[str, Any]) -> tuple[str, ...]:
@@ -206,12 +202,12 @@ def show_facts(facts: dict[str, Any]) -> None:
         else:
             text = str(value)
         table.add_row(FACTS.get(name, name.replace("_", " ")), escape(text or "-"))
-    _print(table)
+    console().print(table)
 
 
 def show_checkpoints(checkpoints: list[dict[str, Any]]) -> None:
     if not checkpoints:
-        _print("no checkpoints of this job")
+        console().print("no checkpoints of this job")
         return
     table = table_of(
         "checkpoint", "step", "kind", "state", "ranks", "size", "chunks", "lacking", "where", "begun", fold={"where"}
@@ -230,7 +226,7 @@ def show_checkpoints(checkpoints: list[dict[str, Any]]) -> None:
             ", ".join(tier for tier, some in tiers.items() if some),
             datetime.fromtimestamp(one["begun"]).astimezone().strftime("%Y-%m-%d %H:%M:%S"),
         )
-    _print(table)
+    console().print(table)
 
 
 def show_ranks(ranks: list[dict[str, Any]]) -> None:
@@ -247,7 +243,7 @@ def show_ranks(ranks: list[dict[str, Any]]) -> None:
             str(one["lacking"]),
             "yes" if one["reported"] else "no",
         )
-    _print(table)
+    console().print(table)
 
 
 def show_policy(policy: dict[str, Any]) -> None:
@@ -255,12 +251,12 @@ def show_policy(policy: dict[str, Any]) -> None:
     for name, value in policy.items():
         number = seconds_text(value) if name.endswith(("_timeout", "_grace", "_ttl")) else str(value)
         table.add_row(name.replace("_", " "), "the heartbeat timeout" if value is None else number)
-    _print(table)
+    console().print(table)
 
 
 def show_quorum(quorum: dict[str, Any], *, explain: bool) -> None:
     age = "" if quorum["age_seconds"] is None else f", {seconds_text(quorum['age_seconds'])} old"
-    _print(
+    console().print(
         escape(
             f"job {quorum['job']}: quorum {quorum['quorum_id']} of epoch {quorum['epoch']}{age}, step {quorum['step']}"
         )
@@ -271,20 +267,20 @@ def show_quorum(quorum: dict[str, Any], *, explain: bool) -> None:
         table.add_row(escape(short(member)), "yes" if member in asking else "no")
     for joiner in sorted(asking - set(quorum["members"])):
         table.add_row(escape(f"{short(joiner)} (joins)"), "yes")
-    _print(table)
+    console().print(table)
     if explain:
         reason = quorum["reason"]
         if (sentence := healthy_sentence(quorum)) is not None:
-            _print(sentence)
-        _print(escape(f"{reason['code']}: {short(reason['sentence'])}"))
+            console().print(sentence)
+        console().print(escape(f"{reason['code']}: {short(reason['sentence'])}"))
         for name, number in reason["numbers"].items():
-            _print(escape(f"  {name.replace('_', ' ')}: {number:g}"))
+            console().print(escape(f"  {name.replace('_', ' ')}: {number:g}"))
         for one in quorum.get("spares", ()):
-            _print(escape(short(f"spare: {one}")))
+            console().print(escape(short(f"spare: {one}")))
         for one in quorum.get("replacing", ()):
-            _print(escape(short(f"leaves when a spare has its place: {one}")))
+            console().print(escape(short(f"leaves when a spare has its place: {one}")))
         for one in quorum.get("gone", ()):
-            _print(escape(short(f"gone: {one}")))
+            console().print(escape(short(f"gone: {one}")))
 
 
 def healthy_sentence(quorum: dict[str, Any]) -> str | None:
@@ -307,22 +303,22 @@ def show_comparison(comparison: dict[str, Any]) -> None:
     for replica_id, root in sorted([*rows, *((one, "-") for one in comparison["missing"])]):
         said = "differs" if replica_id in comparison.get("diverged", ()) else ""
         table.add_row(escape(short(replica_id)), escape(root[:ROOT_CHARACTERS]), said)
-    _print(table)
+    console().print(table)
     at = f"step {comparison['step']}, {comparison['groups']} groups: "
     if len(roots) == 1:
-        _print(f"{at}all have equal weights" + (", the others said nothing" if comparison["missing"] else ""))
+        console().print(f"{at}all have equal weights" + (", the others said nothing" if comparison["missing"] else ""))
     elif comparison["diverged"]:
         done = {"heal": "healed", "drain": "healed and drained", "report": "nothing is done"}[comparison["action"]]
-        _print(escape(short(f"{at}differ from the majority: {', '.join(comparison['diverged'])}; {done}")))
+        console().print(escape(short(f"{at}differ from the majority: {', '.join(comparison['diverged'])}; {done}")))
     else:
-        _print(f"{at}{len(roots)} different roots without a majority; no action")
+        console().print(f"{at}{len(roots)} different roots without a majority; no action")
 
 
 def show_event(event: dict[str, Any]) -> None:
     at = datetime.fromtimestamp(event["time"]).astimezone().strftime("%H:%M:%S.%f")[:-3]
     detail = " ".join(f"{name}={_detail(name, value)}" for name, value in event["detail"].items())
     line = f"{event_text(event['id'])}  {at}  {event['kind']:<18} {event['replica_id']}  {detail}"
-    _print(escape(short(line).rstrip()))
+    console().print(escape(short(line).rstrip()))
 
 
 def _detail(name: str, value: Any) -> str:

@@ -24,7 +24,6 @@ from keepstep_cli.asking.units import seconds_text
 from keepstep_cli.errors import Refused
 from keepstep_mesh.text import bytes_text
 
-REFRESH_SECONDS = 1.0
 RELAY_ANSWER_SECONDS = 3.0
 """Timeout of a relay; the table names relays that do not answer."""
 BAR_WIDTH = 16
@@ -92,7 +91,7 @@ async def follow_transfers(lighthouse: Lighthouse, job: str, told: Callable[[str
             else:
                 answered, waits = time.monotonic(), False
                 show(found)
-            await asyncio.sleep(REFRESH_SECONDS)
+            await asyncio.sleep(1.0)
 
 
 def print_json(found: Found) -> None:

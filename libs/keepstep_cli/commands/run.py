@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from keepstep_cli.running.console.console_audience import ConsoleAudience
     from keepstep_mesh.security.tls import TlsFiles
 
-ASK_FIRST_SECONDS = 5.0
 START_SECONDS = 30.0
 """Time for which a group that failed waits for an answer of the lighthouse that this command starts."""
 
@@ -209,7 +208,7 @@ def run(
     audience = ConsoleAudience(timestamps=timestamps, log_dir=log_dir)
     gpus = _gpus_of_groups(replicas + spares, nproc_per_replica, gpus_per_replica, audience)
     if addresses:
-        _ask_first(Lighthouse(addresses, token, tls, timeout=ASK_FIRST_SECONDS), job, audience)
+        _ask_first(Lighthouse(addresses, token, tls, timeout=5.0), job, audience)
     programs: list[Program] = []
     with tempfile.TemporaryDirectory(prefix="keepstep-") as forgotten:
         if not addresses:

@@ -31,7 +31,6 @@ from keepstep_cli.running.supervisor_events import Restarts
 from keepstep_mesh.net.event_loop import cancelled
 from keepstep_mesh.protocol.names import name_of
 
-DEMO_POLL_SECONDS = 0.05
 SETTLE_SECONDS = 0.75
 """Time for which all groups train together before the next kill."""
 UNTIL_TOLD = 10**9
@@ -102,7 +101,7 @@ async def direct(launcher: Launcher, story: Story, log: StepLogReader, view: Vie
             told = True
             more = max(LAST_STEPS, round(2 * story.steps_per_second()))
             write_steps(steps_file, story.step + more)
-        await asyncio.sleep(DEMO_POLL_SECONDS)
+        await asyncio.sleep(0.05)
 
 
 def write_steps(steps_file: Path, steps: int) -> None:

@@ -17,7 +17,6 @@ from keepstep_cli.errors import Refused
 from keepstep_mesh.protocol.names import name_of
 from keepstep_mesh.text import bytes_text
 
-NOTES_AGAIN_SECONDS = 2.0
 Note = Callable[[str, str], None]
 
 
@@ -38,7 +37,7 @@ async def follow_heals(lighthouse: Lighthouse, job: str, groups: Iterable[str], 
                 if group is not None and (sentence := story.sentence(event)) is not None:
                     note(group, sentence)
         except ClickException:
-            await asyncio.sleep(NOTES_AGAIN_SECONDS)
+            await asyncio.sleep(2.0)
 
 
 async def _newest(lighthouse: Lighthouse, job: str) -> int:

@@ -15,8 +15,6 @@ from keepstep_megatron.strategies.interfaces import CheckpointDir
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError
 
-ASK_TIMEOUT = timedelta(seconds=10)
-
 log = get_logger("keepstep.sharded")
 
 
@@ -45,7 +43,7 @@ def is_complete(checkpoint_dir: CheckpointDir) -> bool:
     location = parse(checkpoint_dir)
     if isinstance(location, InDirectory):
         return any((location.path / name).exists() for name in (RECORD, CONFIG_FNAME))
-    reader = open_reader(checkpoint_dir, timeout=ASK_TIMEOUT)
+    reader = open_reader(checkpoint_dir, timeout=timedelta(seconds=10))
     try:
         reader.manifests()
     except (KeepstepError, TimeoutError) as error:

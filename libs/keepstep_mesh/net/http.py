@@ -35,7 +35,6 @@ PROBLEM_SECONDS = 5.0
 """Longest that the reason of a refusal may take to come."""
 MAX_ANSWER_BYTES = 16 * 1024 * 1024
 """Of an answer in JSON, unless the client says otherwise."""
-HTTP_CONNECT_SECONDS = 5.0
 REQUEST_SECONDS = 30.0
 
 UNCOMPRESSED = {hdrs.ACCEPT_ENCODING: "identity"}
@@ -85,7 +84,7 @@ def client_session(
     """
     return aiohttp.ClientSession(
         connector=connector(tls),
-        timeout=aiohttp.ClientTimeout(total=timeout, sock_connect=HTTP_CONNECT_SECONDS),
+        timeout=aiohttp.ClientTimeout(total=timeout, sock_connect=5.0),
         headers=UNCOMPRESSED
         | {PROTOCOL_HEADER: str(PROTOCOL_VERSION)}
         | ({KIND_HEADER: kind} if kind else {})

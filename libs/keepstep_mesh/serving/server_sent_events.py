@@ -14,8 +14,6 @@ from keepstep_mesh.serving.rest import MAX_DIGITS
 
 SLOW_STREAM_SECONDS = 30.0
 """A connection that accepts nothing for this time is closed."""
-STREAM_RETRY_AFTER_SECONDS = 10.0
-"""Value of ``Retry-After`` when too many streams are open."""
 
 
 def last_event_id(request: web.Request) -> int | None:
@@ -65,7 +63,7 @@ class EventStreams:
         """
         if self.count >= self._limit:
             reason = f"too many open event streams (limit {self._limit}); retry later"
-            raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, reason, retry_after=STREAM_RETRY_AFTER_SECONDS)
+            raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, reason, retry_after=10.0)
         stream = EventStream()
         self.count += 1
         try:

@@ -42,13 +42,12 @@ from keepstep_lighthouse.quorum.spares import NO_SPARE
 from keepstep_lighthouse.quorum.views.replicas import ReplicaState
 from keepstep_mesh.net.http import Problem
 from keepstep_mesh.protocol.names import name_of
-from keepstep_mesh.protocol.policy import MAX_STEPS, Policy, policy_problem
+from keepstep_mesh.protocol.policy import MAX_SECONDS, MAX_STEPS, Policy, policy_problem
 from keepstep_mesh.serving.application import CALLER, read_json
 from keepstep_mesh.serving.rest import MAX_NAMED, bad, checked, json_answer, read_body
 from keepstep_mesh.text import listed
 
 MAX_REASON = 1000
-MAX_BAN_SECONDS = 10 * 365 * 86400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +75,8 @@ class OrderHandlers:
 
     async def evict(self, request: web.Request) -> web.Response:
         body = await read_body(request, EvictBody)
-        if not 0 <= body.ban_seconds <= MAX_BAN_SECONDS:
-            raise bad(f"ban_seconds must be between 0 and {MAX_BAN_SECONDS:.0f}, not {body.ban_seconds!r:.40}")
+        if not 0 <= body.ban_seconds <= MAX_SECONDS:
+            raise bad(f"ban_seconds must be between 0 and {MAX_SECONDS:.0f}, not {body.ban_seconds!r:.40}")
         job, target = find_target(self._node, request)
         found = find_replicas(job, target)
         here = [one for one in found if one.state is not ReplicaState.GONE]

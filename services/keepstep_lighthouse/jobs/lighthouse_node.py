@@ -17,7 +17,6 @@ from http import HTTPStatus
 from typing import Any, TypeVar
 
 from keepstep_lighthouse.jobs import records
-from keepstep_lighthouse.jobs.bad_messages import BadMessages
 from keepstep_lighthouse.jobs.event_log import EventLog
 from keepstep_lighthouse.jobs.job import Job
 from keepstep_lighthouse.jobs.job_endings import JobEndings
@@ -59,6 +58,19 @@ TRY_STORE_SECONDS = 5.0
 TRIED_KEY = "tried"
 
 log = get_logger("keepstep.lighthouse")
+
+
+class BadMessages:
+    """Counts the sessions that broke the protocol, and logs some of them."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._logged = LogLimiter(seconds=1.0)  # of all jobs together: a client can invent any number of job names
+
+    def add(self, job: str, replica_id: str, reason: str) -> None:
+        self.total += 1
+        if self._logged.allows(time.monotonic()):
+            log.warning("bad message", job=job, replica_id=replica_id, reason=reason, bad_messages=self.total)
 
 
 class LighthouseNode:

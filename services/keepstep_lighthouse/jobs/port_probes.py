@@ -20,8 +20,6 @@ from keepstep_mesh.net.fork_safety import open_socket
 
 FIND_PAUSES = (0.0, 2.0, 10.0, 60.0)
 """Seconds before each question: the event loop of a group may be busy for seconds in its first step."""
-FIND_SECONDS = 5.0
-"""Time limit of each question."""
 PROBE_PAUSES = (0.0, 0.005, 0.015, 0.03, 0.05)
 """Seconds before each probe: the kernel may close the connections of a dying process before its port."""
 AT_ONCE = 64
@@ -103,7 +101,7 @@ async def serves(host: str, port: int, replica_id: str) -> bool:
     """
     name = f"[{host}]" if ":" in host else host
     try:
-        async with asyncio.timeout(FIND_SECONDS), _connection(host, port) as server:
+        async with asyncio.timeout(5.0), _connection(host, port) as server:
             loop = asyncio.get_running_loop()
             await loop.sock_sendall(server, f"GET /healthz HTTP/1.0\r\nHost: {name}:{port}\r\n\r\n".encode())
             answer = b""

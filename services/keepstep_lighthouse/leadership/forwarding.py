@@ -15,7 +15,6 @@ from keepstep_mesh.security.request_errors import explained
 from keepstep_mesh.security.tls import TlsFiles
 from keepstep_mesh.serving.application import Route
 
-PASS_ON_SECONDS = 5.0
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 PASSED_ON = "X-Keepstep-Passed-On"
 OWN_PATHS = ("/v1/cluster", "/openapi.json")
@@ -69,7 +68,7 @@ async def _forward(request: web.Request, leader: str, identity: Identity) -> web
     if hdrs.AUTHORIZATION in request.headers:
         headers[hdrs.AUTHORIZATION] = request.headers[hdrs.AUTHORIZATION]
     try:
-        async with identity.session(timeout=PASS_ON_SECONDS) as http:
+        async with identity.session(timeout=5.0) as http:
             answer = await http.get(f"{leader}{request.rel_url}", headers=headers, allow_redirects=False)
             body = await read_answer(answer, MAX_ANSWER_BYTES)
             return web.Response(body=body, status=answer.status, content_type=answer.content_type)

@@ -24,8 +24,6 @@ LINK_CONNECT_SECONDS = 2.0
 """Limit of the first connection to a leader."""
 SECOND_TRY_SECONDS = 0.2
 """Limit of the connection after a link broke."""
-LINK_RETRY_SECONDS = 0.5
-"""Pause after an attempt that failed."""
 BEAT_SECONDS = 1.0
 """Interval of pings."""
 SILENCE = 5.0
@@ -100,7 +98,7 @@ class LeaderLink:
             if established and self._target == target:
                 broke(target[1])
             try:
-                async with asyncio.timeout(LINK_RETRY_SECONDS):
+                async with asyncio.timeout(0.5):
                     await self._moved.wait()
             except TimeoutError:
                 pass

@@ -82,7 +82,7 @@ def pause(job: Job | None) -> float:
 
 def now_text(metrics: MetricsNode, job: Job) -> tuple[int, str]:
     """Return ``now`` of a job as JSON, the same for all streams for a moment, and the number of changes in it."""
-    t, live = time.time(), metrics.live(job.name)
+    t, live = time.time(), metrics.asker.live(job.name)
     known = _texts.get(job)
     if known is None or not 0 <= t - known[0] < pause(job) / 2:
         changes = job.changes + metrics.live_changes(job.name)

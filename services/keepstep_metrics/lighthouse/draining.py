@@ -19,9 +19,9 @@ from keepstep_mesh.net.http import Identity, answer_of_leader, raise_for_problem
 from keepstep_mesh.security.request_errors import explained
 from keepstep_metrics.history.findings import straggler_view
 from keepstep_metrics.history.job import Job
+from keepstep_metrics.lighthouse.live_status import ANSWER_SECONDS
 
 STRAGGLER_CHECK_SECONDS = 1.0
-ANSWER_SECONDS = 5.0
 DRAIN_RETRY_SECONDS = 30.0
 """Pause after a refusal, or without an answer."""
 

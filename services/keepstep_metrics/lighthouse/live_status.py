@@ -26,9 +26,8 @@ from keepstep_mesh.security.tls import TlsFiles, as_safe
 from keepstep_mesh.serving.application import read_whole
 from keepstep_metrics.lighthouse.service_vitals import Vitals, VitalsReader
 
-STATUS_POLL_SECONDS = 0.5
-"""Between two polls."""
 ANSWER_SECONDS = 5.0
+"""Limit for an answer of the lighthouse."""
 HOSTS_SECONDS = 5.0
 LOOKED_AT_SECONDS = 10.0
 """Stop polling a job that no client has read for this time."""
@@ -132,7 +131,7 @@ class LiveStatusPoller:
     async def run(self) -> None:
         """Poll, until cancelled."""
         while True:
-            await asyncio.sleep(STATUS_POLL_SECONDS)
+            await asyncio.sleep(0.5)
             now = time.monotonic()
             self._looked = {job: t for job, t in self._looked.items() if now - t < LOOKED_AT_SECONDS}
             self._hosts_of = {job: known for job, known in self._hosts_of.items() if job in self._looked}

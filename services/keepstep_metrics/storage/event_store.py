@@ -47,9 +47,6 @@ SNAPSHOT_DEPTH = 4
 """Nesting of a snapshot down to a group: snapshot, jobs, job, groups."""
 MAX_PENDING_BYTES = 64 << 20
 """Batches in memory that wait for the disk."""
-WRITE_RETRY_SECONDS = 1.0
-"""Pause after a failed write."""
-JOURNAL_LOCK_SECONDS = 2.0
 
 log = get_logger("keepstep.metrics.store")
 
@@ -161,7 +158,7 @@ class Store:
             await self._wake.wait()
             self._wake.clear()
             if not await self._write():
-                await asyncio.sleep(WRITE_RETRY_SECONDS)
+                await asyncio.sleep(1.0)
                 self._wake.set()
 
     async def flush(self) -> None:
@@ -235,7 +232,7 @@ class Store:
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
         connection = sqlite3.connect(
-            self._path or ":memory:", timeout=JOURNAL_LOCK_SECONDS, isolation_level=None, check_same_thread=False
+            self._path or ":memory:", timeout=2.0, isolation_level=None, check_same_thread=False
         )
         try:
             if self._path is not None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from keepstep_lighthouse.jobs import bad_messages, event_log, job, lighthouse_node, sessions
+from keepstep_lighthouse.jobs import event_log, job, lighthouse_node, sessions
 from keepstep_lighthouse.jobs.event_log import EventLog, Happened
 from keepstep_lighthouse.jobs.job import Job
 from keepstep_lighthouse.jobs.lighthouse_node import LighthouseNode
@@ -258,7 +258,6 @@ LOGGING = (
     lighthouse_node,
     leader_link,
     campaign,
-    bad_messages,
     nodes,
     service_registry,
     sessions,

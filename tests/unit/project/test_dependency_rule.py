@@ -35,15 +35,15 @@ FRAGMENTS = {
         *("serialization", "strategies", "validation"),  # public
         *("quantized", "two_bit", "padding"),  # public
         *("permutation", "retry_rules", "scalars"),  # pure
-        *("absent", "callback_state", "module_layout"),
+        *("callback_state", "module_layout"),
         *("neutral_elements", "processor", "state_coverage", "unread_output"),
     },
     "keepstep_chaos": {"pace"},  # pure
     "keepstep_cli": {
         *("completion", "demo", "doctor_command", "metrics_command", "restart"),  # one file for each command
-        *("standard_output", "too_few", "watching"),
+        *("too_few", "watching"),
     },
-    "keepstep_lighthouse": {"bad_messages", "repeated_frames", "service_handlers", "welcomed"},
+    "keepstep_lighthouse": {"repeated_frames", "service_handlers", "welcomed"},
     "keepstep_megatron": {"nonpersistent"},  # public
     "keepstep_mesh": {"certificate_end", "clock_offset"},
     "keepstep_metrics": {"commits", "lost_steps", "pace"},  # pure

@@ -18,7 +18,6 @@ from keepstep.checkpoint.managed import durable_upload, durable_writer, newest_c
 from keepstep.checkpoint.places import at_relay, rank_files
 from keepstep.group import group_server, slow_quorum_log
 from keepstep.group.ranks import rank_link
-from keepstep.lifecycle import membership
 from keepstep.manager import SHUTDOWN_SECONDS, Manager
 from keepstep.relay_client import relay_link, upload_share
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS
@@ -238,8 +237,7 @@ RULES = {
     # the end
     # a graceful leave costs the others nothing
     "a group leaves before its launcher kills it": (
-        max(SHUTDOWN_SECONDS, membership.LEAVE_SECONDS, group_server.LEAVE_PATIENCE + group_server.LEAVE_SECONDS)
-        + ending.EXIT_OUTPUT_SECONDS
+        max(SHUTDOWN_SECONDS, group_server.LEAVE_PATIENCE + group_server.LEAVE_SECONDS) + ending.EXIT_OUTPUT_SECONDS
         < RESTARTS.grace
     ),
     # others stop using it at once

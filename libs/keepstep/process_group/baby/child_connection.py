@@ -26,8 +26,6 @@ from keepstep_mesh.threads.starting import Thread
 
 CHECK_SECONDS = 1.0
 """Interval at which the reader checks the deadlines of operations without a waiting thread."""
-JOIN_SECONDS = 5.0
-"""Limit of the wait for a thread of a connection that has ended."""
 CHILD_ENDED = "the child process of the process group has ended"
 CHILD_FAILED = "the child process of the process group failed"
 
@@ -131,7 +129,7 @@ class Connection:
         self._store_calls.put(None)
         for thread in (self._reader, self._store_server):
             if thread is not threading.current_thread():
-                thread.join(JOIN_SECONDS)
+                thread.join(5.0)
         self._child.close()
 
     def _take_segment(self, size: int) -> Segment:

@@ -33,8 +33,6 @@ from keepstep_mesh.threads.watchdog import watched
 log = get_logger("keepstep.process_group")
 
 _GLOO: Any = TorchGloo  # torch's stubs do not describe it
-ABORT_POLL_SECONDS = 0.005
-"""Interval at which a wait polls a store without ``abort``."""
 _THREADED = frozenset({"send", "recv", "reduce_scatter", "_reduce_scatter_base"})
 SHORT_ADDRESSES = 2
 """Lowest version of the rendezvous whose members read shortened addresses."""
@@ -205,7 +203,7 @@ class _ObservedStore(Store):
         while not self._inner.check(list(keys)):
             if time.monotonic() >= deadline:
                 raise TimeoutError(f"{', '.join(keys)} not set in the store within {limit}")
-            self._aborted.wait(ABORT_POLL_SECONDS)
+            self._aborted.wait(0.005)
             self._check()
 
     def _check(self) -> None:

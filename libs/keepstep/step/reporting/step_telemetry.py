@@ -32,8 +32,6 @@ from keepstep_mesh.telemetry.tracing import exporting
 
 log = get_logger("keepstep.telemetry")
 
-GOODBYE_SECONDS = 1.0
-"""Limit for sending the last records."""
 
 OnStep = Callable[[dict[str, float], int], None]
 """Gets the scalars of a committed step, and the number of committed steps."""
@@ -212,16 +210,16 @@ class StepTelemetry:
                 log.exception("on_step failed; training goes on", step=record.step)
 
     def close(self) -> None:
-        """Send the records that are left, within ``GOODBYE_SECONDS``."""
+        """Send the records that are left, within ``exporting.GOODBYE_SECONDS``."""
         if self._export is not None:
             self._export.close(exporting.GOODBYE_SECONDS)
         if self._sender is None:
             return
         self._running.cancel()
         with contextlib.suppress(TimeoutError, KeepstepError, OSError, RuntimeError, concurrent.futures.CancelledError):
-            self._loop_thread.call(self._flush(self._sender), 2 * GOODBYE_SECONDS)
+            self._loop_thread.call(self._flush(self._sender), 2 * exporting.GOODBYE_SECONDS)
 
     @staticmethod
     async def _flush(sender: Sender) -> None:
         await asyncio.sleep(0)  # lets the cancelled batch end; the service counts a record that comes twice once
-        await sender.flush(GOODBYE_SECONDS)
+        await sender.flush(exporting.GOODBYE_SECONDS)

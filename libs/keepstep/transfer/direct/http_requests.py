@@ -28,7 +28,6 @@ from keepstep_mesh.security.tokens import ClientToken
 from keepstep_mesh.security.web_pages import HOST_ADVICE, host_problem, origin_problem
 
 MAX_HEAD_BYTES = 8192
-HEAD_TIMEOUT_SECONDS = 10.0
 MIN_QUEUE_REPORT_SECONDS = 0.05
 
 REQUEST_LINE = re.compile(
@@ -128,7 +127,7 @@ async def read_head(loop: asyncio.AbstractEventLoop, connection: socket.socket, 
     Args:
         received: bytes of earlier reads that are not used yet; updated.
     """
-    async with asyncio.timeout(HEAD_TIMEOUT_SECONDS):
+    async with asyncio.timeout(10.0):
         while (end := received.find(b"\r\n\r\n")) < 0:
             if len(received) > MAX_HEAD_BYTES:
                 raise RequestError(

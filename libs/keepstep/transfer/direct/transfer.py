@@ -26,7 +26,6 @@ STALL_SECONDS = 10.0
 MAX_FAILURES = 5
 """Broken connections in a row, without a chunk between them, after which the source counts as lost."""
 RETRY_BACKOFF = Backoff(first=0.05, most=1.0)
-GIVE_BACK_SECONDS = 1.0
 WAIT_SHARE = 0.9
 """Share of the remaining time that the source may wait for the step, so that its answer arrives before the deadline."""
 
@@ -270,7 +269,7 @@ class Transfer:
     def _give_back_lease(self) -> None:
         """End the lease, so that the source can reuse the memory at once, not only when the lease expires."""
         try:
-            with self.connect(self.source, GIVE_BACK_SECONDS) as connection:
+            with self.connect(self.source, 1.0) as connection:
                 connection.ask("DELETE", f"/lease/{self.lease}")
         except (BrokenConnection, TransferError) as error:
             log.info("lease not given back, it will expire", step=self.step, reason=str(error))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from keepstep_mesh.telemetry.tracing.otlp_export import OtlpExport
 
 GOODBYE_SECONDS = 1.0
-"""Limit for the export of the last items, and for the end of its thread."""
+"""Limit for sending the last records, or for exporting the last items, when a process ends."""
 
 of_service: OtlpExport | None = None
 """The export of this process, if it runs services."""

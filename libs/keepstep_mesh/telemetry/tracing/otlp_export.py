@@ -35,8 +35,6 @@ from keepstep_mesh.threads.starting import Thread
 MAX_QUEUED = 8192
 """Spans and logs that wait. 8192 spans take about 8 MiB."""
 MAX_BATCH = 512
-INTERVAL_SECONDS = 1.0
-"""Time between two exports."""
 OWN_LOGGERS = ("keepstep.otel", "opentelemetry", "urllib3", "requests")
 """A failed export must not make further logs to export."""
 SEVERITIES = {
@@ -65,7 +63,7 @@ class OtlpExport:
         wanted: frozenset[str],
         facts: Mapping[str, AttributeValue],
         logger: str,
-        interval: float = INTERVAL_SECONDS,
+        interval: float = 1.0,
     ) -> None:
         self.wanted = wanted
         self.context: spans.SpanContext | None = None

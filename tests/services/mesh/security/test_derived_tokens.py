@@ -141,7 +141,7 @@ async def test_a_service_that_listens_in_learns_nothing_that_anybody_else_takes(
             for_metrics = {derived(token, at_metrics) for token in RAW - {str(TOKENS.admin)}}
             async with asyncio.timeout(DEADLINE):  # until every client with a token has connected
                 while len(relay_ear.values) < len(for_relay) or len(metrics_ear.values) < len(for_metrics):
-                    good_metrics.live("default")
+                    good_metrics.asker.live("default")
                     await asyncio.sleep(0.05)
             assert relay_ear.was_asked("POST /v1/jobs/default/checkpoints")
             assert "if it runs an older release, update it first" in caplog.text

@@ -22,7 +22,7 @@ import pytest
 import keepstep
 from keepstep import compat
 from keepstep.compat import __main__ as command_line
-from keepstep.compat import absent
+from keepstep.compat import finder
 from keepstep.compat.finder import TorchftFinder
 
 
@@ -52,7 +52,7 @@ def test_torchft_is_found_before_it_is_imported() -> None:
 TORCHFT: dict[str, Any] = json.loads((Path(__file__).parents[4] / "docs" / "torchft_names.json").read_text())
 
 
-@pytest.mark.parametrize("name", ["", ".checkpointing", *(f".{one}" for one in TORCHFT if one not in absent.MODULES)])
+@pytest.mark.parametrize("name", ["", ".checkpointing", *(f".{one}" for one in TORCHFT if one not in finder.MODULES)])
 def test_a_module_of_torchft_is_the_module_of_keepstep(name: str) -> None:
     module = importlib.import_module(f"torchft{name}")
     assert module is importlib.import_module(f"keepstep{name}")
@@ -88,10 +88,10 @@ def test_pickles_that_name_torchft_load() -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "name"), [(module, name) for module in absent.NAMES for name in absent.NAMES[module]]
+    ("module", "name"), [(module, name) for module in finder.NAMES for name in finder.NAMES[module]]
 )
 def test_a_name_that_keepstep_does_not_have_is_refused_with_what_to_use_instead(module: str, name: str) -> None:
-    with pytest.raises(ImportError, match=f"has no {module}.{name}: {absent.NAMES[module][name].split('(')[0]}"):
+    with pytest.raises(ImportError, match=f"has no {module}.{name}: {finder.NAMES[module][name].split('(')[0]}"):
         exec(f"from torchft.{module} import {name}")
     found = importlib.import_module(f"torchft.{module}")
     assert name not in dir(found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep_lighthouse.jobs.bad_messages import BadMessages
+from keepstep_lighthouse.jobs.lighthouse_node import BadMessages
 
 
 def test_the_first_of_many_is_logged_and_all_are_counted(caplog: pytest.LogCaptureFixture) -> None:

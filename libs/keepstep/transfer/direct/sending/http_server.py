@@ -42,7 +42,6 @@ from keepstep_mesh.security.tokens import ClientToken
 from keepstep_mesh.threads.starting import Thread
 
 MAX_CONNECTIONS = 256
-ACCEPT_PAUSE_SECONDS = 0.1
 SHUTDOWN_TIMEOUT_SECONDS = 10.0
 TURN_SECONDS = 0.15
 """Longest time for which one other joiner has the uplink to itself."""
@@ -159,7 +158,7 @@ class CheckpointServer:
         except OSError as error:
             self._warn("connections not accepted; retrying", reason=str(error))
             self._loop.remove_reader(self._listener)
-            self._loop.call_later(ACCEPT_PAUSE_SECONDS, self._accept_again)
+            self._loop.call_later(0.1, self._accept_again)
             return
         if len(self._connections) >= MAX_CONNECTIONS:
             self._warn("too many connections to the checkpoint server", peer=peer[0], limit=MAX_CONNECTIONS)
