@@ -139,6 +139,10 @@ class Sender:
         self.clock_offset = ClockOffset()
         """Clock of the metrics service minus that of this machine."""
 
+    @property
+    def dropped(self) -> int:
+        return self._outbox.dropped
+
     def record(self, record: Record) -> None:
         """Queue a record. Safe to call from any thread; never blocks and never raises."""
         self._outbox.add(record)
@@ -219,5 +223,5 @@ class Sender:
                 "could not send records to the metrics service; retrying",
                 reason=explained(error, address) + older,
                 queued=len(self._outbox),
-                dropped=self._outbox.dropped,
+                dropped=self.dropped,
             )

@@ -136,7 +136,7 @@ SHAPES = {
 
 def routes(metrics: MetricsNode, all_routes: Callable[[], list[Route]]) -> list[Route]:
     """``all_routes`` returns the routes that ``/openapi.json`` describes."""
-    here, pass_on = _Api(metrics, all_routes), metrics.asker.pass_on
+    here = _Api(metrics, all_routes)
     return [
         Route("GET", "/openapi.json", here.openapi, Access.OPEN, "this description"),
         Route("POST", "/v1/ingest", here.ingest, Access.READ, "accept a batch of records, as msgpack"),
@@ -152,13 +152,13 @@ def routes(metrics: MetricsNode, all_routes: Callable[[], list[Route]]) -> list[
         Route("GET", f"{JOB}/failures", here.failures, Access.READ, "failures, their causes and recoveries"),
         Route("GET", f"{JOB}/events", here.events, Access.READ, "the event log, with sentences"),
         Route("GET", f"{JOB}/incidents", here.incidents, Access.READ, "events, those of one failure together"),
-        Route("GET", JOB, pass_on, Access.READ, "policy and bans (forwarded to the lighthouse)"),
-        Route("PATCH", JOB, pass_on, Access.ADMIN, "change the policy (forwarded to the lighthouse)"),
-        Route("POST", f"{JOB}/verify", pass_on, Access.ADMIN, "compare weights (forwarded)"),
-        Route("POST", f"{ONE}/readmit", pass_on, Access.ADMIN, "lift bans and evictions (forwarded)"),
-        Route("POST", f"{ONE}/evict", pass_on, Access.ADMIN, "evict a group (forwarded to the lighthouse)"),
-        Route("POST", f"{ONE}/drain", pass_on, Access.ADMIN, "drain a group (forwarded to the lighthouse)"),
-        Route("POST", f"{ONE}/replace", pass_on, Access.ADMIN, "let a spare take a place (forwarded)"),
+        Route("GET", JOB, here.pass_on, Access.READ, "policy and bans (forwarded to the lighthouse)"),
+        Route("PATCH", JOB, here.pass_on, Access.ADMIN, "change the policy (forwarded to the lighthouse)"),
+        Route("POST", f"{JOB}/verify", here.pass_on, Access.ADMIN, "compare weights (forwarded)"),
+        Route("POST", f"{ONE}/readmit", here.pass_on, Access.ADMIN, "lift bans and evictions (forwarded)"),
+        Route("POST", f"{ONE}/evict", here.pass_on, Access.ADMIN, "evict a group (forwarded to the lighthouse)"),
+        Route("POST", f"{ONE}/drain", here.pass_on, Access.ADMIN, "drain a group (forwarded to the lighthouse)"),
+        Route("POST", f"{ONE}/replace", here.pass_on, Access.ADMIN, "let a spare take a place (forwarded)"),
         Route("GET", "/v1/cluster", here.cluster, Access.READ, "lighthouses, services and store"),
         Route("GET", "/v1/stream", here.stream, Access.READ, "server-sent events: now, event, ping"),
         *dashboard_page.routes(),
@@ -267,6 +267,9 @@ class _Api:
                 {one["job"]: state for one in jobs if (state := StateOfJob.of(one)) is not None},
             )
         )
+
+    async def pass_on(self, request: web.Request) -> web.Response:
+        return await self._metrics.asker.pass_on(request)
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
         job = request.query.get("job")
