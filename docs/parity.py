@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "parity.md"
 NAMES: dict[str, dict[str, Any]] = json.loads(PAGE.with_name("torchft_names.json").read_text())
 
-TABLES: dict[str, Any] = runpy.run_path(str(ROOT / "libs" / "keepstep" / "compat" / "absent.py"))
+TABLES: dict[str, Any] = runpy.run_path(str(ROOT / "libs" / "keepstep" / "compat" / "finder.py"))
 ABSENT: dict[str, dict[str, str]] = {
     module: {name: instead for name in NAMES[module] if (instead := TABLES["MODULES"].get(module, known.get(name)))}
     for module, known in ((module, TABLES["NAMES"].get(module, {})) for module in NAMES)
