@@ -38,10 +38,10 @@ NAMES = {
 """Names of torchft, by the module that has them."""
 
 VARIABLES = {
-    "TORCHFT_OTEL_RESOURCE_ATTRIBUTES_JSON": "keepstep has no OpenTelemetry; its metrics service records every step",
+    "TORCHFT_OTEL_RESOURCE_ATTRIBUTES_JSON": "KEEPSTEP_OTEL exports spans and logs, see docs/telemetry.md",
     "TORCHFT_TRIGGER_FR_ON_ABORT": "keepstep does not ask NCCL's flight recorder for a trace",
     "TORCHFT_USE_BUCKETIZATION": "pass use_bucketization=True to DiLoCo",
-    "TORCHFT_USE_OTEL": "keepstep has no OpenTelemetry; its metrics service records every step",
+    "TORCHFT_USE_OTEL": "KEEPSTEP_OTEL exports spans and logs, see docs/telemetry.md",
 }
 """Environment variables of torchft that have no effect. Every other one of torchft does what it does there."""
 

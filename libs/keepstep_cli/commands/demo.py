@@ -17,7 +17,6 @@ SHORT_GROUPS, SHORT_KILLS = 2, 2
 
 @click.command(short_help="Watch a training job survive kill -9, again and again.")
 @click.option("--replicas", type=click.IntRange(2), default=3, show_default=True, help="Replica groups.")
-@click.option("--kills", type=click.IntRange(0), help="Number of kills.  [default: each group and the lighthouse once]")
 @click.option("--seconds", type=Seconds(), default=180.0, show_default=True, help="Give up after this time.")
 @click.option("--short", is_flag=True, help="Two groups, one of them and the lighthouse killed, for CI.")
 @click.option("--resume", is_flag=True, help="Kill all groups, the lighthouse and the relay at once, and resume.")
@@ -28,7 +27,7 @@ SHORT_GROUPS, SHORT_KILLS = 2, 2
     show_default=True,
     help="File for the table as JSON.",
 )
-def demo(*, replicas: int, kills: int | None, seconds: float, short: bool, resume: bool, summary: Path) -> None:
+def demo(*, replicas: int, seconds: float, short: bool, resume: bool, summary: Path) -> None:
     """Watch a training job survive: each group and the lighthouse are killed, one after another.
 
     Trains a small network on scikit-learn's handwritten digits over three replica groups, in less than a minute.
@@ -50,6 +49,5 @@ def demo(*, replicas: int, kills: int | None, seconds: float, short: bool, resum
         sys.exit(run_resume_demo(SHORT_GROUPS, seconds, summary))
     from keepstep_cli.demo.demo_run import run_demo
 
-    if short:
-        replicas, kills = SHORT_GROUPS, SHORT_KILLS
-    sys.exit(run_demo(replicas, replicas + 1 if kills is None else kills, seconds, summary))
+    replicas, kills = (SHORT_GROUPS, SHORT_KILLS) if short else (replicas, replicas + 1)  # the lighthouse is killed too
+    sys.exit(run_demo(replicas, kills, seconds, summary))
