@@ -271,7 +271,7 @@ class Manager:
         fewer groups the numbers are others, and one batch would be trained on twice and another one never.
 
         Returns:
-            In [0, num_participants()); None while this group heals or is a spare.
+            In [0, num_participants()); None while this group heals or is a spare, and in a step without a quorum.
         """
         rank = self._steps.participation()[0]
         if self._context.kept is not None:
@@ -279,7 +279,7 @@ class Manager:
         return rank
 
     def num_participants(self) -> int:
-        """Wait for the quorum, and return the number of groups that take part in this step."""
+        """Wait for the quorum, and return the number of groups that take part in this step; 0 without a quorum."""
         return self._steps.participation()[1]
 
     def is_participating(self) -> bool:

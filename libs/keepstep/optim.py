@@ -193,7 +193,13 @@ class OptimizerWrapper(Optimizer):
                 "a GradScaler needs steps with infinities, to lower its scale, and Manager(refuse_nonfinite=True) "
                 "refuses them: use one of the two"
             )
-        seen = scaler._per_optimizer_states[id(self)]  # noqa: SLF001  as other optimizers that take the scaler
+        states = scaler._per_optimizer_states  # noqa: SLF001  as other optimizers that take the scaler
+        if states.get(id(self.optim), {}).get("stage") is OptState.UNSCALED:
+            raise RuntimeError(
+                f"unscale_() was called with the {type(self.optim).__name__}, whose gradients step() would unscale "
+                f"again: pass the keepstep.Optimizer around it to unscale_(), too"
+            )
+        seen = states[id(self)]
         unscaled_by = scaler.get_scale() if seen["stage"] is OptState.UNSCALED else None
         self.manager.steps.expect_overflow()
         used = overflow = False

@@ -31,13 +31,18 @@ from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.lifecycle.manager_settings import ManagerSettings
 from keepstep.relay_client.relay_link import Credentials
 from keepstep.relay_client.relay_requests import RelayCheckpoint
-from keepstep.runtime.exits import JobClosedExit
-from keepstep.state.errors import StateDamaged
+from keepstep.runtime.exits import JobClosedExit, StateMismatchExit
+from keepstep.state.errors import StateDamaged, StateMismatch
 from keepstep.step.context import StepContext
 from keepstep_mesh.errors import Drained, JobClosed, KeepstepError
 from keepstep_mesh.protocol.lineage import NEW, Soundness, is_diverged, is_live, origin, same_weights, soundness
 from keepstep_mesh.security.tls import TlsFiles, as_safe
 from keepstep_mesh.security.tokens import ClientToken
+
+HOW_TO_FIT = (
+    "; before its first step the script must have all models, optimizers and states that the checkpoint has, also those "
+    "that it added in a later step"
+)
 
 
 class Durability:
@@ -233,9 +238,12 @@ class Durability:
     # ---- resuming
 
     def resume_if_set(self) -> None:
-        """Call ``resume`` if the settings say so."""
+        """Call ``resume`` if the settings say so. StateMismatchExit: the checkpoint does not fit, now or after a restart."""
         if self._settings.resumes:
-            self.resume()
+            try:
+                self.resume()
+            except StateMismatch as error:
+                self._context.end_group(StateMismatchExit(f"durable checkpoint does not fit: {error}{HOW_TO_FIT}"))
 
     def resume(self) -> bool:
         """Load the newest checkpoint of the job, if this group has no state yet. Return whether it did.

@@ -98,10 +98,7 @@ class Steps:
         After ``should_commit`` they are of the step that ended. A step that asks for them may be retried, so what
         depends on them must be computed again then.
         """
-        attempt = self.attempt
-        if attempt is None or not attempt.done or attempt.plan is None:
-            attempt = self.current()
-        return attempt.participation()
+        return (self.attempt or self.current()).participation()
 
     def keep(self) -> None:
         """Let only ``should_commit`` end the open step, because a batch was drawn for its groups.

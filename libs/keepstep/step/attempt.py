@@ -15,6 +15,7 @@ deadline. With ``retry_allreduce`` a step has several ``tries``. An error that s
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable
@@ -24,6 +25,7 @@ import torch
 from torch.distributed import Work
 
 from keepstep.collectives.codecs.codec import Round
+from keepstep.group.agreement import PartsMissing
 from keepstep.group.quorum_plan import Participation, QuorumPlan
 from keepstep.step.context import StepContext
 from keepstep.step.evidence.repeated_error import OwnError
@@ -196,14 +198,18 @@ class Attempt:
         return self._quorum.answered is not None
 
     def participation(self) -> Participation:
-        """Wait for the quorum, and return this group's part in the step."""
-        if self.plan is None:
-            self.wait_plan()
+        """Wait for the quorum, and return this group's part in the step. A step without a quorum has no groups."""
+        if self.plan is None and not self.done:
+            with contextlib.suppress(PartsMissing):  # reported, and the script takes the step alone
+                self.wait_plan()
         return self._quorum.participation
 
     def heals_at_end(self) -> bool:
         """Wait for the quorum, and return whether this group is behind, and heals in ``conclude``."""
-        return self._quorum.heals_at_end(self.wait_plan())
+        try:
+            return self._quorum.heals_at_end(self.wait_plan())
+        except PartsMissing:  # as in ``participation``
+            return False
 
     def report(self, error: Exception) -> None:
         """Keep this step from committing, and abort the process group. Does nothing after the end of the step.

@@ -45,6 +45,7 @@ while True:
         manager.register_state_dict_fn("average", averages.update, lambda: dict(averages))
         update = True
     optimizer.zero_grad()
+    assert manager.participating_rank() in (None, 0, 1) and not (manager.is_participating() and manager.is_healing())
     value = torch.ones(2, 4) * len(group)
     for model in models:
         value = model(value)
@@ -57,6 +58,7 @@ while True:
                 averages["weight"] = averages["weight"] * 0.9 + models[0].module.weight.detach().sum()
     for one in inner:
         one.zero_grad()
+    assert manager.num_participants() > 0 or not committed
     if committed:
         state = [one.state_dict() for one in (*models, *inner)] + ([averages] if "update" in globals() else [])
         leaves = [one.tolist() for one in torch.utils._pytree.tree_leaves(state) if isinstance(one, torch.Tensor)]

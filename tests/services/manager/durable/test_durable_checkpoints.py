@@ -15,6 +15,7 @@ import torch
 
 from keepstep import Manager
 from keepstep.checkpoint.managed import newest_checkpoint
+from keepstep.runtime.exits import StateMismatchExit
 from keepstep_mesh.errors import KeepstepError
 from tests.services.manager.groups import SECOND, manager, place_to_meet, together, until_connected
 from tests.services.manager.steps.test_first_quorum import change_policy, order, ranks_of
@@ -212,6 +213,26 @@ async def test_a_job_waits_for_the_relay_that_has_its_checkpoint_although_anothe
             await asyncio.to_thread(asked.wait, 60)
             async with registered("r1"):
                 assert await again == 3
+
+
+async def test_a_checkpoint_with_a_state_that_the_script_does_not_have_ends_the_group_with_the_remedy(
+    lighthouse: str, tmp_path: Path
+) -> None:
+    def life(url: str, *, second: bool) -> None:
+        held, later = state(), {"w": torch.zeros(1)}
+        with manager(lighthouse, "a", held, durable_relays=url, durable_every=1) as one:
+            if second:
+                one.register_state_dict_fn("second", later.update, lambda: dict(later))
+            assert step(one, held)
+            one.save_checkpoint()
+            one._durability._writer.finish(60)
+
+    async with relay_process("--data-dir", str(tmp_path)) as (_, url):
+        await asyncio.to_thread(life, url, second=True)
+        with pytest.raises(StateMismatchExit, match=r"the source has the states \['default', 'second'\].*before its first"):
+            await asyncio.to_thread(life, url, second=False)
+        await asyncio.to_thread(life, url, second=True)
+        assert max(await listed(url)) == 2
 
 
 async def test_all_ranks_of_a_group_resume_from_one_checkpoint_and_all_learn_that_a_write_failed(

@@ -255,6 +255,16 @@ def test_a_scaler_that_does_not_pass_itself_is_a_clear_error(lighthouse):
             t.step(torch.ones(1, 4))
 
 
+def test_gradients_that_the_script_unscales_with_the_optimizer_inside_are_a_clear_error(lighthouse):
+    """``step`` would unscale them again."""
+    with trainer(lighthouse, "a") as t:
+        t.optimizer.zero_grad()
+        t.scaler.scale(t.ddp(torch.ones(1, 4)).sum()).backward()
+        t.scaler.unscale_(t.optimizer.optim)
+        with pytest.raises(RuntimeError, match="pass the keepstep.Optimizer around it to unscale_"):
+            t.scaler.step(t.optimizer)
+
+
 def test_a_scaler_and_a_manager_that_refuses_infinities_exclude_each_other(lighthouse):
     with trainer(lighthouse, "a", refuse_nonfinite=True) as one, pytest.raises(ValueError, match="use one of the two"):
         one.step(torch.ones(1, 4))

@@ -409,7 +409,7 @@ def test_no_rank_waits_at_the_end_of_its_backward_pass_for_a_rank_that_has_left_
 def test_a_rank_that_reduces_more_than_the_others_does_not_wait_for_them_and_a_loss_discards_its_step(
     lighthouse, failures, caplog
 ):
-    place, pgs = place_to_meet(), [Lossy(0), Lossy(0)]
+    place, pgs, leaving = place_to_meet(), [Lossy(0), Lossy(0)], threading.Barrier(2)
 
     def rank(number: int) -> tuple[bool, float]:
         with manager(lighthouse, "g", rank=number, pg=pgs[number], **place, **RETRY) as m:
@@ -418,7 +418,9 @@ def test_a_rank_that_reduces_more_than_the_others_does_not_wait_for_them_and_a_l
             if number == 0:
                 pgs[0].failures = failures
                 assert m.allreduce(torch.ones(1)).wait() is (failures == 0)
-            return trainer.optimizer.step(), trainer.weight.item()
+            committed = trainer.optimizer.step()
+            leaving.wait(30)  # a rank that votes no knows the decision before the other one votes
+            return committed, trainer.weight.item()
 
     committed = not failures
     assert together(lambda: rank(0), lambda: rank(1)) == [(committed, -1.0 if committed else 1.0)] * 2
@@ -427,7 +429,7 @@ def test_a_rank_that_reduces_more_than_the_others_does_not_wait_for_them_and_a_l
 
 def test_a_group_of_several_ranks_does_not_repeat_an_all_reduce_that_its_script_has_waited_for(lighthouse, caplog):
     """Without a backward pass the ranks do not agree, as only one of them may wait."""
-    place, of_ranks = place_to_meet(), [Lossy(1), ReducedWithTheLost()]
+    place, of_ranks, leaving = place_to_meet(), [Lossy(1), ReducedWithTheLost()], threading.Barrier(2)
 
     def rank(number: int) -> tuple[bool, bool, float]:
         with manager(lighthouse, "g", rank=number, pg=of_ranks[number], **place, **RETRY) as m:
@@ -435,7 +437,9 @@ def test_a_group_of_several_ranks_does_not_repeat_an_all_reduce_that_its_script_
             m.start_quorum()
             trainer.weight.grad = torch.full((1, 1), 2.0)
             waited = m.allreduce(trainer.weight.grad).wait()
-            return waited, trainer.optimizer.step(), trainer.weight.item()
+            committed = trainer.optimizer.step()
+            leaving.wait(30)  # as above
+            return waited, committed, trainer.weight.item()
 
     assert together(lambda: rank(0), lambda: rank(1)) == [(False, False, 1.0), (True, False, 1.0)]
     assert "may have used them" in caplog.text
