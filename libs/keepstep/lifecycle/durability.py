@@ -40,8 +40,8 @@ from keepstep_mesh.security.tls import TlsFiles, as_safe
 from keepstep_mesh.security.tokens import ClientToken
 
 HOW_TO_FIT = (
-    "; before its first step the script must have all models, optimizers and states that the checkpoint has, also those "
-    "that it added in a later step"
+    "; before its first step the script must have all models, optimizers and states of the checkpoint, also those that "
+    "it added in a later step"
 )
 
 
@@ -238,7 +238,7 @@ class Durability:
     # ---- resuming
 
     def resume_if_set(self) -> None:
-        """Call ``resume`` if the settings say so. StateMismatchExit: the checkpoint does not fit, now or after a restart."""
+        """Call ``resume`` if the settings say so. StateMismatchExit: a checkpoint does not fit, nor after a restart."""
         if self._settings.resumes:
             try:
                 self.resume()

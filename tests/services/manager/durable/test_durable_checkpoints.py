@@ -229,9 +229,7 @@ async def test_a_checkpoint_with_a_state_that_the_script_does_not_have_ends_the_
 
     async with relay_process("--data-dir", str(tmp_path)) as (_, url):
         await asyncio.to_thread(life, url, second=True)
-        with pytest.raises(
-            StateMismatchExit, match=r"the states \['default', 'second'\].*before its first"
-        ):
+        with pytest.raises(StateMismatchExit, match=r"the states \['default', 'second'\].*before its first"):
             await asyncio.to_thread(life, url, second=False)
         await asyncio.to_thread(life, url, second=True)
         assert max(await listed(url)) == 2
