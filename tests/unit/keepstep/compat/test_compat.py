@@ -161,7 +161,7 @@ def test_a_variable_of_torchft_without_effect_is_logged(caplog, monkeypatch: pyt
     with caplog.at_level(logging.WARNING):
         importlib.import_module("torchft.manager")
     (line,) = [one.getMessage() for one in caplog.records]
-    assert line.startswith("variable of torchft has no effect variable=TORCHFT_USE_OTEL reason=keepstep has no Open")
+    assert line.startswith("variable of torchft has no effect variable=TORCHFT_USE_OTEL reason=KEEPSTEP_OTEL exports")
 
 
 @pytest.mark.parametrize(
