@@ -33,8 +33,8 @@ class Plan:
 class RelayCheckpoint:
     """One checkpoint at a relay, for one rank of it.
 
-    Every method raises ``BrokenConnection``, ``Refusal``, or ``TransferError`` for an answer that is no answer of a
-    relay.
+    Every method raises ``BrokenConnection`` if the connection breaks, ``Refusal`` if the relay refuses the request, and
+    ``TransferError`` if the answer does not come from a relay.
 
     Args:
         job: of the checkpoint.
