@@ -9,6 +9,7 @@ back into them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from io import BytesIO
 from typing import Any
 
 import numpy as np
@@ -97,4 +98,6 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 def _same_value(loaded: Any, held: Any) -> bool:
     if isinstance(loaded, np.ndarray) and isinstance(held, np.ndarray):
         return loaded.dtype == held.dtype and loaded.shape == held.shape and loaded.tobytes() == held.tobytes()
+    if isinstance(loaded, BytesIO) and isinstance(held, BytesIO):
+        return loaded.getvalue() == held.getvalue() and loaded.tell() == held.tell()
     return bool(loaded == held) or (loaded != loaded and held != held)  # noqa: PLR0124  NaN

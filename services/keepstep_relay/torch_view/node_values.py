@@ -134,6 +134,8 @@ class NodeValues:
                 return timedelta(*fields)
             case "bytearray":
                 return Call(Global("builtins", "bytearray"), (self.value(fields[0]),))
+            case "bytesio":
+                return Call(Global("_io", "BytesIO"), (), None, (self.value(fields[1]), int(fields[0]), None))
             case "deque":
                 return Call(Global("collections", "deque"), ([self.value(one) for one in fields[1:]], fields[0]))
             case "path":

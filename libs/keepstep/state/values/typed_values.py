@@ -6,6 +6,7 @@ method of a user's class is called, except that an enum looks up its member.
 
 from __future__ import annotations
 
+import io
 import pathlib
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
@@ -47,6 +48,8 @@ def typed_parts(value: Any, path: str) -> tuple[list[Any], list[Any]] | None:
         return ["defaultdict", _factory_name(value.default_factory, path)], [dict(value)]
     if kind is bytearray:
         return ["bytearray"], [bytes(value)]
+    if kind is io.BytesIO:
+        return ["bytesio", value.tell()], [value.getvalue()]
     if kind.__name__ in _PATHS and kind is _PATHS[kind.__name__]:
         return ["path", kind.__name__], [str(value)]
     if isinstance(value, Enum):
@@ -124,10 +127,22 @@ def _defaultdict(node: list[Any], into: Any, path: str, build: Build) -> default
 def _bytearray(node: list[Any], into: Any, path: str, build: Build) -> bytearray:
     del into
     _, content = node
-    data = build(content, None, path)
+    return bytearray(_bytes(content, path, build))
+
+
+def _bytesio(node: list[Any], into: Any, path: str, build: Build) -> io.BytesIO:
+    del into
+    _, position, content = node
+    built = io.BytesIO(_bytes(content, path, build))
+    built.seek(position)
+    return built
+
+
+def _bytes(node: Any, path: str, build: Build) -> bytes:
+    data = build(node, None, path)
     if type(data) not in (bytes, type(None)):  # None: only targets of tensors are looked for
-        raise ManifestError(f"{path} is a bytearray of a {type(data).__name__}")
-    return bytearray(data or b"")
+        raise ManifestError(f"{path} has bytes in it that are a {type(data).__name__}")
+    return data or b""
 
 
 def _path(node: list[Any], into: Any, path: str, build: Build) -> pathlib.PurePath:
@@ -171,6 +186,7 @@ _BUILDERS: dict[str, Callable[[list[Any], Any, str, Build], Any]] = {
     "deque": _deque,
     "defaultdict": _defaultdict,
     "bytearray": _bytearray,
+    "bytesio": _bytesio,
     "path": _path,
     "enum": _enum,
     "instance": _instance,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pathlib
 from collections import Counter, OrderedDict, defaultdict, deque
 from enum import Enum, Flag, IntEnum
@@ -61,6 +62,12 @@ def round_trip(state, into=None):
     return load_state(manifest, bytes(pack), into)
 
 
+def opened(content, at):
+    file = io.BytesIO(content)
+    file.seek(at)
+    return file
+
+
 def everything():
     settings = Settings(rate=0.1)
     settings.origin = "file"
@@ -77,6 +84,8 @@ def everything():
         "pure": pathlib.PurePosixPath("a/b"),
         "bytearray": bytearray(b"abc"),
         "long bytearray": bytearray(bytes(10_000)),
+        "file": opened(b"abc", at=2),
+        "long file": opened(bytes(10_000), at=10_000),
         "settings": settings,
         "steps": Steps(7),
         "name": Name("x"),
@@ -97,6 +106,8 @@ def same(one, other):
         return type(one) is type(other) and torch.equal(one, other)
     if type(one) is not type(other) or getattr(one, "__dict__", None) != getattr(other, "__dict__", None):
         return False
+    if isinstance(one, io.BytesIO):
+        return (one.getvalue(), one.tell()) == (other.getvalue(), other.tell())
     if isinstance(one, dict):
         return list(one) == list(other) and all(same(value, other[key]) for key, value in one.items())
     if isinstance(one, (list, tuple, deque)):
@@ -209,6 +220,10 @@ def hostile(tree):
         ["path", "Path"],
         ["path", "PosixPath", 5],
         ["bytearray", "x"],
+        ["bytesio", 0, "x"],
+        ["bytesio", -1, b""],
+        ["bytesio", "x", b""],
+        ["bytesio", b""],
         ["wrapped", "os.system", [1], [1], None],
         ["wrapped", "collections.Counter", [1], [1], None],
         ["wrapped", "torch.Tensor", ["x"], [1], None],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections import Counter, OrderedDict, defaultdict, deque
 from datetime import UTC, date, datetime, time, timedelta
 from enum import Enum
@@ -128,6 +129,7 @@ def test_values_of_other_classes_are_shown_as_plain_ones(tmp_path):
         "tuple": (Counter({3: 1}), defaultdict(list, a=[1]), Mode.WARM, Point(1), Path("/x"), torch.per_tensor_affine),
         "queue": deque([1, torch.ones(2)], maxlen=3),
         "bytes": bytearray(b"ab"),
+        "files": {"short": io.BytesIO(b"abc"), "long": io.BytesIO(bytes(10_000))},
         "milestones": Counter({30: 1}),
     }
     found = everything(written(*stored(state), tmp_path / "d"))
@@ -136,6 +138,7 @@ def test_values_of_other_classes_are_shown_as_plain_ones(tmp_path):
     assert (type(found["queue"]), found["queue"].maxlen, found["queue"][0]) == (deque, 3, 1)
     assert found["queue"][1].equal(torch.ones(2))
     assert found["bytes"] == bytearray(b"ab")
+    assert (found["files"]["short"].read(), found["files"]["long"].read()) == (b"abc", bytes(10_000))
     assert found["milestones"] == {"30": 1}
 
 
