@@ -104,7 +104,8 @@ async def test_the_jobs_are_shown_while_no_lighthouse_is_known(tmp_path):
 async def test_an_address_with_a_stray_percent_sign_shows_a_page(tmp_path):
     async with shown(tmp_path, ToldMesh(2)) as (browser, endpoint):
         page = await browser.open(f"{endpoint.url}/#/job/50%")
-        await page.until("document.querySelector('.now h2').textContent === 'Job 50%'")
+        await page.until(f"{SHOWN} && document.querySelector('.now h2').textContent === 'Job 50%'")
+        assert any(one.startswith(f"{endpoint.url}/v1/jobs/50%25/goodput") for one in page.requests)
         assert page.complaints == []
 
 

@@ -18,11 +18,14 @@ from typing import Any
 
 from aiohttp import web
 
+from keepstep_mesh.protocol.policy import Policy
 from keepstep_mesh.security.tokens import Access, Tokens
 from keepstep_mesh.serving.application import Route, read_json
-from keepstep_mesh.serving.openapi import plain
+from keepstep_mesh.serving.openapi import describe, plain
 from keepstep_mesh.serving.service import Endpoint, Service, serving
 from keepstep_metrics.api import dashboard_page, log_views
+from keepstep_metrics.api.routes import JOB as ANY_JOB
+from keepstep_metrics.api.routes import SHAPES
 from keepstep_metrics.api.span_views import MAX_OWN_COLUMNS
 from keepstep_metrics.history.events import Event
 from keepstep_metrics.history.findings.marks import marks
@@ -54,7 +57,10 @@ async def shown(folder: Path, mesh: ToldMesh, tokens: Tokens | None = None) -> A
 
 
 class ToldMesh:
-    """A job of so many groups that has trained for ``past`` seconds. ``turn`` changes what a group does."""
+    """A job of so many groups that has trained for ``past`` seconds. ``turn`` changes what a group does.
+
+    It answers for a job of any name.
+    """
 
     def __init__(self, groups: int, past: float = 600.0) -> None:
         self.t0 = time.time() - past
@@ -69,7 +75,7 @@ class ToldMesh:
         self.blame: dict[str, Any] | None = None
         self.alerts: list[dict[str, Any]] = []
         self.kept_out: list[str] = []
-        self.policy = {"min_replicas": 1, "on_divergence": "heal", "takeover_grace": None}
+        self.policy = Policy()
         self.group_values: dict[str, float] = {}
         """Group -> its factor of the recorded value."""
         self.store = "etcd"
@@ -229,7 +235,6 @@ class ToldMesh:
             self.orders.append((action, name, await read_json(request)))
             return web.json_response({"sentence": f"{name}: {action} is done"}, status=202)
 
-        job = f"/v1/jobs/{JOB}"
         about = {"job": JOB, "first_seen": self.t0, "groups": len(self.names), "goodput": 0.97}
         about |= {"pace": [0.0, 4.0, 2.0], "steps_per_second": 4.0, "alerts": self.alerts}
         vitals = {"version": "0.1.0", "python": "3.11.7", "resident_bytes": 1 << 26, "started": self.t0,
@@ -252,31 +257,34 @@ class ToldMesh:
         answers = {
             "/v1/jobs": lambda *_: {"jobs": [{**about, "last_seen": time.time(), "step": self.step(time.time())}]},
             "/v1/cluster": lambda *_: cluster,
-            f"{job}/now": lambda *_: self.now(),
-            f"{job}/timeline": lambda since, until, _: self.timeline(since, until),
-            f"{job}/steps": self.steps,
-            f"{job}/goodput": lambda since, until, _: self.goodput(since, until),
-            f"{job}/stragglers": lambda *_: self.stragglers(),
-            f"{job}/transfers": lambda *_: {"transfers": self.transfers},
-            f"{job}/failures": lambda *_: {"failures": self.failures},
-            f"{job}/incidents": lambda *_: plain(log_views.incidents(JOB, self.log()[-500:])),
-            job: lambda *_: {"policy": self.policy},
+            f"{ANY_JOB}/now": lambda *_: self.now(),
+            f"{ANY_JOB}/timeline": lambda since, until, _: self.timeline(since, until),
+            f"{ANY_JOB}/steps": self.steps,
+            f"{ANY_JOB}/goodput": lambda since, until, _: self.goodput(since, until),
+            f"{ANY_JOB}/stragglers": lambda *_: self.stragglers(),
+            f"{ANY_JOB}/transfers": lambda *_: {"transfers": self.transfers},
+            f"{ANY_JOB}/failures": lambda *_: {"failures": self.failures},
+            f"{ANY_JOB}/incidents": lambda *_: plain(log_views.incidents(JOB, self.log()[-500:])),
+            ANY_JOB: lambda *_: {"policy": asdict(self.policy)},
+            "/openapi.json": lambda *_: describe("told", routes, SHAPES),
         }
         routes = [Route("GET", path, answer(make), Access.READ) for path, make in answers.items()]
         routes += [
             *dashboard_page.routes(),
             Route("GET", "/v1/stream", self._stream, Access.READ),
-            Route("POST", f"{job}/replicas/{{name}}/{{action}}", order, Access.ADMIN),
-            Route("POST", f"{job}/{{action}}", order, Access.ADMIN),
-            Route("PATCH", job, order, Access.ADMIN),
+            Route("POST", f"{ANY_JOB}/replicas/{{name}}/{{action}}", order, Access.ADMIN),
+            Route("POST", f"{ANY_JOB}/{{action}}", order, Access.ADMIN),
+            Route("PATCH", ANY_JOB, order, Access.ADMIN),
         ]
         return Service("metrics", routes, lifespan=self._lifespan)
 
     @contextlib.asynccontextmanager
     async def _lifespan(self) -> AsyncIterator[None]:
-        yield
-        self.held.set()
-        self.cut()
+        try:
+            yield
+        finally:
+            self.held.set()
+            self.cut()
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         if self.garbage:
