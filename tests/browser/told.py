@@ -179,7 +179,7 @@ class ToldMesh:
             "job": JOB,
             "t": t,
             "step": column(self.step),
-            "committed_per_second": column(lambda one: 1 / (STEP_SECONDS + wave(one))),
+            "committed_per_second": [1 / (STEP_SECONDS + wave(at)) if self.t0 <= at else 0.0 for at in t],
             "seconds": {
                 name: column(lambda one, i=i: STEP_SECONDS + wave(one + i))
                 for i, name in enumerate(names or (self.names if len(self.names) <= MAX_OWN_COLUMNS else ()))
