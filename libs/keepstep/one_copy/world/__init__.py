@@ -1,0 +1,1 @@
+"""Process groups and mesh of a world, which stay while members change."""
