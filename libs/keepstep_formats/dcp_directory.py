@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,16 +10,12 @@ from typing import IO, Any, cast
 import torch
 
 from keepstep.state.flattening import Leaf, build
-from keepstep_formats.dcp_metadata import ByteRange, chunk_shape, read_dcp_metadata
+from keepstep_formats.dcp_metadata import ByteRange, DcpContent, chunk_shape, read_dcp_metadata
 from keepstep_formats.foreign_errors import ForeignCheckpointError, RefusedClass
 from keepstep_formats.pickled_items import load_pickled
 from keepstep_formats.plain_tensor import read_plain_tensor
-from keepstep_formats.safetensors_files import Header, Report, read_header, read_tensor
+from keepstep_formats.safetensors_files import LENGTH_BYTES, Header, Report, is_safetensors, read_header, read_tensor
 from keepstep_mesh.protocol.boxes import Box, Sizes, whole
-
-_SAVED_BY_TORCH = (b"PK", b"\x80\x02")
-"""First bytes of a file of torch.save. Other files are safetensors."""
-_SHARDING_INFO = "DCP_SHARDING_INFO"
 
 
 class DcpDirectory:
@@ -28,6 +23,7 @@ class DcpDirectory:
 
     Args:
         path: written by ``dcp.save`` (torch 2.0 to 2.13) with torch.save or safetensors, or by Megatron Core.
+        content: what it holds. Default: what its ``.metadata`` says.
         skip_objects: receives the keys of values that cannot be read without running code. None: they are an error.
         report: receives the bytes of files, when a tensor is read for the first time.
 
@@ -41,12 +37,19 @@ class DcpDirectory:
         ForeignCheckpointError: a file is missing or damaged, or does not fit ``.metadata``. ``unread`` raises it too.
     """
 
-    def __init__(self, path: Path, *, skip_objects: list[str] | None = None, report: Report = lambda _: None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        content: DcpContent | None = None,
+        *,
+        skip_objects: list[str] | None = None,
+        report: Report = lambda _: None,
+    ) -> None:
         self._path = path
-        self._content = read_dcp_metadata(path)
+        self._content = content or read_dcp_metadata(path)
         self._report = report
-        self._headers: dict[str, Header | None] = {}
-        """Of each file that was opened. None: torch.save wrote it."""
+        self._headers: dict[tuple[str, int], Header] = {}
+        """Of the safetensors that were read, by their file and position."""
         self._reported: set[str] = set()
         for name in {at.file for one in self._content.tensors.values() for at in one.shards.values()}:
             _opened(path / name).close()  # before anything is written
@@ -91,10 +94,10 @@ class DcpDirectory:
     def _read_shard(self, key: str, box: Box, at: ByteRange, into: torch.Tensor) -> None:
         path = self._path / at.file
         with _opened(path) as file:
-            if at.file not in self._headers:
-                self._headers[at.file] = _header_of(file, path)
-            header = self._headers[at.file]
-            if header is None and into.is_contiguous() and read_plain_tensor(file, at.offset, at.length, into):
+            header = self._headers.get((at.file, at.offset)) or _header_at(file, path, at)
+            if header is not None:
+                self._headers[at.file, at.offset] = header
+            elif into.is_contiguous() and read_plain_tensor(file, at.offset, at.length, into):
                 return
             what = f"{key!r} in {path}"
             shard = _check_shard(_shard(file, header, key, box, at, what), into.dtype, box, what)
@@ -117,7 +120,7 @@ def read_shard(directory: Path, where: ByteRange, key: str, box: Box, dtype: tor
     """
     what = f"{key!r} in {directory / where.file}"
     with _opened(directory / where.file) as file:
-        shard = _shard(file, _header_of(file, directory / where.file), key, box, where, what)
+        shard = _shard(file, _header_at(file, directory / where.file, where), key, box, where, what)
     return _check_shard(shard, dtype, box, what)
 
 
@@ -155,7 +158,8 @@ def read_value(directory: Path, where: ByteRange, key: str, *, allow_pickle: boo
     """
     path = directory / where.file
     with _opened(path) as file:
-        return _value(file, _header_of(file, path), where, f"{key!r} in {path}", allow_pickle=allow_pickle)
+        what = f"{key!r} in {path}"
+        return load_pickled(_bytes(file, where, what), what, allow_pickle=allow_pickle)
 
 
 def _opened(path: Path) -> IO[bytes]:
@@ -165,15 +169,10 @@ def _opened(path: Path) -> IO[bytes]:
         raise ForeignCheckpointError(f"{path} not found: the directory is incomplete") from None
 
 
-def _header_of(file: IO[bytes], path: Path) -> Header | None:
-    """Return the header of a safetensors file. None: torch.save wrote the file."""
-    return None if file.read(2).startswith(_SAVED_BY_TORCH) else read_header(path)
-
-
-def _value(file: IO[bytes], header: Header | None, at: ByteRange, what: str, *, allow_pickle: bool = False) -> Any:
-    if header is not None:
-        raise ForeignCheckpointError(f"{what} is not a tensor, and the file is safetensors, which holds only these")
-    return load_pickled(_bytes(file, at, what), what, allow_pickle=allow_pickle)
+def _header_at(file: IO[bytes], path: Path, at: ByteRange) -> Header | None:
+    """Return the header of the safetensors that begin at a position of a file. None: torch.save wrote a value there."""
+    file.seek(at.offset)
+    return read_header(path, at.offset) if is_safetensors(file.read(LENGTH_BYTES + 1)) else None
 
 
 def _shard(file: IO[bytes], header: Header | None, key: str, box: Box, at: ByteRange, what: str) -> Any:
@@ -181,12 +180,8 @@ def _shard(file: IO[bytes], header: Header | None, key: str, box: Box, at: ByteR
         return load_pickled(_bytes(file, at, what), what)
     if key not in header.tensors:
         raise ForeignCheckpointError(f"{what}: the file does not have it")
-    try:
-        offsets = json.loads(header.metadata.get(_SHARDING_INFO, "{}")).get(key, {}).get("saved_offsets")
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise ForeignCheckpointError(f"{what}: invalid {_SHARDING_INFO}") from error
-    if offsets is not None and offsets != list(box.offset):
-        raise ForeignCheckpointError(f"{what} is the shard at {offsets}, but .metadata says {list(box.offset)}")
+    if header.offsets is not None and header.offsets[key] != box.offset:
+        raise ForeignCheckpointError(f"{what} is the shard at {header.offsets[key]}, but .metadata says {box.offset}")
     return read_tensor(file, header.tensors[key])
 
 

@@ -28,7 +28,8 @@ from keepstep_formats.dcp_metadata import METADATA
 from keepstep_formats.finished_output import check_free
 from keepstep_formats.foreign_errors import CannotHold, ForeignCheckpointError, RefusedClass
 from keepstep_formats.pickled_items import load_pickled, save_pickled
-from keepstep_formats.safetensors_files import SUFFIX, read_safetensors, safetensors_files, write_safetensors
+from keepstep_formats.safetensors_files import SUFFIX, write_safetensors
+from keepstep_formats.safetensors_folders import find_safetensors, has_safetensors, read_safetensors_files
 from keepstep_mesh.protocol.stored_keys import key_of
 from keepstep_mesh.text import listed
 
@@ -180,11 +181,16 @@ def import_checkpoint(
     progress = progress or _ignore
     form = form or _format_to_read(path)
     skipped: list[str] | None = [] if skip_objects else None
-    report = _Report("reading", sum(one.stat().st_size for one in _files(path, form)), progress)
+    safetensors = find_safetensors(path) if form is Format.SAFETENSORS else None
+    files = path.rglob("*") if path.is_dir() else [path]
+    files = files if safetensors is None else safetensors.paths
+    report = _Report("reading", sum(one.stat().st_size for one in files if one.is_file()), progress)
     unread: Unread = {}
+    state: Any
     match form:
         case Format.SAFETENSORS:
-            state: Any = read_safetensors(path, report.add)
+            assert safetensors is not None
+            state, unread = read_safetensors_files(safetensors, report.add)
         case Format.TORCH:
             state = load_pickled(path, str(path), allow_pickle=allow_pickle)
         case Format.DCP:
@@ -237,15 +243,8 @@ def _format_to_read(path: Path) -> Format:
     if not path.exists():
         raise ForeignCheckpointError(f"{path} not found")
     if path.is_dir():
-        return Format.DCP if (path / METADATA).exists() or not list(path.glob(f"*{SUFFIX}*")) else Format.SAFETENSORS
+        return Format.DCP if (path / METADATA).exists() or not has_safetensors(path) else Format.SAFETENSORS
     return Format.SAFETENSORS if path.suffix in (SUFFIX, ".json") else Format.TORCH
-
-
-def _files(path: Path, form: Format) -> list[Path]:
-    """Return the files of the source that exist. The readers name those that do not."""
-    if form is Format.SAFETENSORS:
-        return [one for one in safetensors_files(path) if one.is_file()]
-    return [one for one in path.rglob("*") if one.is_file()] if path.is_dir() else [path]
 
 
 class _Export:

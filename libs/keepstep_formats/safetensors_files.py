@@ -13,6 +13,7 @@ from typing import IO, Any
 
 import torch
 
+from keepstep_formats.dcp_metadata import MAX_DIMENSIONS, MAX_SIZE
 from keepstep_formats.finished_output import finished_output
 from keepstep_formats.foreign_errors import CannotHold, ForeignCheckpointError
 
@@ -20,8 +21,9 @@ MAX_HEADER_BYTES = 100_000_000
 """The limit of the format."""
 LENGTH_BYTES = 8
 INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 SUFFIX = ".safetensors"
+PACKED = "F4"
+"""Two elements share a byte. Files count elements in the last dimension of a shape, and torch counts bytes."""
 DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -40,9 +42,13 @@ DTYPES = {
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2": torch.float8_e5m2,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    PACKED: torch.float4_e2m1fn_x2,
     "C64": torch.complex64,
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_SHARDING_INFO = "DCP_SHARDING_INFO"
+"""Key in the metadata of files that DCP writes: JSON with the position of each shard in its tensor."""
 
 Report = Callable[[int], None]
 """Receives the bytes that were read or written since the last call."""
@@ -66,23 +72,36 @@ class Header:
     """The header of one file."""
 
     tensors: dict[str, StoredTensor]
-    metadata: dict[str, str]
+    offsets: dict[str, tuple[int, ...]] | None
+    """Position of each tensor in the whole of which it is a shard. None: DCP did not write the file."""
 
 
-def read_header(path: Path) -> Header:
-    """Read and check the header of an untrusted file. Raises ``ForeignCheckpointError``."""
+def is_safetensors(start: bytes) -> bool:
+    """Return whether bytes begin a safetensors file: the length of its header, then a JSON object."""
+    return start[LENGTH_BYTES : LENGTH_BYTES + 1] == b"{"
+
+
+def read_header(path: Path, start: int = 0) -> Header:
+    """Read and check the header of an untrusted file. Raises ``ForeignCheckpointError``.
+
+    Args:
+        path: the file.
+        start: position of its first byte: DCP writes other values before it.
+    """
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            return _header(file, size)
+            file.seek(start)
+            return _header(file, start, size)
     except (ForeignCheckpointError, ValueError, RecursionError) as error:
         raise ForeignCheckpointError(f"{path} is no valid safetensors file: {error}") from error
 
 
-def _header(file: IO[bytes], size: int) -> Header:
-    if size < LENGTH_BYTES:
-        raise ForeignCheckpointError(f"file too short: {size} bytes, expected at least {LENGTH_BYTES}")
-    length, limit = int.from_bytes(file.read(LENGTH_BYTES), "little"), min(size - LENGTH_BYTES, MAX_HEADER_BYTES)
+def _header(file: IO[bytes], start: int, size: int) -> Header:
+    begin = start + LENGTH_BYTES
+    if size < begin:
+        raise ForeignCheckpointError(f"file too short: {size} bytes, expected at least {begin}")
+    length, limit = int.from_bytes(file.read(LENGTH_BYTES), "little"), min(size - begin, MAX_HEADER_BYTES)
     if length > limit:
         raise ForeignCheckpointError(f"header too large: {length} bytes (limit {limit}); the file is damaged")
     top = json.loads(file.read(length))
@@ -91,25 +110,51 @@ def _header(file: IO[bytes], size: int) -> Header:
     metadata = top.pop("__metadata__", {})
     if type(metadata) is not dict or any(type(value) is not str for value in metadata.values()):
         raise ForeignCheckpointError("its __metadata__ is not a map of strings")
-    tensors = {key: _row(key, row, LENGTH_BYTES + length) for key, row in top.items()}
-    end = LENGTH_BYTES + length
+    end = begin + length
+    tensors = {key: _row(key, row, end) for key, row in top.items()}
     for key, one in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].nbytes)):
         if one.start != end:
             raise ForeignCheckpointError(f"{key} begins at byte {one.start}, expected {end}")
         end += one.nbytes
     if end != size:
         raise ForeignCheckpointError(f"the file has {size} bytes, its header describes {end}: it is damaged")
-    return Header(tensors, metadata)
+    return Header(tensors, _offsets(metadata[_SHARDING_INFO], tensors) if _SHARDING_INFO in metadata else None)
+
+
+def _offsets(text: str, tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {}
+    known = json.loads(text)
+    for key, stored in tensors.items():
+        row = known.get(key) if type(known) is dict else None
+        offset: Any = row.get("saved_offsets") if type(row) is dict else None
+        if not _are_sizes(offset) or len(offset) != len(stored.shape):
+            raise ForeignCheckpointError(f"{key} of shape {stored.shape} has position {offset} in {_SHARDING_INFO}")
+        found[key] = tuple(offset)
+    return found
+
+
+def _are_sizes(value: Any) -> bool:
+    return (
+        type(value) is list
+        and len(value) <= MAX_DIMENSIONS
+        and all(type(one) is int and 0 <= one <= MAX_SIZE for one in value)
+    )
 
 
 def _row(key: str, row: Any, begin: int) -> StoredTensor:
     fields: dict[str, Any] = row if type(row) is dict else {}
     dtype, shape, offsets = fields.get("dtype"), fields.get("shape", []), fields.get("data_offsets", [])
     if dtype not in DTYPES:
-        raise ForeignCheckpointError(f"{key} has dtype {str(dtype)[:40]}; supported: {', '.join(DTYPES)}")
+        raise ForeignCheckpointError(
+            f"{key} has dtype {str(dtype)[:40]}, which torch does not have; supported: {', '.join(DTYPES)}"
+        )
     for numbers in (shape, offsets):
-        if type(numbers) is not list or any(type(one) is not int or one < 0 for one in numbers):
+        if not _are_sizes(numbers):
             raise ForeignCheckpointError(f"{key} has an invalid shape or position")
+    if dtype == PACKED:
+        if not shape or shape[-1] % 2:
+            raise ForeignCheckpointError(f"{key} of dtype {PACKED} has shape {shape}: torch needs an even last size")
+        shape = [*shape[:-1], shape[-1] // 2]
     nbytes = math.prod(shape) * DTYPES[dtype].itemsize
     if len(offsets) != 2 or offsets[1] - offsets[0] != nbytes:
         raise ForeignCheckpointError(f"{key} of shape {shape} and dtype {dtype} has data_offsets {offsets}")
@@ -127,45 +172,16 @@ def read_tensor(file: IO[bytes], stored: StoredTensor) -> torch.Tensor:
     return tensor
 
 
-def safetensors_files(source: Path) -> list[Path]:
-    """Return the files of ``source``: a file, an index, or a folder with either.
-
-    Raises:
-        ForeignCheckpointError: the index is invalid, or a file is missing.
-    """
-    if source.is_dir():
-        source = next((source / name for name in (INDEX, SINGLE) if (source / name).exists()), source / INDEX)
-    if source.suffix != ".json":
-        return [source]
-    try:
-        text = source.read_text()
-        names = set(json.loads(text)["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ForeignCheckpointError(f"{source} is not a valid index of safetensors files: {error!r}") from error
-    bad = [name for name in names if type(name) is not str or Path(name).name != name]
-    if bad:
-        raise ForeignCheckpointError(f"{source} names {str(bad[0])[:200]!r}, which is not a file beside it")
-    return [source.parent / name for name in sorted(names)]
-
-
-def read_safetensors(source: Path, report: Report = lambda _: None) -> dict[str, torch.Tensor]:
-    """Return all tensors of a file, of an index with its files, or of a folder with either.
+def read_safetensors(headers: Mapping[Path, Header], report: Report = lambda _: None) -> dict[str, torch.Tensor]:
+    """Return the tensors of files. No two of them may have the same.
 
     Their memory is that of the files, mapped: a page is read when it is used, and needs no memory of the process.
-
-    Raises:
-        ForeignCheckpointError: a file is missing or damaged, or two files have the same tensor.
     """
     found: dict[str, torch.Tensor] = {}
-    for path in safetensors_files(source):
-        if not path.exists():
-            raise ForeignCheckpointError(f"{path} not found")
-        header = read_header(path)
+    for path, header in headers.items():
         with path.open("rb") as file:
             memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # closed when its last tensor is gone
         for key, stored in header.tensors.items():
-            if key in found:
-                raise ForeignCheckpointError(f"{key} is in {path} and in another file")
             found[key] = _mapped(memory, stored)
             report(stored.nbytes)
     return found
@@ -199,8 +215,8 @@ def write_safetensors(
         ForeignCheckpointError: ``path`` exists.
     """
     for key, tensor in tensors.items():
-        if tensor.dtype not in _NAMES:
-            raise CannotHold(f"{key} has dtype {tensor.dtype}, which safetensors does not have")
+        if tensor.dtype not in _NAMES or (_NAMES[tensor.dtype] == PACKED and not tensor.ndim):
+            raise CannotHold(f"{key} has dtype {tensor.dtype} and shape {tuple(tensor.shape)}, which safetensors lacks")
     with finished_output(path) as temporary:
         if shard_bytes is None:
             _write_file(tensors, temporary, report, read)
@@ -233,8 +249,10 @@ def _write_file(tensors: Mapping[str, torch.Tensor], path: Path, report: Report,
     rows: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for key, tensor in ordered:
-        row = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [end, end + tensor.nbytes]}
-        rows[key] = row
+        name, shape = _NAMES[tensor.dtype], list(tensor.shape)
+        if name == PACKED:
+            shape[-1] *= 2
+        rows[key] = {"dtype": name, "shape": shape, "data_offsets": [end, end + tensor.nbytes]}
         end += tensor.nbytes
     text = json.dumps(rows, separators=(",", ":")).encode()
     text += b" " * (-len(text) % LENGTH_BYTES)

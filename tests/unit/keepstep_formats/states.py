@@ -52,8 +52,9 @@ def training_state() -> dict[str, Any]:
 def every_dtype() -> dict[str, torch.Tensor]:
     """A tensor of each dtype that safetensors has, and odd shapes."""
     names = "bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 float16 bfloat16 float32 float64 complex64"
-    names += " float8_e4m3fn float8_e5m2"
+    names += " float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
     found = {name: torch.arange(6).reshape(2, 3).to(getattr(torch, name)) for name in names.split()}
+    found["float4_e2m1fn_x2"] = torch.arange(6, dtype=torch.uint8).reshape(2, 3).view(torch.float4_e2m1fn_x2)
     return found | {
         "empty": torch.empty(0, 3),
         "scalar": torch.tensor(3, dtype=torch.int16),
