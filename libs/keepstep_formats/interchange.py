@@ -26,10 +26,10 @@ from keepstep.state.pack_layout import describe
 from keepstep_formats.dcp_directory import DcpDirectory
 from keepstep_formats.dcp_metadata import METADATA
 from keepstep_formats.finished_output import check_free
+from keepstep_formats.folders.safetensors_folders import find_safetensors, has_safetensors, read_safetensors_files
 from keepstep_formats.foreign_errors import CannotHold, ForeignCheckpointError, RefusedClass
 from keepstep_formats.pickled_items import load_pickled, save_pickled
 from keepstep_formats.safetensors_files import SUFFIX, write_safetensors
-from keepstep_formats.safetensors_folders import find_safetensors, has_safetensors, read_safetensors_files
 from keepstep_mesh.protocol.stored_keys import key_of
 from keepstep_mesh.text import listed
 
