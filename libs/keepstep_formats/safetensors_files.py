@@ -216,7 +216,8 @@ def write_safetensors(
     """
     for key, tensor in tensors.items():
         if tensor.dtype not in _NAMES or (_NAMES[tensor.dtype] == PACKED and not tensor.ndim):
-            raise CannotHold(f"{key} has dtype {tensor.dtype} and shape {tuple(tensor.shape)}, which safetensors lacks")
+            shape = tuple(tensor.shape)
+            raise CannotHold(f"{key} has dtype {tensor.dtype} and shape {shape}, which safetensors does not have")
     with finished_output(path) as temporary:
         if shard_bytes is None:
             _write_file(tensors, temporary, report, read)

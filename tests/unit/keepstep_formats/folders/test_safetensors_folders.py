@@ -42,7 +42,7 @@ RANKS: list[dict[str, tuple[tuple[int, ...], torch.Tensor]]] = [
     },
     {"rows": ((4, 0), STATE["rows"][4:]), "short": ((1,), STATE["short"][1:])},
 ]
-"""What three ranks write, as DTensors of three ranks have it: the third has an empty shard of ``short``."""
+"""Items that three ranks write, as with DTensors of three ranks: the third has an empty shard of ``short``."""
 
 
 def write_parts(path: Path, *, order: Iterable[int] = range(3), **how: Any) -> Path:
