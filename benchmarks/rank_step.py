@@ -26,7 +26,7 @@ from keepstep.session.session_settings import SessionSettings
 from keepstep_mesh.protocol import codec
 from keepstep_mesh.protocol.group_messages import RankAsk, RankQuorum
 from keepstep_mesh.protocol.membership import Member, MemberInfo
-from keepstep_mesh.protocol.messages import QuorumAnswer, QuorumRequest
+from keepstep_mesh.protocol.messages import Quorum, QuorumRequest
 from keepstep_mesh.testing import ScriptedSession, scripted_lighthouse
 
 SIZES = (1, 1000, 3000)
@@ -86,7 +86,7 @@ def frames_measured(seen: Seen, name: str):
 
 async def answer(session: ScriptedSession, version: int, listed: tuple[Member, ...] | None, step: int) -> None:
     request = await session.next(QuorumRequest)
-    session.send(QuorumAnswer(request.request, 1, 1, 0, version, step, 3, 0, listed))
+    session.send(Quorum(request.request, 1, 1, 0, version, step, 3, 0, listed is None, listed or ()))
 
 
 async def measure(size: int, steps: int, *, changed: bool) -> Seen:

@@ -22,7 +22,7 @@ from keepstep_mesh.protocol.messages import (
     Goodbye,
     Hello,
     Leave,
-    QuorumAnswer,
+    Quorum,
     QuorumRequest,
     Welcome,
 )
@@ -255,15 +255,14 @@ class ScriptedSession:
         self, request: QuorumRequest, *, epoch: int = 1, quorum_id: int = 1, version: int = 1, with_members: bool = True
     ) -> None:
         """Answer with a quorum of the one group that asked."""
-        members = None
+        listed: tuple[Member, ...] = ()
         if with_members:
             if request.info is None:
                 raise AssertionError("this session has not sent its info yet")
             me = Member(self.hello.replica_id, request.step, request.lineage, 0, shrink_only=False, info=request.info)
-            members = (me,)
-        self.send(
-            QuorumAnswer(request.request, epoch, quorum_id, 0, version, request.step, request.lineage, 0, members)
-        )
+            listed = (me,)
+        facts = (epoch, quorum_id, 0, version, request.step, request.lineage, 0)
+        self.send(Quorum(request.request, *facts, uniform=not with_members, listed=listed))
 
     async def say_goodbye(self) -> Leave:
         leave = await self.next(Leave)

@@ -1,6 +1,6 @@
 """Restart every process of a running mesh with another commit of keepstep, one after the other, and back.
 
-make upgrade OLD=f763aeb3                                  a commit of this repository
+make upgrade OLD=COMMIT                                    a commit of this repository
 make upgrade UPGRADE="--old-tree ../keepstep-before"       a checkout, for a clone without history
 
 Two lighthouses with an etcd, a relay, a metrics service and three groups run the old tree. Each is stopped with SIGTERM

@@ -14,7 +14,8 @@ from keepstep_lighthouse.leadership.term import Term
 from keepstep_lighthouse.quorum.job_record import JobRecord
 from keepstep_lighthouse.store.contract import Store, Write
 from keepstep_mesh.protocol import lineage
-from keepstep_mesh.protocol.membership import Member, Quorum
+from keepstep_mesh.protocol.membership import Member
+from keepstep_mesh.protocol.messages import Quorum
 from tests.simulation.actors import worker
 from tests.simulation.run import violation
 from tests.simulation.simulation import Simulation

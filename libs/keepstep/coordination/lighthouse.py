@@ -16,7 +16,7 @@ from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.config.settings import Settings, bind_address, split_addresses
 from keepstep_mesh.protocol import codec
 from keepstep_mesh.protocol.membership import Data, Member, MemberInfo
-from keepstep_mesh.protocol.membership import Quorum as MeshQuorum
+from keepstep_mesh.protocol.messages import Quorum as MeshQuorum
 from keepstep_mesh.protocol.messages import QuorumRequest
 from keepstep_mesh.protocol.policy import Policy, policy_problem
 from keepstep_mesh.security.reloaded_files import ReloadedFiles

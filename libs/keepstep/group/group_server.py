@@ -40,12 +40,12 @@ from keepstep_mesh.errors import (
 )
 from keepstep_mesh.net.http import Problem
 from keepstep_mesh.protocol.group_messages import RankAsk, RankVote
-from keepstep_mesh.protocol.membership import MemberInfo, Quorum
+from keepstep_mesh.protocol.membership import MemberInfo
 from keepstep_mesh.protocol.messages import (
-    RETRY_VERSION,
     Evicted,
     Failed,
     Healing,
+    Quorum,
     QuorumRequest,
     ServiceAddress,
 )
@@ -303,11 +303,6 @@ class GroupServer:
 
     async def _request_quorum(self, ask: RankAsk) -> Quorum:
         """Ask the lighthouse; after a timeout ask again, up to ``quorum_retries`` times."""
-        if ask.retry and self._session.version < RETRY_VERSION:  # it would not deny a retry that comes too late
-            raise KeepstepError(
-                f"cannot retry the step: the lighthouse {self._session.lighthouse} speaks protocol "
-                f"{self._session.version}, a retry needs {RETRY_VERSION}: update the lighthouses"
-            )
         request = _request_of(ask, request=0, info=self._info, durable_relays=self._stored_at)
         retries_left = self._settings.quorum_retries
         while True:

@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from keepstep_mesh.protocol.lineage import NEW, following, is_committed, is_diverged, is_torn, origin, reference_state
-from keepstep_mesh.protocol.membership import Lineage, Member, MemberInfo, Quorum
+from keepstep_mesh.protocol.membership import Lineage, Member, MemberInfo
+from keepstep_mesh.protocol.messages import Quorum
 
 ROTATING = 2
 """``MemberInfo.rendezvous`` of members that rotate the host; older ones take the first of the cohort."""
@@ -253,7 +254,7 @@ def plan_of_closed_job(step: int, lineage: Lineage) -> QuorumPlan:
         step, lineage: of the final state.
     """
     alone = Member("", step, lineage, commit_failures=0, shrink_only=False, info=MemberInfo(""))
-    quorum = Quorum(0, 0, 0, 0, step, lineage, uniform=True, listed=(alone,), finishing=True)
+    quorum = Quorum(0, 0, 0, 0, 0, step, lineage, 0, uniform=True, listed=(alone,), finishing=True)
     return QuorumPlan(
         quorum=quorum,
         replica_rank=0,

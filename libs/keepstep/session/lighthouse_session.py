@@ -21,9 +21,7 @@ from keepstep_mesh.config.settings import base_url
 from keepstep_mesh.errors import KeepstepError, ProtocolError, SessionClosed, VersionError
 from keepstep_mesh.net.http import Identity
 from keepstep_mesh.protocol import codec
-from keepstep_mesh.protocol.membership import Quorum
 from keepstep_mesh.protocol.messages import (
-    PROTOCOL_VERSION,
     CancelRequest,
     Closed,
     Denied,
@@ -36,7 +34,7 @@ from keepstep_mesh.protocol.messages import (
     MemberLost,
     Moved,
     NotLeader,
-    QuorumAnswer,
+    Quorum,
     QuorumRequest,
     Refused,
     RoundBroken,
@@ -80,8 +78,6 @@ class LighthouseSession:
         """As in the last ``Welcome``."""
         self.durable_relays: tuple[str, ...] = ()
         """As in the last ``Welcome``."""
-        self.version = PROTOCOL_VERSION
-        """Version of the protocol that the lighthouse speaks."""
         self.heal_timeout_ms = 0
         """Time that the next quorum waits for a group that heals; 0: unknown."""
         self.identity: Identity
@@ -267,7 +263,7 @@ class LighthouseSession:
     def on_message(self, message: codec.Message) -> None:
         """See ``Dialogue``."""
         match message:
-            case QuorumAnswer():
+            case Quorum():
                 if self._session.server is None:
                     raise ProtocolError("answer before the welcome")
                 quorum = self._core.answered(message)
@@ -310,7 +306,7 @@ class LighthouseSession:
             raise ProtocolError("second welcome in one session")
         self._core.welcomed(welcome)
         self._set_timing(welcome)
-        self.live_step, self.version = welcome.live_step, welcome.version
+        self.live_step = welcome.live_step
         self.durable_relays = welcome.durable_relays
         if self._session.welcome():
             deadline = self._session.requests.deadline(self._core.number)

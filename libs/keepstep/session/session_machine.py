@@ -14,19 +14,19 @@ from dataclasses import dataclass
 
 from keepstep_mesh.errors import ProtocolError
 from keepstep_mesh.protocol import codec
-from keepstep_mesh.protocol.membership import HeldAnswer, Member, MemberInfo, Quorum
+from keepstep_mesh.protocol.membership import HeldAnswer, Member, MemberInfo
 from keepstep_mesh.protocol.messages import (
     OLDEST_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
     Hello,
-    QuorumAnswer,
+    Quorum,
     QuorumRequest,
     Welcome,
 )
 from keepstep_mesh.protocol.records import copier
 
 _request_with = copier(QuorumRequest, QuorumRequest, "request", "timeout_ms", "info", "settings", "durable_relays")
-_quorum_of = copier(Quorum, QuorumAnswer, "uniform", "listed")
+_with_list = copier(Quorum, Quorum, "listed")
 
 
 class StaleLighthouseError(ProtocolError):
@@ -91,7 +91,7 @@ class SessionCore:
 
     def welcomed(self, welcome: Welcome) -> None:
         """Apply ``Welcome``. Raises ``VersionError``, ``StaleLighthouseError``."""
-        codec.check_welcome(welcome, standby=self.stands_by)
+        codec.check_welcome(welcome)
         self._refuse_stale(welcome.epoch, self.quorum_id)
         self.epoch = welcome.epoch
         self.quorum_id = max(self.quorum_id, welcome.quorum_id)
@@ -138,15 +138,14 @@ class SessionCore:
         self.open = None
         return True
 
-    def answered(self, answer: QuorumAnswer) -> Quorum | None:
+    def answered(self, answer: Quorum) -> Quorum | None:
         """Return the quorum; None if the request of this answer is no longer open.
 
         Raises ``StaleLighthouseError``, or ``ProtocolError`` if the answer refers to a list that was never sent.
         """
         self._refuse_stale(answer.epoch, answer.quorum_id)
-        uniform = answer.members is None
-        if answer.members is not None:
-            self._listed, self._listed_version = answer.members, answer.version
+        if not answer.uniform:
+            self._listed, self._listed_version = answer.listed, answer.version
         elif answer.version != self._listed_version:
             raise ProtocolError(f"the answer refers to member list {answer.version}, which was not sent here")
         self.epoch, self.quorum_id = answer.epoch, answer.quorum_id
@@ -154,7 +153,7 @@ class SessionCore:
             return None
         self.stands_by = False
         self.held = HeldAnswer(answer.epoch, answer.quorum_id, answer.step)
-        return _quorum_of(answer, uniform=uniform, listed=self._listed)
+        return _with_list(answer, listed=self._listed) if answer.uniform else answer
 
     def finished_step(self) -> None:
         self.held = None

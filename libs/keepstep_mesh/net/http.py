@@ -29,7 +29,7 @@ PROBLEM_JSON = "application/problem+json"
 KIND_HEADER = "Keepstep-For"
 """Header of a request: the kind of service that it is for (``lighthouse``, ``relay``, ``metrics``)."""
 PROTOCOL_HEADER = "Keepstep-Protocol"
-"""Header of a request: ``PROTOCOL_VERSION`` of the client. Browsers, and clients of version 3, do not send it."""
+"""Header of a request: ``PROTOCOL_VERSION`` of the client. Browsers do not send it."""
 MAX_PROBLEM_BYTES = 64 * 1024
 PROBLEM_SECONDS = 5.0
 """Longest that the reason of a refusal may take to come."""

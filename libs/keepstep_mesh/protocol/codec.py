@@ -21,9 +21,8 @@ from keepstep_mesh.protocol.membership import MAX_DATA_BYTES, MemberInfo, Senten
 from keepstep_mesh.protocol.messages import (
     OLDEST_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
-    RETRY_VERSION,
     Hello,
-    QuorumAnswer,
+    Quorum,
     ToLighthouse,
     ToWorker,
     Welcome,
@@ -184,14 +183,15 @@ def check_info(info: MemberInfo) -> None:
     _INFO(unpack(pack(info), MAX_FRAME_BYTES), "info")
 
 
-def answer_frames(answer: QuorumAnswer | RankQuorum) -> Callable[[int], bytes]:
+def answer_frames(answer: Quorum | RankQuorum) -> Callable[[int], bytes]:
     """Return a function that encodes ``answer`` for a request number, each once. Other fields are encoded once in all.
 
     The numbers are equal in most groups of a job, and in all ranks of a group.
     """
-    encoded = pack([answer.kind, 0, *_plain(answer)[1:]])
-    # an array of up to 15 fields and a string of up to 31 characters have a header of one byte, 0 is one byte
-    end = 1 + 1 + len(answer.kind)
+    values = _plain(answer)[1:]
+    encoded = pack([answer.kind, 0, *values])
+    # the headers of a list take one byte, or three from 16 items on; that of a short string takes one, and so does 0
+    end = (1 if len(values) < 14 else 3) + 1 + len(answer.kind)
     head, tail = encoded[:end], encoded[end + 1 :]
     frames: dict[int, bytes] = {}
 
@@ -222,11 +222,10 @@ def _of(library: str) -> str:
     return f" ({library[:MAX_LIBRARY]})" if library else ""
 
 
-def check_welcome(welcome: Welcome, *, standby: bool) -> None:
-    """Raise ``VersionError`` if this worker does not support the lighthouse. ``standby``: as in its hello."""
-    needs = RETRY_VERSION if standby else OLDEST_PROTOCOL_VERSION
-    if welcome.version < needs:
+def check_welcome(welcome: Welcome) -> None:
+    """Raise ``VersionError`` if this worker does not support the lighthouse."""
+    if welcome.version < OLDEST_PROTOCOL_VERSION:
         raise VersionError(
-            f"the lighthouse speaks protocol {welcome.version}, this {'spare' if standby else 'worker'} needs at least "
-            f"{needs}: update the lighthouses first"
+            f"the lighthouse speaks protocol {welcome.version}, this worker needs at least {OLDEST_PROTOCOL_VERSION}: "
+            f"update the lighthouses first"
         )

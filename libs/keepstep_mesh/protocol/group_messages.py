@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from keepstep_mesh.protocol.membership import FinalState, Lineage, Quorum, Sentence, StateRoot, StepFailure, StepReport
+from keepstep_mesh.protocol.membership import FinalState, Sentence
+from keepstep_mesh.protocol.messages import Quorum, StepRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,46 +36,19 @@ class RankReady:
 
 
 @dataclass(frozen=True, slots=True)
-class RankAsk:
-    """A rank is ready for the next step. The group sends its request when all its ranks are ready."""
+class RankAsk(StepRequest):
+    """A rank is ready for the next step. The group sends its request when all its ranks are ready.
+
+    Rank 0 adds ``info`` and ``durable_relays``.
+    """
 
     kind: ClassVar[str] = "rank_ask"
-    request: int
-    step: int
-    lineage: Lineage
-    shrink_only: bool
-    commit_failures: int
-    timeout_ms: int
     leaving: Sentence = ""
     """Reason why this rank, and so the group, leaves (SIGTERM); empty: it stays."""
     layout: str = ""
-    handle: str = ""
-    """Unused; it keeps its place among the fields, which the wire has in order."""
+    """As in ``MemberInfo``, of this rank."""
     checkpoint: str = ""
     """Metadata with which a peer's transport fetches this rank's state."""
-    root: StateRoot | None = None
-    """Root of this rank's part of the state."""
-    batches_committed: int = 0
-    allow_heal: bool = True
-    """As in ``QuorumRequest``."""
-    settings: str = ""
-    """As in ``QuorumRequest``, but sent with every request."""
-    last_step: StepReport | None = None
-    """As in ``QuorumRequest``, of this rank."""
-    min_groups: int = 0
-    """As in ``QuorumRequest``."""
-    grace_ms: int = 0
-    """As in ``QuorumRequest``."""
-    final: bool = False
-    """As in ``QuorumRequest``."""
-    failure: StepFailure | None = None
-    """As in ``QuorumRequest``, of this rank."""
-    retry: bool = False
-    """As in ``QuorumRequest``."""
-    replace: Sentence = ""
-    """As in ``QuorumRequest``."""
-    publish: str = ""
-    """As in ``QuorumRequest``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated
 
 from keepstep_mesh.text import printable
@@ -33,8 +33,6 @@ class MemberInfo:
     layout: str = ""
     """Digest of parameter names, shapes, dtypes and bucket layout; empty while unknown."""
     data: Data = None
-    handles: tuple[str, ...] = ()
-    """Unused; it keeps its place among the fields, which the wire has in order."""
     rendezvous: int = 1
     """Version of the rendezvous that its ranks understand."""
 
@@ -133,44 +131,3 @@ class FinalState:
     """Unix time at which the job was closed."""
     root: str = ""
     """As in ``StateRoot.digest``; empty: the groups did not compare their weights."""
-
-
-@dataclass(frozen=True, slots=True)
-class Quorum:
-    """A quorum for a client: an answer with its member list.
-
-    While the members do not change, they are all at one (step, lineage), and ``listed`` is the same tuple in every
-    round. A round therefore costs a client O(1) for any number of members.
-    """
-
-    epoch: int
-    quorum_id: int
-    created_ms: int
-    joiners: int
-    step: int
-    lineage: Lineage
-    """Of the reference state; if ``uniform``, of every member."""
-    uniform: bool
-    """True: all members are at (step, lineage); steps, lineages, batches and failures in ``listed`` are outdated."""
-    listed: tuple[Member, ...]
-    """The members as last sent, sorted by replica_id."""
-    verify: bool = False
-    """As in the answer."""
-    allow_heal: bool = True
-    """As in the answer."""
-    went_back_from: int = 0
-    """As in the answer."""
-    finishing: bool = False
-    """As in the answer."""
-    differ: Sentence = ""
-    """As in the answer."""
-
-    @property
-    def members(self) -> tuple[Member, ...]:
-        """The members with the values of this round. O(members)."""
-        if not self.uniform:
-            return self.listed
-        return tuple(
-            replace(member, step=self.step, lineage=self.lineage, commit_failures=0, shrink_only=False)
-            for member in self.listed
-        )

@@ -28,12 +28,10 @@ from keepstep_mesh.protocol.membership import (
     StepReport,
 )
 
-RETRY_VERSION = 4
-"""The version that added ``QuorumRequest.retry`` and ``Hello.standby``."""
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Version of this build."""
-OLDEST_PROTOCOL_VERSION = 3
-"""Oldest version that this build works with. Version 3 added ``Closed`` and final requests."""
+OLDEST_PROTOCOL_VERSION = 5
+"""Oldest version that this build works with. Version 5 changed the order of the fields of requests and answers."""
 
 MAX_HEAL_ERROR = 1000
 """Limit of ``Healing.error``, in characters."""
@@ -72,10 +70,12 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
-class QuorumRequest:
-    """The group is ready for the next step. Sent again unchanged (same ``request``) after a reconnect."""
+class StepRequest:
+    """The fields of a request for the quorum of the next step, of a group and of each of its ranks.
 
-    kind: ClassVar[str] = "ask"
+    A new field moves those of ``RankAsk``, so it needs a new ``PROTOCOL_VERSION``, which the ranks of a group compare.
+    """
+
     request: int
     """Number of the request; grows within an incarnation. A session sets it: pass 0 to ``LighthouseSession.quorum``."""
     step: int
@@ -83,31 +83,34 @@ class QuorumRequest:
     shrink_only: bool
     commit_failures: int
     timeout_ms: int
-    """Time from now after which the group gives up."""
+    """Time from now after which the sender gives up."""
     info: MemberInfo | None = None
-    """None: unchanged since the previous request of this session."""
+    """None: unchanged since the previous request of this session, or not rank 0's part."""
     root: StateRoot | None = None
-    """Set if the previous answer asked for it and the group holds the reference state, and with ``final``."""
+    """Set if the previous answer asked for it and the group holds the reference state, and with ``final``. That of a
+    rank is of its part of the state."""
     batches_committed: int = 0
     """Batches committed up to ``step``."""
     allow_heal: bool = True
     """False: no group may heal in this round."""
     settings: str = ""
-    """Settings that all groups must share, one line ``name value`` each; sent with ``info``. Empty: unknown."""
+    """Settings that all groups must share, one line ``name value`` each; a group sends them with ``info``, a rank with
+    every request. Empty: unknown."""
     last_step: StepReport | None = None
-    """The group's last step under a quorum. None: no step yet, or it was abandoned."""
+    """The sender's last step under a quorum. None: no step yet, or it was abandoned."""
     min_groups: int = 0
     """The group trains while it asks: so many groups form a quorum after ``grace_ms``. 0: the group waits, and the
     policy decides alone."""
     grace_ms: int = 0
     """Time from the request of the ``min_groups``-th group, after which the quorum forms without the others."""
     final: bool = False
-    """The group has taken its last step. Answered with ``Closed`` when all groups have, at one (step, lineage)."""
+    """The sender has taken its last step. Answered with ``Closed`` when all groups have, at one (step, lineage)."""
     durable_relays: tuple[str, ...] = ()
     """Names of the relays that committed the newest durable checkpoint of this group; empty: none, or unchanged since
     the previous request of this session."""
     failure: StepFailure | None = None
-    """Why the group's last step failed. None: it did not, or the cause has nothing to do with this or another group."""
+    """Why the sender's last step failed. None: it did not, or the cause has nothing to do with this or another group.
+    """
     retry: bool = False
     """The group takes its last step again, with the gradients that it has. Denied with code ``retry`` if another group
     has committed that step. Always with ``shrink_only`` and ``commit_failures``."""
@@ -116,6 +119,13 @@ class QuorumRequest:
     publish: str = ""
     """With ``final``, whether the final state goes to the relays before the job is closed, equal in all groups: ``no``,
     ``wanted`` (answered with a quorum when all groups have finished at one state), ``done``. Empty: unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuorumRequest(StepRequest):
+    """The group is ready for the next step. Sent again unchanged (same ``request``) after a reconnect."""
+
+    kind: ClassVar[str] = "ask"
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,8 +256,12 @@ class Services:
 
 
 @dataclass(frozen=True, slots=True)
-class QuorumAnswer:
-    """The quorum of the next step. ``members`` is None if the list is the last one sent on this session."""
+class Quorum:
+    """The quorum of the next step, as the lighthouse answers a request, and as a client holds it.
+
+    While the members do not change, they are all at one (step, lineage): the answer is ``uniform`` and without a list,
+    and ``listed`` of a client is the same tuple in every round. So a round costs O(1) for any number of members.
+    """
 
     kind: ClassVar[str] = "quorum"
     request: int
@@ -256,14 +270,19 @@ class QuorumAnswer:
     created_ms: int
     """Unix time at which this quorum_id was formed."""
     version: int
-    """Number of the member list within the epoch."""
+    """Number of the member list within the epoch; grows when anything in it changes except a common step and lineage.
+    """
     step: int
-    """Step of the reference state. If ``members`` is None, every member is at (``step``, ``lineage``)."""
     lineage: Lineage
+    """Of the reference state; if ``uniform``, of every member."""
     joiners: int
     """Connected groups that are not in this quorum."""
-    members: tuple[Member, ...] | None
-    """Sorted by replica_id."""
+    uniform: bool
+    """All members are at (step, lineage), without commit failure and shrink_only. These values, and the batches, are
+    outdated in ``listed``."""
+    listed: tuple[Member, ...]
+    """The members as last sent, sorted by replica_id. Left out (empty) on the wire if ``uniform``: the list is the last
+    one sent on this session."""
     verify: bool = False
     """Members with the reference state must send its root digest with their next request."""
     allow_heal: bool = True
@@ -275,6 +294,13 @@ class QuorumAnswer:
     differ: Sentence = ""
     """A comparison found that the weights of groups differ: which groups, at which step, and what follows; a sentence
     for the logs of the trainers. Empty: no comparison ended with this quorum, or all weights are equal."""
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """The members with the values of this round. O(members)."""
+        if not self.uniform:
+            return self.listed
+        return tuple([Member(m.replica_id, self.step, self.lineage, 0, False, m.info) for m in self.listed])
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,7 +392,7 @@ ToWorker = (
     Welcome
     | Timing
     | Services
-    | QuorumAnswer
+    | Quorum
     | Closed
     | Denied
     | MemberLost

@@ -77,12 +77,14 @@ def copier(cls: Callable[P, T], source: type, *changed: str) -> Callable[..., T]
 
 
 def _draft(cls: Callable[..., Any]) -> type:
-    """Return a class that is not frozen, whose instances can become a ``cls``."""
+    """Return a class that is not frozen, whose instances can become a ``cls``: with its bases, and its own slots."""
     fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
     factories = any(field.default_factory is not dataclasses.MISSING for field in fields)
     if not dataclasses.is_dataclass(cls) or hasattr(cls, "__post_init__") or factories:
         raise TypeError(f"no maker for {cls!r}; pass a dataclass without __post_init__ and without default factories")
-    draft = type("Draft", (), {"__slots__": [field.name for field in fields]})
+    own = [field.name for field in fields if field.name in vars(cls).get("__slots__", ())]
+    unfrozen = {"__init__": object.__init__, "__setattr__": object.__setattr__, "__delattr__": object.__delattr__}
+    draft = type("Draft", cls.__bases__, {"__slots__": own, **unfrozen})
     draft().__class__ = cls  # TypeError: it has other slots
     return draft
 
@@ -214,7 +216,8 @@ class Format:
 
     def _in_line(self, cls: type, hints: list[Any], decoders: list[tuple[Decoder, str]], decode: Decoder) -> Decoder:
         """Generate a ``decode`` with the conditions of ``odd`` in line, as ``dataclasses`` generates methods: twice as
-        fast. Odd values and fields of other types go to their decoder; records of another length to ``decode``.
+        fast. Empty lists are common. Odd values and fields of other types go to their decoder; records of another
+        length to ``decode``.
         """
         names = [f"f{number}" for number in range(len(hints))]
         lines = [f" if type(value) is not list or len(value) != {len(names)}:", "  return decode(value, path)"]
@@ -224,7 +227,10 @@ class Format:
             choices = typing.get_args(hint) if typing.get_origin(hint) is types.UnionType else (hint,)
             wrong = [self._odd.get(one, "True") for one in choices if one is not type(None)]
             wrong += ["{x} is not None"] * (type(None) in choices)
-            lines.append(f" if {' and '.join(f'({one})' for one in wrong).format(x=name)}:")
+            if typing.get_origin(hint) is tuple:
+                lines += [f" if {name} == []:", f"  {name} = ()", " else:"]
+            else:
+                lines.append(f" if {' and '.join(f'({one})' for one in wrong).format(x=name)}:")
             lines.append(f"  {name} = d_{name}({name}, {where!r})")
             known[f"d_{name}"] = decoder
         lines.append(f" return make({', '.join(names)})")

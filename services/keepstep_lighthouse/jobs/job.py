@@ -44,9 +44,9 @@ from keepstep_lighthouse.quorum.job_record import JobRecord
 from keepstep_lighthouse.quorum.machine import JobCore
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.protocol import codec
-from keepstep_mesh.protocol.messages import Hello, QuorumAnswer
+from keepstep_mesh.protocol.messages import Hello, Quorum
 from keepstep_mesh.protocol.names import name_of
-from keepstep_mesh.protocol.records import maker
+from keepstep_mesh.protocol.records import copier
 
 MIN_WAIT = 0.001
 """Resolution of an event loop's clock; a timer that fires too early would fire again and again."""
@@ -61,7 +61,7 @@ LOUD = {
     "replicas_differ": log.error,
 }
 """How events are logged that are no routine."""
-_make_answer = maker(QuorumAnswer)
+_answer_of = copier(Quorum, Announce, "epoch", "uniform", "listed")
 LAPSED = "its lease is over by its own clock"
 
 Step = Decision | Callable[[], None]
@@ -276,11 +276,12 @@ class Job:
                 continue
             if session.listed == listed and listed is not None:
                 if short is None:
-                    short = codec.answer_frames(_answer(announce, epoch, listed=False))
+                    short = codec.answer_frames(_answer_of(announce, epoch, uniform=True, listed=()))
                 session.send(short(request))
             else:
                 if full is None:
-                    full = codec.answer_frames(_answer(announce, epoch, listed=True))
+                    whole = _answer_of(announce, epoch, uniform=False, listed=announce.members)
+                    full = codec.answer_frames(whole)
                 session.listed = (epoch, version)
                 session.send(full(request))
 
@@ -386,22 +387,3 @@ class Job:
 def _complete(done: asyncio.Future[list[Happened]], made: list[Happened]) -> None:
     if not done.done():
         done.set_result(made)
-
-
-def _answer(announce: Announce, epoch: int, *, listed: bool) -> QuorumAnswer:
-    return _make_answer(
-        request=0,
-        epoch=epoch,
-        quorum_id=announce.quorum_id,
-        created_ms=announce.created_ms,
-        version=announce.version,
-        step=announce.step,
-        lineage=announce.lineage,
-        joiners=announce.joiners,
-        members=announce.members if listed else None,
-        verify=announce.verify,
-        allow_heal=announce.allow_heal,
-        went_back_from=announce.went_back_from,
-        finishing=announce.finishing,
-        differ=announce.differ,
-    )

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from keepstep_lighthouse.quorum.job_record import JobRecord
-from keepstep_mesh.protocol.membership import Data, HeldAnswer, Member
-from keepstep_mesh.protocol.messages import Healing, QuorumRequest, ToWorker
+from keepstep_mesh.protocol.membership import Data, HeldAnswer
+from keepstep_mesh.protocol.messages import Healing, Quorum, QuorumRequest, ToWorker
 from keepstep_mesh.protocol.policy import Policy
 
 # ---- events
@@ -208,40 +208,13 @@ class Persist:
 
 
 @dataclass(frozen=True, slots=True)
-class Announce:
-    """Answer these requests with this quorum. The shell sends ``members`` only to sessions that have another list."""
+class Announce(Quorum):
+    """Answer these requests with this quorum. The shell adds the epoch, and sends a ``uniform`` quorum without its list
+    to the sessions that have ``version``.
+    """
 
-    to: tuple[tuple[int, int], ...]
+    to: tuple[tuple[int, int], ...] = ()
     """(session, request)."""
-    quorum_id: int
-    created_ms: int
-    version: int
-    """Number of the member list; grows when anything in it except a common step and lineage changes."""
-    step: int
-    lineage: int | str
-    joiners: int
-    listed: tuple[Member, ...]
-    """The members, sorted by replica_id, as they were when ``version`` began."""
-    uniform: bool
-    """All members are at (step, lineage), without commit failure and shrink_only, so that a session that has
-    ``version`` needs no list. A list that is not uniform is always sent."""
-    verify: bool = False
-    """Members at (step, lineage) send their root digest with the next request."""
-    allow_heal: bool = True
-    """False: a member asked for a round without healing, so no group heals in it."""
-    went_back_from: int = 0
-    """Step that the job had reached, if this quorum begins at an earlier one; else 0."""
-    finishing: bool = False
-    """As in ``QuorumAnswer``."""
-    differ: str = ""
-    """As in ``QuorumAnswer``."""
-
-    @property
-    def members(self) -> tuple[Member, ...]:
-        """The members with their values of this round. O(members): for sessions that need the list."""
-        if not self.uniform:
-            return self.listed
-        return tuple(Member(m.replica_id, self.step, self.lineage, 0, False, m.info) for m in self.listed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from keepstep_mesh.protocol.messages import (
     Goodbye,
     Hello,
     Leave,
-    QuorumAnswer,
+    Quorum,
     QuorumRequest,
     Refused,
     Welcome,
@@ -121,12 +121,12 @@ async def train_once(lighthouse: LighthouseNode, number: int) -> None:
     try:
         await group.next(Welcome)
         group.ask(0, "")
-        quorum = await group.next(QuorumAnswer)
+        quorum = await group.next(Quorum)
         if number % 50 == 0:
             return
         group.ask(1, quorum.quorum_id, final=number % 50 != 1)
         if number % 50 == 1:
-            await group.next(QuorumAnswer)
+            await group.next(Quorum)
             await group.leave("failed")
         else:
             await group.next(Closed)

@@ -47,8 +47,8 @@ MUTATIONS = (
     ),
     Mutation(
         "the answer of a round without healing allows healing",
-        f"{LIGHTHOUSE}/jobs/job.py",
-        "        allow_heal=announce.allow_heal,\n",
+        f"{LIGHTHOUSE}/quorum/forming/announcing.py",
+        "            allow_heal=allow_heal or finishing,\n",
         "",
         Seeds(2, 0, 100),
     ),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from keepstep_mesh.protocol.messages import QuorumAnswer, Welcome
+from keepstep_mesh.protocol.messages import Quorum, Welcome
 from keepstep_mesh.security.tokens import Role, Tokens, tokens_of_service
 from tests.support.network.certificates import Authority
 from tests.support.services.command import environment, killed_at_the_end
@@ -144,5 +144,5 @@ async def test_a_group_is_ready_when_it_takes_part(tmp_path: Path) -> None:
             await group.next(Welcome)
             assert await run("healthy.py", "group", **at) == (1, "the group is idle\n")
             await group.ask()
-            await group.until(QuorumAnswer)
+            await group.until(Quorum)
             assert await run("healthy.py", "group", **at) == (0, "")

@@ -22,8 +22,7 @@ from keepstep_lighthouse.quorum.views.replicas import HealView
 from keepstep_lighthouse.registry.service_registry import new_record
 from keepstep_mesh.errors import JobClosed, KeepstepError, LayoutMismatch, SessionClosed, StartRefused
 from keepstep_mesh.protocol.group_messages import RankAsk, RankVote
-from keepstep_mesh.protocol.membership import Quorum
-from keepstep_mesh.protocol.messages import Evicted, Healing, RoundBroken, ServiceAddress
+from keepstep_mesh.protocol.messages import Evicted, Healing, Quorum, RoundBroken, ServiceAddress
 from keepstep_mesh.protocol.policy import Policy
 from tests.services.group.group_driver import DEADLINE, Group, ask
 from tests.support.services.lighthouse_driver import eventually

@@ -25,7 +25,7 @@ from keepstep.session.session_settings import SessionSettings
 from keepstep_mesh.protocol import codec
 from keepstep_mesh.protocol.group_messages import RankAsk, RankHello, RankQuorum, RankReady
 from keepstep_mesh.protocol.membership import Member, MemberInfo
-from keepstep_mesh.protocol.messages import PROTOCOL_VERSION, Denied, Leave, QuorumAnswer, QuorumRequest, RoundBroken
+from keepstep_mesh.protocol.messages import PROTOCOL_VERSION, Denied, Leave, Quorum, QuorumRequest, RoundBroken
 from keepstep_mesh.testing import ScriptedLighthouse, ScriptedSession, scripted_lighthouse
 
 DEADLINE = 30.0
@@ -92,7 +92,7 @@ class Scene:
         """``None``: the list is the one sent last."""
         request = await self.session.next(QuorumRequest)
         self.version += listed is not None
-        self.session.send(QuorumAnswer(request.request, 1, 1, 0, self.version, self.step, 0, 0, listed))
+        self.session.send(Quorum(request.request, 1, 1, 0, self.version, self.step, 0, 0, listed is None, listed or ()))
 
     async def round(self, listed: tuple[Member, ...] | None) -> list[QuorumPlan]:
         answers = self.begin()
@@ -170,7 +170,7 @@ async def test_a_rank_that_gave_up_on_the_answer_with_the_list_has_it_anyway(sce
     await asyncio.gather(asked[1], return_exceptions=True)
     listed = members(MANY + 3)
     scene.version += 1
-    scene.session.send(QuorumAnswer(request.request, 1, 1, 0, scene.version, scene.step, 0, 0, listed))
+    scene.session.send(Quorum(request.request, 1, 1, 0, scene.version, scene.step, 0, 0, uniform=False, listed=listed))
     await asyncio.wait_for(asyncio.gather(asked[0], asked[2]), DEADLINE)
     await scene.expect(None, listed)
 
@@ -185,8 +185,8 @@ async def test_a_group_says_what_it_reads_at_the_rendezvous_and_drops_what_older
         if quorum_id == 1:
             assert request.info is not None
             assert request.info.rendezvous == VERSION
-        answer = QuorumAnswer(request.request, 1, quorum_id, 0, quorum_id, scene.step, 0, 0, members(MANY))
-        scene.session.send(answer)
+        facts = (request.request, 1, quorum_id, 0, quorum_id, scene.step, 0, 0)
+        scene.session.send(Quorum(*facts, uniform=False, listed=members(MANY)))
         await asyncio.wait_for(asyncio.gather(*answers), DEADLINE)
         assert table.check(Table("default", 1, quorum_id), ["key"])
         with pytest.raises(RendezvousError, match=f"quorum {quorum_id - 1} of job 'default' is over"):

@@ -11,7 +11,7 @@ import pytest
 from keepstep_lighthouse.store.contract import WriteFailedError
 from keepstep_lighthouse.store.memory_store import MemoryStore
 from keepstep_mesh.protocol.membership import StateRoot
-from keepstep_mesh.protocol.messages import Closed, Denied, Drain, Evicted, MemberLost, QuorumAnswer
+from keepstep_mesh.protocol.messages import Closed, Denied, Drain, Evicted, MemberLost, Quorum
 from keepstep_mesh.protocol.policy import Policy
 from tests.services.rest.scene import JOB, scene
 from tests.support.services.lighthouse_driver import DEADLINE, connection, eventually, round_of
@@ -106,7 +106,7 @@ async def test_a_closed_job_is_reopened_once_and_its_groups_train_on() -> None:
         for member in members:
             await member.ask(3, lineage=1)
         for member in members:
-            assert (await member.until(QuorumAnswer)).step == 3
+            assert (await member.until(Quorum)).step == 3
 
 
 async def test_a_policy_is_changed_at_once_and_twice_is_once() -> None:
@@ -117,7 +117,7 @@ async def test_a_policy_is_changed_at_once_and_twice_is_once() -> None:
         members[1].cut()
         await members[0].ask(1, commit_failures=1)
         changed = await rest.patch(JOB, {"min_replicas": 1, "join_timeout": 0.0, "takeover_grace": 3})
-        answer = await members[0].until(QuorumAnswer)
+        answer = await members[0].until(Quorum)
         assert [member.replica_id for member in answer.members or ()] == ["r0:1"], "the one that waited is answered"
         policy = {**before, "min_replicas": 1, "join_timeout": 0.0, "takeover_grace": 3}
         assert (await rest.get(JOB))["policy"] == changed["policy"] == policy

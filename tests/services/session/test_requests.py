@@ -8,8 +8,8 @@ import pytest
 
 from keepstep.session.session_events import Connected, Disconnected
 from keepstep_mesh.errors import KeepstepError, LayoutMismatch
-from keepstep_mesh.protocol.membership import HeldAnswer, MemberInfo, Quorum
-from keepstep_mesh.protocol.messages import CancelRequest, Denied, MemberLost, Moved, QuorumRequest
+from keepstep_mesh.protocol.membership import HeldAnswer, MemberInfo
+from keepstep_mesh.protocol.messages import CancelRequest, Denied, MemberLost, Moved, Quorum, QuorumRequest
 from keepstep_mesh.testing import scripted_lighthouse
 from tests.services.session.worker import INFO, cut_off, in_session
 from tests.support.services.asking_group import quorum_request

@@ -9,7 +9,8 @@ from contextlib import asynccontextmanager
 from keepstep.session.lighthouse_session import LighthouseSession
 from keepstep.session.session_events import Connected, Disconnected, Push
 from keepstep.session.session_settings import SessionSettings
-from keepstep_mesh.protocol.membership import MemberInfo, Quorum
+from keepstep_mesh.protocol.membership import MemberInfo
+from keepstep_mesh.protocol.messages import Quorum
 from keepstep_mesh.testing import DEADLINE, ChaosProxy, ScriptedLighthouse, ScriptedSession, scripted_lighthouse
 from tests.support.services.asking_group import quorum_request
 

@@ -9,7 +9,7 @@ from keepstep.session.session_machine import SessionCore, StaleLighthouseError
 from keepstep_mesh.errors import ProtocolError
 from keepstep_mesh.net.lighthouse_addresses import Addresses
 from keepstep_mesh.protocol import codec
-from keepstep_mesh.protocol.messages import Heartbeat, Moved, NotLeader, QuorumAnswer, Refused, Welcome
+from keepstep_mesh.protocol.messages import Heartbeat, Moved, NotLeader, Quorum, Refused, Welcome
 from tests.simulation.virtual.network import FIN, Connection
 from tests.simulation.virtual.wires import PING, PONG, CloseFrame
 
@@ -133,7 +133,7 @@ class Session:
 
     def _on_decision(self, connection: Connection, message: Any) -> None:
         try:
-            if isinstance(message, QuorumAnswer):
+            if isinstance(message, Quorum):
                 self._on_answer(message)
             elif isinstance(message, Welcome):
                 self._on_welcome(connection, message)
@@ -157,7 +157,7 @@ class Session:
         self._worker.soon(live.interval, self._heartbeat, connection, now + live.interval)
         self._worker.on_welcome()
 
-    def _on_answer(self, answer: QuorumAnswer) -> None:
+    def _on_answer(self, answer: Quorum) -> None:
         asked = self.core.open
         quorum = self.core.answered(answer)
         self._accept(answer.epoch, answer.quorum_id)

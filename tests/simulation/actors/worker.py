@@ -20,7 +20,6 @@ from keepstep_mesh.protocol.membership import (
     FinalState,
     Lineage,
     MemberInfo,
-    Quorum,
     StateRoot,
     StepFailure,
 )
@@ -35,6 +34,7 @@ from keepstep_mesh.protocol.messages import (
     Healing,
     Leave,
     MemberLost,
+    Quorum,
     QuorumRequest,
     Refused,
     RoundBroken,

@@ -28,8 +28,8 @@ from keepstep_mesh.protocol.lineage import (
     same_weights,
     soundness,
 )
-from keepstep_mesh.protocol.membership import FinalState, Lineage, Member, Quorum
-from keepstep_mesh.protocol.messages import QuorumRequest
+from keepstep_mesh.protocol.membership import FinalState, Lineage, Member
+from keepstep_mesh.protocol.messages import Quorum, QuorumRequest
 from tests.simulation.checks.history import Logs
 
 if TYPE_CHECKING:

@@ -22,7 +22,8 @@ from keepstep.group.quorum_plan import QuorumPlan, make_plan
 from keepstep.step.progress import GroupProgress
 from keepstep_mesh.protocol.lineage import DIVERGED as DIVERGED_NAME
 from keepstep_mesh.protocol.lineage import NEW, origin, repeats_steps
-from keepstep_mesh.protocol.membership import Lineage, Member, MemberInfo, Quorum
+from keepstep_mesh.protocol.membership import Lineage, Member, MemberInfo
+from keepstep_mesh.protocol.messages import Quorum
 
 INFO = MemberInfo("http://here")
 TORN, DIVERGED, UNTRAINED, BEHIND, SOUND = range(5)
@@ -234,7 +235,7 @@ class Model:
 
 @lru_cache(100_000)
 def _plan(listed: tuple[Member, ...]) -> QuorumPlan:
-    return make_plan(Quorum(1, 1, 0, 0, 0, "", uniform=False, listed=listed), listed[0].replica_id)
+    return make_plan(Quorum(0, 1, 1, 0, 0, 0, "", 0, uniform=False, listed=listed), listed[0].replica_id)
 
 
 def _judged(reference: Group, groups: list[Group]) -> str | None:

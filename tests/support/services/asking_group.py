@@ -10,8 +10,8 @@ from keepstep.session.lighthouse_session import LighthouseSession
 from keepstep.session.session_events import Push
 from keepstep.session.session_machine import About
 from keepstep.session.session_settings import SessionSettings
-from keepstep_mesh.protocol.membership import MemberInfo, Quorum
-from keepstep_mesh.protocol.messages import QuorumRequest
+from keepstep_mesh.protocol.membership import MemberInfo
+from keepstep_mesh.protocol.messages import Quorum, QuorumRequest
 from keepstep_mesh.security.tls import TlsFiles
 from keepstep_mesh.security.tokens import ClientToken
 from keepstep_mesh.testing import DEADLINE

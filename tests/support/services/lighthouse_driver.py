@@ -13,7 +13,7 @@ import aiohttp
 from keepstep_lighthouse.app import Lighthouse, LighthouseSettings
 from keepstep_mesh.protocol import codec
 from keepstep_mesh.protocol.membership import MemberInfo
-from keepstep_mesh.protocol.messages import PROTOCOL_VERSION, Hello, QuorumAnswer, QuorumRequest, Refused, Welcome
+from keepstep_mesh.protocol.messages import PROTOCOL_VERSION, Hello, Quorum, QuorumRequest, Refused, Welcome
 
 DEADLINE = 30.0
 M = TypeVar("M")
@@ -133,8 +133,8 @@ async def workers(address: str, count: int, job: str = "job") -> AsyncIterator[l
         yield [await stack.enter_async_context(worker(address, f"r{number}:1", job)) for number in range(count)]
 
 
-async def round_of(members: list[Worker], step: int = 0, **changes: Any) -> list[QuorumAnswer]:
+async def round_of(members: list[Worker], step: int = 0, **changes: Any) -> list[Quorum]:
     """Request a quorum from each member in order; return their answers and skip other messages."""
     for one in members:
         await one.ask(step, **changes)
-    return [await one.until(QuorumAnswer) for one in members]
+    return [await one.until(Quorum) for one in members]

@@ -6,17 +6,11 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[3]
 MESSAGES = ("group_messages", "membership", "messages", "policy", "telemetry_records")
 MANY = 8
 """Equal names in two classes may be chance; so many are a second declaration."""
 TWICE = {
-    frozenset(("RankAsk", "QuorumRequest")),  # a request of a rank and of its group: the wire has another order
-    frozenset(("QuorumAnswer", "Quorum")),  # as sent, and as a client holds it
-    frozenset(("Announce", "QuorumAnswer")),  # as decided, and as sent to one group
-    frozenset(("Announce", "Quorum")),
     frozenset(("Transfer", "Healing")),  # as the metrics service keeps and shows it
     frozenset(("TransferView", "Healing")),
 }
@@ -61,12 +55,6 @@ def test_no_class_declares_the_fields_of_a_message_again() -> None:
         if name != message and len(fields.keys() & its.keys()) >= MANY
     }
     assert found == TWICE, "declare a field once, and take it off this list if it is"
-
-
-@pytest.mark.parametrize("pair", [["QuorumRequest", "RankAsk"], ["Quorum", "QuorumAnswer"]], ids="-".join)
-def test_a_field_that_two_messages_have_is_the_same_in_both(pair: list[str]) -> None:
-    one, other = (MESSAGE_CLASSES[name] for name in pair)
-    assert [name for name in one.keys() & other.keys() if one[name] != other[name]] == []
 
 
 def test_only_the_generator_of_records_makes_code() -> None:

@@ -13,7 +13,8 @@ from dataclasses import replace
 from keepstep_mesh.errors import ProtocolError
 from keepstep_mesh.protocol import codec
 from keepstep_mesh.protocol.group_messages import RankQuorum
-from keepstep_mesh.protocol.membership import Member, Quorum
+from keepstep_mesh.protocol.membership import Member
+from keepstep_mesh.protocol.messages import Quorum
 
 
 class ListSender:

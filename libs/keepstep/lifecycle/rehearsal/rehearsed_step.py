@@ -16,7 +16,8 @@ from keepstep.step.context import StepContext
 from keepstep.step.reducing.after_step import AfterStep
 from keepstep.step.reduction import ManagedWork, Reduction
 from keepstep.step.step_quorum import HealRules
-from keepstep_mesh.protocol.membership import Member, MemberInfo, Quorum
+from keepstep_mesh.protocol.membership import Member, MemberInfo
+from keepstep_mesh.protocol.messages import Quorum
 
 ALONE = 0, 1
 """As ``Attempt.participation``."""
@@ -76,5 +77,5 @@ class _AfterRehearsedStep(AfterStep):
 def _plan_of_one(context: StepContext) -> QuorumPlan:
     progress, replica_id = context.progress, context.link.replica_id
     member = Member(replica_id, progress.step, progress.lineage, 0, False, MemberInfo())
-    quorum = Quorum(0, 0, 0, 0, progress.step, progress.lineage, uniform=True, listed=(member,))
+    quorum = Quorum(0, 0, 0, 0, 0, progress.step, progress.lineage, 0, uniform=True, listed=(member,))
     return make_plan(quorum, replica_id)

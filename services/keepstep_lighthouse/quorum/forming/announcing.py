@@ -65,7 +65,7 @@ class Announcer:
 
         Args:
             compares: says whether the groups compare their weights. Called once.
-            differ: as in ``QuorumAnswer``.
+            differ: as in ``Quorum``.
         """
         record, last, same_members = self._job.record, self._job.last, chosen == self._chosen
         same = not self._info_changed and same_members
@@ -95,6 +95,8 @@ class Announcer:
         )
         announce = _make_announce(
             to=to,
+            request=0,
+            epoch=0,
             quorum_id=record.quorum_id,
             created_ms=record.created_ms,
             version=version,

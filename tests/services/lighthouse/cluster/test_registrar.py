@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from keepstep_mesh.discovery.registration import Registration, registered
-from keepstep_mesh.protocol.messages import QuorumAnswer, Services
+from keepstep_mesh.protocol.messages import Quorum, Services
 from keepstep_mesh.security.tokens import Access, Tokens
 from keepstep_mesh.serving.application import Route
 from keepstep_mesh.serving.service import Service, serving
@@ -63,7 +63,7 @@ async def test_every_lighthouse_knows_the_services_and_the_next_leader_goes_on_w
             assert member.welcome.services == (TOLD,), "known before it registers again"
             await eventually(lambda: registrar.lighthouse == second.address)
             await member.ask(0)
-            await member.next(QuorumAnswer)  # and no Services before it: it never was away
+            await member.next(Quorum)  # and no Services before it: it never was away
 
 
 async def test_a_service_that_looks_for_another_finds_it_when_it_comes_and_forgets_it_when_it_goes() -> None:

@@ -16,7 +16,7 @@ from keepstep_lighthouse.registry import service_records, service_registry
 from keepstep_lighthouse.store.contract import StoreError, Write, WriteFailedError
 from keepstep_lighthouse.store.memory_store import MemoryStore
 from keepstep_mesh.discovery.registration import Registration, registered
-from keepstep_mesh.protocol.messages import QuorumAnswer, ServiceAddress, Services, Welcome
+from keepstep_mesh.protocol.messages import Quorum, ServiceAddress, Services, Welcome
 from tests.services.lighthouse.cluster.registrations import RELAY, TOLD, known
 from tests.support.services.etcd_server import EtcdCluster
 from tests.support.services.lighthouse_driver import DEADLINE, connection, eventually, lighthouse, worker
@@ -121,7 +121,7 @@ async def test_a_service_that_says_nothing_is_forgotten_and_one_that_renews_is_n
             assert len((await member.next(Services)).services) == 1
             await eventually(lambda: renewals >= 4)  # more than its time to live
             await member.ask(0)
-            await member.next(QuorumAnswer)  # and nothing before it
+            await member.next(Quorum)  # and nothing before it
         assert (await member.next(Services)).services == ()
 
 

@@ -16,7 +16,7 @@ from keepstep_lighthouse.leadership import forwarding
 from keepstep_lighthouse.leadership.campaign import LEADER_KEY
 from keepstep_lighthouse.leadership.election import Leader
 from keepstep_lighthouse.store.opening import open_store
-from keepstep_mesh.protocol.messages import NotLeader, QuorumAnswer
+from keepstep_mesh.protocol.messages import NotLeader, Quorum
 from keepstep_mesh.protocol.policy import Policy
 from tests.support.services.etcd_server import EtcdCluster
 from tests.support.services.lighthouse_driver import DEADLINE, connection, eventually, lighthouse, worker
@@ -44,7 +44,7 @@ async def test_a_worker_that_comes_to_the_one_that_follows_is_told_who_leads(sto
 async def test_reads_are_answered_whole_and_orders_are_sent_on(store: str) -> None:
     async with two(store) as (leader, follower), worker(leader.address) as one, aiohttp.ClientSession() as http:
         await one.ask()
-        await one.next(QuorumAnswer)
+        await one.next(Quorum)
         for number in range(300):  # an answer that comes in several pieces
             leader.events.add("job", "note", f"r{number}", {"text": "x" * 1000}, time.time())
         for path in ("/v1/jobs", "/v1/jobs/job/events?limit=1000", "/v1/jobs/none"):
@@ -93,7 +93,7 @@ async def test_a_leader_that_no_worker_reaches_gives_way_to_where_they_come(stor
 async def test_a_leader_whose_lease_is_over_by_its_own_clock_answers_nobody(store: str) -> None:
     async with lighthouse(store=store) as leader, worker(leader.address) as one:
         await one.ask()
-        await one.next(QuorumAnswer)
+        await one.next(Quorum)
         assert leader.term is not None
         leader.term._until = lambda: time.monotonic() - 1  # as after a sleep of the whole machine
         await one.ask(1)
@@ -131,11 +131,11 @@ async def test_after_a_takeover_strangers_wait_until_the_lease_before_is_over(st
     lease, hasty = 3.0, Policy(min_replicas=1, takeover_grace=0.0)  # so that nothing but the lease is waited for
     async with lighthouse(store=store, lease=lease, policy=hasty) as first, worker(first.address, "a:1") as member:
         await member.ask()
-        await member.next(QuorumAnswer)
+        await member.next(Quorum)
     began = time.monotonic()
     async with lighthouse(store=store, lease=lease) as second, worker(second.address, "c:1") as stranger:
         await stranger.ask()
-        await stranger.next(QuorumAnswer)
+        await stranger.next(Quorum)
         assert time.monotonic() - began >= lease
 
 
@@ -152,7 +152,7 @@ async def test_the_events_of_a_leader_that_has_gone_are_at_the_next_one_and_come
         await eventually(lambda: len(second.followers) == 1)
         async with worker(second.address) as one:
             await one.ask()
-            await one.next(QuorumAnswer)
+            await one.next(Quorum)
         for number in range(1200):  # more than one batch
             second.events.add("job", "note", f"r{number}", {}, time.time())
         before = await kinds(second.address, limit=5000)
@@ -164,7 +164,7 @@ async def test_the_events_of_a_leader_that_has_gone_are_at_the_next_one_and_come
         assert (await kinds(third.address, limit=5000))[: len(before)] == before
         async with worker(third.address) as one:
             await one.ask()
-            await one.next(QuorumAnswer)
+            await one.next(Quorum)
         after = await kinds(third.address, limit=5000)
         assert {epoch for epoch, _ in after} == {1, 2}
         async with lighthouse(store=store, lease=3.0) as restarted:

@@ -22,7 +22,7 @@ from keepstep_lighthouse.store.contract import Compare, Write, WriteFailedError
 from keepstep_lighthouse.store.memory_store import MemoryStore
 from keepstep_lighthouse.store.opening import open_store
 from keepstep_mesh.protocol.membership import HeldAnswer
-from keepstep_mesh.protocol.messages import Closed, Evicted, QuorumAnswer, RoundBroken
+from keepstep_mesh.protocol.messages import Closed, Evicted, Quorum, RoundBroken
 from keepstep_mesh.protocol.policy import Policy
 from tests.services.rest.scene import Rest
 from tests.support.services.etcd_server import EtcdCluster
@@ -216,7 +216,7 @@ async def test_a_zombie_of_a_deleted_job_never_counts_as_equal() -> None:
                 assert (await zombie.until(RoundBroken)).quorum_id == old
                 await zombie.ask(1, lineage=old)
                 await new.ask(1, lineage=answer.quorum_id)
-                both = await new.until(QuorumAnswer)
+                both = await new.until(Quorum)
                 lineages = {member.replica_id: member.lineage for member in both.members or ()}
                 assert lineages == {"r0:1": old, "r1:1": answer.quorum_id}, "so they do not count as equal"
                 assert both.quorum_id > answer.quorum_id > old

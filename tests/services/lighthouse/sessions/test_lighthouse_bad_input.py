@@ -24,7 +24,7 @@ from keepstep_lighthouse.app import Lighthouse
 from keepstep_lighthouse.jobs import sessions
 from keepstep_mesh.protocol import codec
 from keepstep_mesh.protocol.membership import MemberInfo
-from keepstep_mesh.protocol.messages import Heartbeat, QuorumAnswer, QuorumRequest, Welcome
+from keepstep_mesh.protocol.messages import Heartbeat, Quorum, QuorumRequest, Welcome
 from keepstep_mesh.protocol.policy import Policy
 from tests.support.services.lighthouse_driver import (
     DEADLINE,
@@ -262,7 +262,7 @@ async def test_a_worker_that_does_not_read_is_cut_off_and_the_others_get_their_a
                 for member in members:
                     await member.ask(step, commit_failures=1, info=MemberInfo(data=data))
                 for member in members:
-                    await member.until(QuorumAnswer)
+                    await member.until(Quorum)
             await eventually(lambda: len(one.sessions) == 2)
             assert "deaf:1" not in {session.replica_id for session in one.sessions.values()}
             await deaf.close()

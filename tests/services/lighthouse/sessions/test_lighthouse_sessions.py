@@ -18,6 +18,7 @@ from keepstep_mesh.net.addresses import outward_address
 from keepstep_mesh.protocol import codec
 from keepstep_mesh.protocol.membership import HeldAnswer, MemberInfo
 from keepstep_mesh.protocol.messages import (
+    OLDEST_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
     CancelRequest,
     Denied,
@@ -28,7 +29,7 @@ from keepstep_mesh.protocol.messages import (
     Leave,
     MemberLost,
     Moved,
-    QuorumAnswer,
+    Quorum,
     Refused,
     RoundBroken,
     Timing,
@@ -63,7 +64,7 @@ async def test_a_group_at_loopback_and_one_at_the_address_of_the_machine_train_t
             await near.ask(info=MemberInfo("http://127.0.0.1:1"))
             await far.ask(info=MemberInfo(f"http://{own}:1"))
             for group in (near, far):
-                assert len((await group.until(QuorumAnswer)).members or ()) == 2
+                assert len((await group.until(Quorum)).members or ()) == 2
 
 
 async def test_the_member_list_travels_only_when_it_changed() -> None:
@@ -73,12 +74,13 @@ async def test_the_member_list_travels_only_when_it_changed() -> None:
         second = await round_of(members, 1)
         third = await round_of(members, 2)
         for answer in (*second, *third):
-            assert (answer.members, answer.quorum_id, answer.version) == (None, first[0].quorum_id, second[0].version)
+            assert (answer.uniform, answer.listed) == (True, ())
+            assert (answer.quorum_id, answer.version) == (first[0].quorum_id, second[0].version)
         assert [answer.step for answer in third] == [2, 2]
 
         async with worker(one.address, "r2:1") as joiner:
             await joiner.ask(0)
-            joined = [*await round_of(members, 3), await joiner.next(QuorumAnswer)]
+            joined = [*await round_of(members, 3), await joiner.next(Quorum)]
         assert {answer.quorum_id for answer in joined} == {first[0].quorum_id + 1}
         assert {len(answer.members or ()) for answer in joined} == {3}
 
@@ -91,9 +93,9 @@ async def test_a_group_that_reconnects_gets_the_list_and_the_others_do_not() -> 
         async with worker(one.address, "r1:1", epoch_seen=1, quorum_id_seen=before[0].quorum_id) as back:
             await members[0].ask(2)
             await back.ask(2, request=3)
-            answers = [await members[0].next(QuorumAnswer), await back.next(QuorumAnswer)]
+            answers = [await members[0].next(Quorum), await back.next(Quorum)]
         assert [answer.quorum_id for answer in answers] == [before[0].quorum_id] * 2
-        assert answers[0].members is None
+        assert (answers[0].uniform, answers[0].listed) == (True, ())
         assert [member.step for member in answers[1].members or ()] == [2, 2]
 
 
@@ -102,7 +104,7 @@ async def test_a_member_that_is_behind_makes_everybody_get_the_list() -> None:
         await round_of(members, 0)
         await members[0].ask(5, lineage=1)
         await members[1].ask(0)
-        answers = [await member.next(QuorumAnswer) for member in members]
+        answers = [await member.next(Quorum) for member in members]
         assert [(m.step, m.lineage) for m in answers[0].members or ()] == [(5, 1), (0, "")]
         assert answers[0].members == answers[1].members
         assert (answers[0].step, answers[0].lineage) == (5, 1)
@@ -114,12 +116,12 @@ async def test_a_request_that_is_resent_is_answered_again_and_makes_no_new_round
         members[1].cut()
         async with worker(one.address, "r1:1", epoch_seen=1) as back:
             await back.ask(0, request=1)
-            again = await back.next(QuorumAnswer)
+            again = await back.next(Quorum)
             assert (again.quorum_id, again.request, again.members) == (first[1].quorum_id, 1, first[1].members)
             assert one.jobs["job"].core.record.quorum_id == first[0].quorum_id
             await members[0].ask(1)
             await back.ask(1, request=2)
-            answers = [await members[0].next(QuorumAnswer), await back.next(QuorumAnswer)]
+            answers = [await members[0].next(Quorum), await back.next(Quorum)]
         assert {answer.quorum_id for answer in answers} == {first[0].quorum_id}
 
 
@@ -130,7 +132,7 @@ async def test_a_cancelled_request_is_not_in_the_next_quorum() -> None:
         await members[1].ask(0)
         await members[2].ask(0)
         for member in members[1:]:
-            answer = await member.next(QuorumAnswer)
+            answer = await member.next(Quorum)
             assert [m.replica_id for m in answer.members or ()] == ["r1:1", "r2:1"]
             assert answer.joiners == 1
 
@@ -158,7 +160,7 @@ async def test_jobs_do_not_see_each_other() -> None:
 async def test_data_of_a_member_reaches_the_others_as_it_is() -> None:
     data = {"ports": [1, 2], b"raw": b"\xff", "none": None, "deep": [[["x"]]]}
     async with lighthouse(policy=Policy(min_replicas=2)) as one, workers(one.address, 2) as members:
-        info = MemberInfo("http://a", "http://b", 4, "layout", data, ("h0", "h1"))
+        info = MemberInfo("http://a", "http://b", 4, "layout", data, rendezvous=2)
         answers = await round_of(members, 0, info=info)
         assert [member.info for member in answers[0].members or ()] == [info] * 2
 
@@ -211,7 +213,7 @@ async def test_most_of_a_quorum_that_report_it_broken_end_the_grace() -> None:
             await other.ask(0, commit_failures=1)
         for other in (members[0], members[2]):
             await other.until(MemberLost)
-            answer = await other.next(QuorumAnswer)
+            answer = await other.next(Quorum)
             assert [m.replica_id for m in answer.members or ()] == ["r0:1", "r2:1"]
 
 
@@ -264,7 +266,7 @@ async def test_a_quorum_waits_for_a_group_that_heals() -> None:
         await eventually(lambda: one.jobs["job"].core.reason(0.0).code == "healing")
         await members[1].ask(1)
         for member in members:
-            await member.next(QuorumAnswer)
+            await member.next(Quorum)
         assert one.jobs["job"].core.record.members == ("r0:1", "r1:1")
 
 
@@ -358,7 +360,7 @@ async def test_raising_the_epoch_reaches_those_who_are_there_with_their_next_ans
         async with worker(one.address, "r2:1", epoch_seen=40, quorum_id_seen=90) as newcomer:
             assert (newcomer.welcome.epoch, newcomer.welcome.quorum_id) == (41, 90)
             await newcomer.ask(2)
-            answers = [*await round_of(members, 2), await newcomer.next(QuorumAnswer)]
+            answers = [*await round_of(members, 2), await newcomer.next(Quorum)]
         assert {(answer.epoch, answer.quorum_id) for answer in answers} == {(41, 91)}
         assert {len(answer.members or ()) for answer in answers} == {3}
 
@@ -368,7 +370,7 @@ async def test_frames_that_come_before_the_welcome_are_not_lost() -> None:
         await eager.hello(epoch_seen=5)
         await eager.ask(0)
         assert (await eager.next(Welcome)).epoch == 6
-        assert (await eager.next(QuorumAnswer)).epoch == 6
+        assert (await eager.next(Quorum)).epoch == 6
 
 
 # ---- what is refused
@@ -378,9 +380,9 @@ async def test_frames_that_come_before_the_welcome_are_not_lost() -> None:
     ("changes", "code", "said"),
     [
         (
-            {"version": 2, "oldest_version": 1},
+            {"version": OLDEST_PROTOCOL_VERSION - 1, "oldest_version": 1},
             "version_too_old",
-            "2, this lighthouse needs at least 3: update",
+            f"this lighthouse needs at least {OLDEST_PROTOCOL_VERSION}: update",
         ),
         ({"version": 9, "oldest_version": 9}, "version_too_new", "update the lighthouses first"),
         ({"replica_id": ""}, "bad_message", "replica_id must be"),
@@ -400,11 +402,14 @@ async def test_a_hello_that_will_not_do_is_refused_with_the_reason(changes: dict
 
 async def test_a_worker_of_the_release_before_takes_part() -> None:
     async with lighthouse() as one, worker(one.address) as newer, connection(one.address, "r1:1") as older:
-        for message in (["hello", 3, 1, "r1:1"], ["ask", 1, 0, "", False, 0, 60_000, ["http://r1:1"]]):
+        for message in (
+            ["hello", OLDEST_PROTOCOL_VERSION, 1, "r1:1"],
+            ["ask", 1, 0, "", False, 0, 60_000, ["http://r1:1"]],
+        ):
             await older.socket.send_bytes(msgpack.packb(message))
         assert (await older.next(Welcome)).version == PROTOCOL_VERSION
         await newer.ask(0)
-        assert (await older.until(QuorumAnswer)).members == (await newer.until(QuorumAnswer)).members
+        assert (await older.until(Quorum)).members == (await newer.until(Quorum)).members
 
 
 async def test_a_newer_worker_that_still_speaks_our_version_is_welcome() -> None:

@@ -13,8 +13,8 @@ import pytest
 from keepstep.session.session_events import Connected, Disconnected
 from keepstep_mesh.errors import AuthError, LayoutMismatch, ProtocolError, SessionClosed
 from keepstep_mesh.net.http import client_session
-from keepstep_mesh.protocol.membership import MemberInfo, Quorum
-from keepstep_mesh.protocol.messages import Drain, Evicted, MemberLost
+from keepstep_mesh.protocol.membership import MemberInfo
+from keepstep_mesh.protocol.messages import Drain, Evicted, MemberLost, Quorum
 from keepstep_mesh.protocol.policy import Policy
 from keepstep_mesh.security.tokens import Tokens
 from keepstep_mesh.testing import DEADLINE, ChaosProxy

@@ -16,7 +16,7 @@ import pytest
 from keepstep.session.lighthouse_session import LighthouseSession
 from keepstep.session.session_settings import SessionSettings
 from keepstep_chaos.histories.reading import check_files
-from keepstep_mesh.protocol.messages import MemberLost, QuorumAnswer, Welcome
+from keepstep_mesh.protocol.messages import MemberLost, Quorum, Welcome
 from keepstep_mesh.protocol.policy import Policy
 from tests.support.services.asking_group import quorum_request
 from tests.support.services.lighthouse_driver import (
@@ -115,7 +115,7 @@ async def test_members_that_do_not_come_back_are_waited_for_then_lost(tmp_path: 
         await back.ask(1)
         await eventually(lambda: one.jobs["job"].core.reason(0.0).code == "takeover_grace")
         assert (await back.next(MemberLost)).replica_id == "r1:1"
-        answer = await back.next(QuorumAnswer)
+        answer = await back.next(Quorum)
         assert ([m.replica_id for m in answer.members or ()], answer.quorum_id) == (["r0:1"], 2)
 
 

@@ -29,7 +29,7 @@ from keepstep_lighthouse.store.contract import (
 )
 from keepstep_lighthouse.store.memory_store import MemoryStore
 from keepstep_lighthouse.store.opening import open_store
-from keepstep_mesh.protocol.messages import Evicted, QuorumAnswer, Welcome
+from keepstep_mesh.protocol.messages import Evicted, Quorum, Welcome
 from keepstep_mesh.protocol.policy import Policy
 from tests.support.services.lighthouse_driver import (
     DEADLINE,
@@ -87,7 +87,7 @@ async def test_no_answer_goes_out_before_its_quorum_is_written(monkeypatch: pyte
         assert one.jobs["job"].core.record.quorum_id == 2
         async with connection(one.address, "r9:1") as late:
             await late.hello()
-            waiting: list[asyncio.Task[Any]] = [asyncio.create_task(one.until(QuorumAnswer)) for one in members]
+            waiting: list[asyncio.Task[Any]] = [asyncio.create_task(one.until(Quorum)) for one in members]
             waiting.append(asyncio.create_task(late.until(Welcome)))
             _, pending = await asyncio.wait(waiting, timeout=0.1)  # nothing tells that nothing comes
             assert len(pending) == 3
@@ -128,7 +128,7 @@ async def test_events_after_a_write_wait_for_it_in_order(monkeypatch: pytest.Mon
             answer.release()
         for member in members[:2]:
             await member.message()
-            assert (await member.next(QuorumAnswer)).quorum_id == 2
+            assert (await member.next(Quorum)).quorum_id == 2
 
 
 @pytest.mark.parametrize(("fault", "written"), [("failed", 1), ("lost", 1), ("done", 2)])
@@ -243,7 +243,7 @@ async def test_a_fault_in_the_core_ends_the_term_and_the_next_one_goes_on(
         await eventually(lambda: one.term is not None and one.term.epoch > 1)
         async with worker(one.address, epoch_seen=1, quorum_id_seen=1) as again:
             await again.ask(1)
-            assert (await again.until(QuorumAnswer)).quorum_id == 2
+            assert (await again.until(Quorum)).quorum_id == 2
 
 
 async def test_a_fault_behind_a_write_ends_the_term_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +259,7 @@ async def test_a_fault_behind_a_write_ends_the_term_too(monkeypatch: pytest.Monk
         async with worker(one.address, epoch_seen=1) as again:
             assert again.welcome.quorum_id == 1, "what was written counts, announced or not"
             await again.ask(0)
-            await again.until(QuorumAnswer)
+            await again.until(Quorum)
 
 
 # ---- records

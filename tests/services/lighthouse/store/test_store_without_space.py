@@ -14,7 +14,7 @@ from keepstep_cli.doctor import probes
 from keepstep_lighthouse.jobs import lighthouse_node
 from keepstep_lighthouse.store.contract import StoreError
 from keepstep_lighthouse.store.opening import open_store
-from keepstep_mesh.protocol.messages import QuorumAnswer
+from keepstep_mesh.protocol.messages import Quorum
 from keepstep_mesh.protocol.policy import Policy
 from keepstep_mesh.security.tls import TlsFiles
 from tests.services.lighthouse.store.test_etcd_store import ETCDCTL, compact
@@ -94,7 +94,7 @@ async def test_an_etcd_without_space_is_seen_by_leader_and_standby_and_named_eve
                 for one in (leader, standby):
                     await until_ready(http, one.address, 200)
                 for one in three:  # without a restart
-                    assert {member.replica_id for member in (await one.until(QuorumAnswer)).members} >= {"r0:1", "r1:1"}
+                    assert {member.replica_id for member in (await one.until(Quorum)).members} >= {"r0:1", "r1:1"}
                 _, view = await get(http, f"{leader.address}/v1/jobs/job/quorum")
                 assert (view["reason"]["code"], len(view["members"])) == ("fast", 3)
 

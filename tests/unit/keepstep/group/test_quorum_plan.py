@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from keepstep.group.quorum_plan import WorldSizeMode, make_plan
 from keepstep_mesh.protocol.lineage import origin, soundness
-from keepstep_mesh.protocol.membership import Lineage, Member, MemberInfo, Quorum
+from keepstep_mesh.protocol.membership import Lineage, Member, MemberInfo
+from keepstep_mesh.protocol.messages import Quorum
 
 
 def member(name: str, step: int, lineage: Lineage, commit_failures: int = 0) -> Member:
@@ -20,7 +21,7 @@ def member(name: str, step: int, lineage: Lineage, commit_failures: int = 0) -> 
 
 
 def quorum(*members: Member, uniform: bool = False, step: int = 0, lineage: Lineage = "") -> Quorum:
-    return Quorum(1, 7, 0, 0, step, lineage, uniform, tuple(sorted(members, key=lambda m: m.replica_id)))
+    return Quorum(0, 1, 7, 0, 0, step, lineage, 0, uniform, tuple(sorted(members, key=lambda m: m.replica_id)))
 
 
 def test_equal_groups_all_take_part_and_nobody_heals():
@@ -142,10 +143,10 @@ def test_a_uniform_quorum_is_taken_at_its_word_whatever_the_old_list_says():
 def test_a_plan_made_from_the_last_one_is_as_one_made_from_scratch():
     listed = (member("a", 5, 3), member("b", 5, 3))
     first = quorum(*listed)
-    later = Quorum(2, 7, 0, 1, 9, 7, uniform=True, listed=first.listed)
+    later = Quorum(0, 2, 7, 0, 0, 9, 7, 1, uniform=True, listed=first.listed)
     assert make_plan(later, "b", make_plan(first, "b")) == make_plan(later, "b")
     healing = quorum(member("a", 5, 3), member("b", 2, 3))
-    later = Quorum(2, 7, 0, 1, 9, 7, uniform=True, listed=healing.listed)
+    later = Quorum(0, 2, 7, 0, 0, 9, 7, 1, uniform=True, listed=healing.listed)
     assert make_plan(later, "b", make_plan(healing, "b")) == make_plan(later, "b")
 
 
@@ -172,7 +173,7 @@ def test_where_there_is_no_sound_state_the_furthest_diverged_one_is_gone_on_from
 
 def test_whether_states_are_compared_is_of_this_round():
     first = quorum(member("a", 5, 3), member("b", 5, 3))
-    later = Quorum(2, 7, 0, 1, 9, 7, uniform=True, listed=first.listed, verify=True)
+    later = Quorum(0, 2, 7, 0, 0, 9, 7, 1, uniform=True, listed=first.listed, verify=True)
     plan = make_plan(later, "a", make_plan(first, "a"))
     assert plan.verify
     assert not make_plan(first, "a", plan).verify

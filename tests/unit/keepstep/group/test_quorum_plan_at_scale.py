@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep.group.quorum_plan import QuorumPlan, make_plan
-from keepstep_mesh.protocol.membership import Lineage, Member, MemberInfo, Quorum
+from keepstep_mesh.protocol.membership import Lineage, Member, MemberInfo
+from keepstep_mesh.protocol.messages import Quorum
 
 INFO = MemberInfo("http://host:1", "http://host:1")
 NAMES = tuple("abcdefgh")
@@ -21,7 +22,7 @@ def member(name: str, step: int, lineage: Lineage, commit_failures: int = 0) -> 
 
 
 def quorum(listed: tuple[Member, ...], *, uniform: bool = False, step: int = 0, lineage: Lineage = "") -> Quorum:
-    return Quorum(1, 7, 0, 0, step, lineage, uniform, listed)
+    return Quorum(0, 1, 7, 0, 0, step, lineage, 0, uniform, listed)
 
 
 states = st.tuples(

@@ -13,7 +13,8 @@ from keepstep.group.ranks.rank_lists import ListKeeper, ListSender
 from keepstep_mesh.errors import ProtocolError
 from keepstep_mesh.protocol import codec
 from keepstep_mesh.protocol.group_messages import RankHello, RankQuorum
-from keepstep_mesh.protocol.membership import Member, MemberInfo, Quorum
+from keepstep_mesh.protocol.membership import Member, MemberInfo
+from keepstep_mesh.protocol.messages import Quorum
 
 INFO = MemberInfo("http://host:1", "http://host:1")
 
@@ -23,7 +24,7 @@ def members(count: int, step: int = 0) -> tuple[Member, ...]:
 
 
 def answer(request: int, listed: tuple[Member, ...], *, attempt: int = 1, step: int = 0) -> RankQuorum:
-    return RankQuorum(request, attempt, Quorum(1, 7, 0, 0, step, 6, uniform=True, listed=listed))
+    return RankQuorum(request, attempt, Quorum(0, 1, 7, 0, 0, step, 6, 0, uniform=True, listed=listed))
 
 
 @dataclass

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from keepstep.group.quorum_plan import make_plan
-from keepstep_mesh.protocol.membership import Member, MemberInfo, Quorum
+from keepstep_mesh.protocol.membership import Member, MemberInfo
+from keepstep_mesh.protocol.messages import Quorum
 
 
 def plans(quorum_id: int, versions: dict[str, int], step_of_c: int = 5) -> set[str]:
@@ -14,7 +15,7 @@ def plans(quorum_id: int, versions: dict[str, int], step_of_c: int = 5) -> set[s
         )
         for name, own in versions.items()
     )
-    quorum = Quorum(1, quorum_id, 0, 0, 5, 3, False, members)
+    quorum = Quorum(0, 1, quorum_id, 0, 0, 5, 3, 0, False, members)
     return {make_plan(quorum, name).store_address for name in versions}
 
 

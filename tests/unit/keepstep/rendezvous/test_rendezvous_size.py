@@ -22,7 +22,8 @@ from keepstep.rendezvous import key_value_server
 from keepstep.rendezvous.store_client import KeyValueServer, RendezvousError, RendezvousStore, Table
 from keepstep.step.reconfigurer import Reconfigurer
 from keepstep_mesh.errors import KeepstepError
-from keepstep_mesh.protocol.membership import Member, MemberInfo, Quorum
+from keepstep_mesh.protocol.membership import Member, MemberInfo
+from keepstep_mesh.protocol.messages import Quorum
 
 OWN = "http://127.0.0.1:1"
 NEW = Table("job", 1, 7, 0)
@@ -97,7 +98,7 @@ def plan_of(count: int, replica_id: str = "g00000", *, versions: tuple[int, ...]
         Member(f"g{number:05}", 0, 0, 0, False, MemberInfo(OWN, OWN, rendezvous=version))
         for number, version in enumerate((*versions, *[key_value_server.VERSION] * (count - len(versions))))
     )
-    return make_plan(Quorum(1, 7, 0, 0, 0, 0, uniform=True, listed=members), replica_id)
+    return make_plan(Quorum(0, 1, 7, 0, 0, 0, 0, 0, uniform=True, listed=members), replica_id)
 
 
 def reconfigurer(server: KeyValueServer, pg: torch.distributed.ProcessGroup, ranks: int) -> Reconfigurer:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from keepstep.session.session_machine import SessionCore, StaleLighthouseError
 from keepstep_mesh.errors import ProtocolError
 from keepstep_mesh.protocol.membership import HeldAnswer, Member, MemberInfo
-from keepstep_mesh.protocol.messages import PROTOCOL_VERSION, QuorumAnswer, QuorumRequest, Welcome
+from keepstep_mesh.protocol.messages import PROTOCOL_VERSION, Quorum, QuorumRequest, Welcome
 
 INFO = MemberInfo(address="http://me:1")
 LISTED = (Member("r0:1", 7, 3, 0, False, INFO),)
@@ -38,7 +38,7 @@ def request(step: int, **fields: Any) -> QuorumRequest:
 
 
 def answer(request: int, epoch: int = 2, quorum_id: int = 5, *, members=LISTED, version: int = 1, step: int = 7):
-    return QuorumAnswer(request, epoch, quorum_id, 0, version, step, 3, 0, members)
+    return Quorum(request, epoch, quorum_id, 0, version, step, 3, 0, members is None, members or ())
 
 
 def test_an_answer_becomes_a_quorum_and_is_held_until_the_step_is_finished() -> None:
@@ -185,7 +185,7 @@ def test_a_round_without_healing_is_one_for_the_asker():
     core.welcomed(Welcome(PROTOCOL_VERSION, 1, 0, 100, 5000, 200))
     core.ask(request(0, allow_heal=False))
     assert not core.to_send(1000).allow_heal
-    told = QuorumAnswer(1, 1, 1, 0, 1, 0, "", 0, (), allow_heal=False)
+    told = Quorum(1, 1, 1, 0, 1, 0, "", 0, uniform=False, listed=(), allow_heal=False)
     assert not core.answered(told).allow_heal
 
 

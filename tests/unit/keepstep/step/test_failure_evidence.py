@@ -17,7 +17,8 @@ from keepstep.step.evidence import failure_evidence
 from keepstep.step.evidence.failure_evidence import FailureEvidence
 from keepstep.step.reporting.step_telemetry import StepTimes
 from keepstep_mesh.protocol.group_messages import RankAsk
-from keepstep_mesh.protocol.membership import MAX_PEERS, OWN, PEER, UNKNOWN, Member, MemberInfo, Quorum, StepFailure
+from keepstep_mesh.protocol.membership import MAX_PEERS, OWN, PEER, UNKNOWN, Member, MemberInfo, StepFailure
+from keepstep_mesh.protocol.messages import Quorum
 
 BROKEN = ConnectionError("closed by a peer")
 
@@ -54,7 +55,7 @@ def plan_of(**addresses: str) -> QuorumPlan:
     listed = tuple(
         Member(name, 3, 1, 0, False, MemberInfo(address)) for name, address in {"a": "", **addresses}.items()
     )
-    return make_plan(Quorum(1, 7, 0, 0, 3, 1, True, listed), "a")
+    return make_plan(Quorum(0, 1, 7, 0, 0, 3, 1, 0, True, listed), "a")
 
 
 def evidence_of(plan: QuorumPlan, cause: str = UNKNOWN, timeout: float = 60.0) -> FailureEvidence:

@@ -12,7 +12,8 @@ from keepstep.group.quorum_plan import make_plan
 from keepstep.process_group import ProcessGroupDummy
 from keepstep.rendezvous.store_client import KeyValueServer
 from keepstep.step.reconfigurer import Reconfigurer
-from keepstep_mesh.protocol.membership import Member, MemberInfo, Quorum
+from keepstep_mesh.protocol.membership import Member, MemberInfo
+from keepstep_mesh.protocol.messages import Quorum
 
 OWN = "http://127.0.0.1:1"
 
@@ -40,7 +41,7 @@ async def test_a_process_group_is_built_for_the_device_of_the_step_and_not_for_t
     current[0] = 3  # the script calls set_device after it made its Manager
     reconfigurer.use_current_device()
     member = Member("g0", 0, 0, 0, shrink_only=False, info=MemberInfo(OWN, OWN))
-    plan = make_plan(Quorum(1, 7, 0, 0, 0, 0, uniform=True, listed=(member,)), "g0")
+    plan = make_plan(Quorum(0, 1, 7, 0, 0, 0, 0, 0, uniform=True, listed=(member,)), "g0")
     assert await asyncio.wait_for(reconfigurer.follow(plan), 20)
     assert built == [3]
     reconfigurer.shutdown()

@@ -14,16 +14,15 @@ import pytest
 from keepstep.group.quorum_plan import QuorumPlan, make_plan
 from keepstep.step.reporting.step_log import STEP_LOG_ENV, StepLog
 from keepstep_chaos.histories.records import StepRecord, parse
-from keepstep_mesh.protocol.membership import Member, MemberInfo, Quorum
+from keepstep_mesh.protocol.membership import Member, MemberInfo
+from keepstep_mesh.protocol.messages import Quorum
 
 INFO = MemberInfo("http://a", "http://a")
 
 
 def plan_of(quorum_id: int, *names: str, epoch: int = 1, previous: QuorumPlan | None = None) -> QuorumPlan:
     members = tuple(Member(name, 3, 1, 0, False, INFO) for name in names)
-    quorum = Quorum(
-        epoch=epoch, quorum_id=quorum_id, created_ms=0, joiners=0, step=3, lineage=1, uniform=True, listed=members
-    )
+    quorum = Quorum(0, epoch, quorum_id, 0, 0, step=3, lineage=1, joiners=0, uniform=True, listed=members)
     return make_plan(quorum, names[0], previous)
 
 

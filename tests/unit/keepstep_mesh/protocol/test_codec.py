@@ -25,7 +25,7 @@ from keepstep_mesh.protocol.messages import (
     Hello,
     Leave,
     MemberLost,
-    QuorumAnswer,
+    Quorum,
     QuorumRequest,
     ToLighthouse,
     ToWorker,
@@ -155,9 +155,9 @@ def test_a_header_that_promises_a_huge_list_costs_nothing() -> None:
 def test_long_texts_and_lists_are_refused() -> None:
     with pytest.raises(ProtocolError, match=r"leave\.cause too long: 5000 characters"):
         codec.decode(codec.encode(Leave("", "x" * 5000)))
-    many = MemberInfo(handles=("",) * (codec.MAX_ITEMS + 1))
+    many = ("",) * (codec.MAX_ITEMS + 1)
     with pytest.raises(ProtocolError):
-        codec.decode(codec.encode(QuorumRequest(1, 0, "", False, 0, 1, many)))
+        codec.decode(codec.encode(QuorumRequest(1, 0, "", False, 0, 1, durable_relays=many)))
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_user_data_has_a_limit_that_both_sides_check() -> None:
         codec.check_info(MemberInfo(data=object()))
 
 
-@given(whole, values(QuorumAnswer))
+@given(whole, values(Quorum))
 def test_one_answer_for_many_is_byte_for_byte_what_each_would_get(request_number, answer) -> None:
     assert codec.answer_frames(answer)(request_number) == codec.encode(
         dataclasses.replace(answer, request=request_number)
@@ -194,12 +194,12 @@ def test_one_answer_for_many_is_byte_for_byte_what_each_would_get(request_number
 
 
 def test_an_unchanged_quorum_is_a_small_frame() -> None:
-    answer = QuorumAnswer(1000, 5, 70, 1_700_000_000_000, 3, 100_000, 70, 0, None)
+    answer = Quorum(1000, 5, 70, 1_700_000_000_000, 3, 100_000, 70, 0, uniform=True, listed=())
     assert len(codec.encode(answer)) <= 40
     assert len(codec.encode(Heartbeat())) <= 6
 
 
 def test_members_without_data_share_nothing_with_the_frame() -> None:
     member = Member("r0", 1, 1, 0, False, MemberInfo("http://a:1"))
-    frame = codec.encode(QuorumAnswer(1, 1, 1, 0, 1, 1, 1, 0, (member,)))
+    frame = codec.encode(Quorum(1, 1, 1, 0, 1, 1, 1, 0, uniform=False, listed=(member,)))
     assert codec.decode(memoryview(frame)).members == (member,)
