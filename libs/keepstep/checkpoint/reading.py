@@ -172,9 +172,9 @@ class VerifiedReader:
         self._envelopes = [one.envelope for one in found]
         return [one.data for one in found]
 
-    def read(self, rank: int, offset: int, length: int) -> memoryview:
+    def read(self, rank: int, offset: int, length: int, into: memoryview | None = None) -> memoryview:
         """See ``CheckpointReader``."""
-        memory = _new_memory(length)
+        memory = _new_memory(length) if into is None else into
         if length:
             for one in _chunk_reads([Wanted("", rank, offset, length, memory)]):
                 self._read_chunk(one, keep=True)

@@ -43,8 +43,10 @@ class CheckpointReader(Protocol):
             CheckpointNotFound: the checkpoint does not exist, or is not committed.
         """
 
-    def read(self, rank: int, offset: int, length: int) -> memoryview:
+    def read(self, rank: int, offset: int, length: int, into: memoryview | None = None) -> memoryview:
         """Return ``length`` bytes of the pack of ``rank`` from ``offset``. Reads no other parts of its chunks.
+
+        ``into`` receives them, if it is given: memory of this length.
 
         Raises:
             CheckpointDamaged: a chunk differs from its digests; the error names it and its file.
@@ -211,8 +213,15 @@ class Piece:
     """In the tensor that receives the box."""
 
     def copy(self, reader: CheckpointReader, target: torch.Tensor) -> None:
-        """Read the bytes, and copy them into their part of ``target``, which receives the whole box."""
-        self.put(reader.read(self.shard.rank, self.offset, self.nbytes), target)
+        """Read the bytes into their part of ``target``, which receives the whole box.
+
+        They are read straight into its memory where that is possible: a copy of torch runs on several threads, which
+        takes 20 ms for any size while other programs use the cores.
+        """
+        memory = self.memory_in(target)
+        data = reader.read(self.shard.rank, self.offset, self.nbytes, memory)
+        if memory is None:
+            self.put(data, target)
 
     def put(self, data: memoryview, target: torch.Tensor) -> None:
         """Copy the bytes, which were read, into their part of ``target``."""

@@ -179,13 +179,17 @@ class MemoryReader:
         hashed = [(pack.content_bytes, pack.digests()) for pack in self.packs]
         return [build_manifest(Origin(), content, hasher.digests, hasher.parts) for content, hasher in hashed]
 
-    def read(self, rank: int, offset: int, length: int) -> memoryview:
+    def read(self, rank: int, offset: int, length: int, into: memoryview | None = None) -> memoryview:
         self.read_bytes += length
         pack = self.packs[rank]
         first, last = offset // CHUNK_BYTES, -(-(offset + length) // CHUNK_BYTES)
         data = b"".join(bytes(pack.chunk(number)) for number in range(first, last))
         assert len(data) == sum(chunk_length(pack.nbytes, number) for number in range(first, last))
-        return memoryview(data)[offset - first * CHUNK_BYTES :][:length]
+        found = memoryview(data)[offset - first * CHUNK_BYTES :][:length]
+        if into is None:
+            return found
+        into[:] = found
+        return into
 
     def read_all(self, wanted: Sequence[Wanted]) -> None:
         for one in wanted:
