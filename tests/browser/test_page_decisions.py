@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from keepstep_mesh.protocol.policy import SETTINGS
+from keepstep_mesh.protocol.policy import SETTINGS, Policy
 from tests.browser.devtools import CHROMIUM
-from tests.browser.told import HEADLINE, LIVE, SHOWN, TOAST, ToldMesh, row, shown
+from tests.browser.told import HEADLINE, JOB, LIVE, SHOWN, TOAST, WAITED, ToldMesh, row, shown
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed (apt-get install chromium)")
 
@@ -130,6 +130,51 @@ async def test_an_admin_verifies_the_job_changes_its_policy_and_readmits_a_group
             ("policy", "", {"min_replicas": 3}),
         ]
         assert page.complaints == []
+
+
+async def test_the_policy_dialog_stays_until_its_values_are_right_and_an_empty_field_is_none(tmp_path):
+    mesh = ToldMesh(2)
+    mesh.policy = Policy(takeover_grace=30.0)
+    opened, wrong = "document.querySelector('#policy').open", "document.querySelector('#policy-wrong').textContent"
+
+    def field(name: str) -> str:
+        return f"document.querySelector('#policy [name={name}]')"
+
+    async with shown(tmp_path, mesh) as (browser, endpoint):
+        page = await browser.open(endpoint.url)
+        await page.until(SHOWN)
+
+        async def change(**values: str) -> None:
+            for name, value in values.items():
+                await page.run(f"{field(name)}.value = '{value}'")
+            await page.click("#policy button.danger")
+
+        await page.click(".now .orders button:last-child")
+        await page.until(f"{opened} && document.activeElement.name === 'min_replicas'")
+        assert await page.run("document.querySelector('#policy-title').textContent") == f"Policy of {JOB}"
+        for value in ("0", "1.5", ""):
+            await change(min_replicas=value)
+            assert await page.run(f"{opened} && !{field('min_replicas')}.checkValidity()"), value
+        await change(min_replicas="3", max_replicas="2", takeover_grace="")
+        await page.until(f"{opened} && {wrong}.startsWith('max_replicas 2 is less than min_replicas 3')")
+        assert await page.run(f"{field('min_replicas')}.value") == "3", "what was typed stays"
+        await change(max_replicas="4")
+        await page.until(f"{TOAST} === 'Policy: min_replicas is 3, max_replicas is 4, takeover_grace is unset'")
+        assert mesh.policy == Policy(min_replicas=3, max_replicas=4, takeover_grace=None)
+        await page.click(".now .orders button:last-child")
+        await page.until(f"{opened} && {wrong} === ''")
+        await page.click("#policy button.danger")
+        await page.until(f"{TOAST} === 'Policy: nothing was changed'")
+        assert all("400" in one for one in page.complaints), page.complaints
+
+
+async def test_the_goodput_is_said_once_and_the_types_of_badput_name_their_source(tmp_path):
+    async with shown(tmp_path, ToldMesh(2)) as (browser, endpoint):
+        page = await browser.open(endpoint.url)
+        await page.until(SHOWN)
+        said = await page.run("document.querySelector('.big').parentElement.innerText")
+        assert said.startswith(f"Goodput and lost time\n\n100 %\n\n{WAITED}\n\n")
+        assert "In the terms of ml-goodput-measurement: ELASTIC_REINITIALIZATION 70 ms." in said
 
 
 async def test_on_a_phone_the_numbers_stay_and_the_buttons_go(tmp_path):

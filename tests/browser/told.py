@@ -12,16 +12,17 @@ import math
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
-from keepstep_mesh.protocol.policy import Policy
+from keepstep_mesh.protocol.policy import Policy, policy_problem
 from keepstep_mesh.security.tokens import Access, Tokens
 from keepstep_mesh.serving.application import Route, read_json
 from keepstep_mesh.serving.openapi import describe, plain
+from keepstep_mesh.serving.rest import bad, checked
 from keepstep_mesh.serving.service import Endpoint, Service, serving
 from keepstep_metrics.api import dashboard_page, log_views
 from keepstep_metrics.api.routes import JOB as ANY_JOB
@@ -33,6 +34,8 @@ from tests.browser.devtools import Browser, chromium
 
 JOB = "digits"
 STEP_SECONDS = 0.25
+WAITED = "the groups waited 3 % of their time for quorums with a slow group"
+BADPUT = {"ELASTIC_REINITIALIZATION": 0.07, "OTHER": 0.0}
 HTML = "<h1>It works!</h1>"
 
 # JavaScript expressions
@@ -205,7 +208,8 @@ class ToldMesh:
         shares = {state: one / (sum(seconds.values()) or 1) for state, one in seconds.items()}
         numbers = {"steps_committed": self.step(until), "steps_discarded": len(self.failures)}
         numbers |= {"failures": len(self.failures), "mean_time_to_recover": 0.8, "mean_time_to_return": 20.0}
-        return {"goodput": shares.get("training"), "shares": shares, "seconds": seconds, "badput": {}, **numbers}
+        numbers |= {"sentence": f"goodput {100 * shares.get('training', 0):.0f} %; {WAITED}"}
+        return {"goodput": shares.get("training"), "shares": shares, "seconds": seconds, "badput": BADPUT, **numbers}
 
     def stragglers(self) -> dict[str, Any]:
         rows = [
@@ -233,6 +237,11 @@ class ToldMesh:
         async def order(request: web.Request) -> web.Response:
             name, action = request.match_info.get("name", ""), request.match_info.get("action", "policy")
             self.orders.append((action, name, await read_json(request)))
+            if action == "policy":
+                wanted = replace(self.policy, **checked(self.orders[-1][2], Policy))
+                if (problem := policy_problem(wanted)) is not None:
+                    raise bad(problem)
+                self.policy = wanted
             return web.json_response({"sentence": f"{name}: {action} is done"}, status=202)
 
         about = {"job": JOB, "first_seen": self.t0, "groups": len(self.names), "goodput": 0.97}

@@ -131,7 +131,7 @@ function confirmed(dialog) {
 
 async function order(job, action, name) {
   const path = `v1/jobs/${encodeURIComponent(job)}`;
-  if (action === "policy") return changePolicy(path);
+  if (action === "policy") return changePolicy(path, job);
   const { title, what, done } = ORDERS[action];
   const dialog = byId("order");
   say(byId("order-title"), `${title} ${name || job}?`);
@@ -151,15 +151,32 @@ async function order(job, action, name) {
   }
 }
 
-async function changePolicy(path) {
+async function changePolicy(path, job) {
+  say(byId("policy-title"), `Policy of ${job}`);
   try {
     const [{ policy }, { components }] = await Promise.all([api.get(path), api.get("openapi.json")]);
-    const changes = await askPolicy(byId("policy"), policy, components.schemas.Policy.properties);
-    if (!changes) return;
-    await api.post(path, changes, "PATCH");
-    toast(`Policy: ${Object.entries(changes).map(([name, value]) => `${name} is ${value}`).join(", ")}`);
+    const known = components.schemas.Policy.properties;
+    let [changes, wrong] = [{}, ""];
+    do {
+      changes = await askPolicy(byId("policy"), policy, known, changes, wrong);
+      if (!changes) return;
+      wrong = Object.keys(changes).length ? await refusal(api.post(path, changes, "PATCH")) : "";
+    } while (wrong);
+    const told = Object.entries(changes).map(([name, value]) => `${name} is ${value ?? "unset"}`);
+    toast(`Policy: ${told.join(", ") || "nothing was changed"}`);
   } catch (error) {
     toast(`Policy: ${error.message}`);
+  }
+}
+
+/** Resolves with the reason why the service refused the values of a request; empty: it took them. */
+async function refusal(request) {
+  try {
+    await request;
+    return "";
+  } catch (error) {
+    if (error.status !== 400) throw error;
+    return error.message;
   }
 }
 

@@ -198,5 +198,7 @@ function paintSpark(canvas, values) {
 
 const details = (all) =>
   Object.entries(all ?? {}).map(([name, value]) =>
-    `${name}: ${typeof value === "object" ? JSON.stringify(value) : value}`
+    name.endsWith("_bytes")
+      ? `${name.slice(0, -"_bytes".length)}: ${bytes(value)}`
+      : `${name}: ${typeof value === "object" ? JSON.stringify(value) : value}`
   ).join(", ");

@@ -13,7 +13,7 @@ export class Goodput {
       const node = el("li", {}, el("span", { class: `state ${state}` }, state), share, time);
       return { node, update: (one) => (say(share, percent(one.share)), say(time, duration(one.seconds))) };
     });
-    this.badput = el("p", { class: "dim", title: "the names of ml-goodput-measurement" });
+    this.badput = el("p", { class: "dim" });
     this.counted = el("p", { class: "dim" });
     this.node = panel(
       "Goodput and lost time",
@@ -29,7 +29,8 @@ export class Goodput {
   /** `found`: the answer of `goodput`. */
   show(found) {
     say(this.good, percent(found.goodput));
-    say(this.sentence, found.sentence);
+    const [, ...more] = found.sentence.split("; "); // the first part is the number above
+    say(this.sentence, more.join("; "));
     const states = STATES.filter((state) => found.shares[state] > 0);
     this.stack.replaceChildren(
       ...states.map((state) => {
@@ -43,7 +44,8 @@ export class Goodput {
       (one) => one.state,
     );
     const badput = Object.entries(found.badput).filter(([, seconds]) => seconds > 0);
-    say(this.badput, badput.map(([type, seconds]) => `${type} ${duration(seconds)}`).join(", "));
+    const types = badput.map(([type, seconds]) => `${type} ${duration(seconds)}`).join(", ");
+    say(this.badput, types && `In the terms of ml-goodput-measurement: ${types}.`);
     const mean = (text, seconds) => (seconds == null ? "" : `; ${text} ${duration(seconds)}`);
     const commit = mean("mean time to recover", found.mean_time_to_recover);
     say(

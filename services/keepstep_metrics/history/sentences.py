@@ -68,6 +68,26 @@ def sentence(event: str, name: str, detail: Mapping[str, Any]) -> str:
             return f"{detail.get('by')} evicted {name}: {reason}"
         case "readmitted":
             return f"{detail.get('by')} readmitted {name}"
+        case "policy":
+            before, changed = _map(detail.get("before")), _map(detail.get("changed"))
+            changes = (f"{one} from {_value(before.get(one))} to {_value(now)}" for one, now in changed.items())
+            return f"{detail.get('by')} changed the policy: {', '.join(changes)}"
+        case "verify_ordered":
+            return f"{detail.get('by')} ordered a comparison of all weights"
+        case "replicas_verified":
+            equal = f"the weights of {detail.get('groups')} groups are equal after step {detail.get('step')}"
+            return equal + _missing(detail)
+        case "replicas_differ":
+            diverged = listed((name_of(str(one)) for one in _list(detail.get("diverged"))), MAX_NAMED)
+            which = f": {diverged} from the majority" if diverged else ""
+            what = f"the weights of the groups differ after step {detail.get('step')}{which}"
+            return what + _missing(detail) + f"; action: {detail.get('action')}"
+        case "heal_given_up":
+            return f"{name} took too long to heal"
+        case "runtime_differs":
+            return f"{name} runs {detail.get('runtime')}; the other groups run {detail.get('others')}"
+        case "quorum_id_raised":
+            return f"a group had seen quorum {detail.get('quorum_id')}, which the store of the lighthouse does not hold"
         case "replica_diverged":
             return f"{name} diverged: its weights differ from the others at step {detail.get('step')}"
         case "waited_for":
@@ -88,6 +108,20 @@ def sentence(event: str, name: str, detail: Mapping[str, Any]) -> str:
             own, usual = _number(detail.get("seconds")), _number(detail.get("median"))
             return f"{name} is slow: {own:.3f} s per step, the median is {usual:.3f} s"
     return ": ".join(part for part in (name, event.replace("_", " "), reason) if part)
+
+
+def _missing(detail: Mapping[str, Any]) -> str:
+    names = listed((name_of(str(one)) for one in _list(detail.get("missing"))), MAX_NAMED)
+    return f"; not compared: {names}" if names else ""
+
+
+def _value(value: Any) -> str:
+    """Return a value of the policy as it is written in JSON, and None as ``none``."""
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _map(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def _list(value: Any) -> list[Any]:

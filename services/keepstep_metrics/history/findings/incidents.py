@@ -185,7 +185,7 @@ def _what_followed(name: str, chief: Event, events: list[Event]) -> Iterable[str
             "heal_began": "",
         }.get(kind)
         if kind in FAILED_HEALS:
-            text = f"heal failed{times}: {event.detail.get('reason', '')}"
+            text = f"heal failed{times}: {event.detail.get('reason') or 'it took too long'}"
         elif kind == chief.event:
             text = f"{kind.replace('_', ' ')} again{times}"
         texts.pop(kind, None)

@@ -116,8 +116,10 @@ def test_heals_that_fail_again_and_again_are_counted_with_the_last_reason() -> N
 def test_comparisons_without_a_difference_are_one_line() -> None:
     log = job_of_three()
     for t in range(100, 400, 100):
-        log.add(t, "replicas_verified")
-    assert log.incidents[-1].sentence == "replicas verified; replicas verified again 2 times"
+        log.add(t, "replicas_verified", step=t, groups=3)
+    assert log.incidents[-1].sentence == (
+        "the weights of 3 groups are equal after step 100; replicas verified again 2 times"
+    )
 
 
 def test_orders_and_events_of_the_job_stand_alone() -> None:
