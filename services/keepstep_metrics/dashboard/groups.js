@@ -170,12 +170,12 @@ function lastError(group, t) {
 }
 
 const DONE = [
-  ["group", "name"],
+  ["group or checkpoint", "name"],
   ["what", ""],
   ["step", "num wide"],
   ["size", "num"],
   ["took", "num"],
-  ["from", "wide"],
+  ["route", "wide"],
   ["ended", ""],
 ];
 
@@ -198,7 +198,7 @@ export class Heals {
             number(one.step),
             bytes(one.bytes_total ?? one.bytes_done),
             duration(one.ended - one.began),
-            [one.source, one.via].filter(Boolean).join(", "),
+            route(one),
             clock(one.ended),
           ],
         ),
@@ -220,6 +220,12 @@ export class Heals {
   }
 }
 
+/** Returns where a transfer comes from, or goes to. A heal travels by `via`; an upload goes to this relay. */
+function route({ kind, source, via }) {
+  if (kind === "upload") return via ? `to ${via}` : "";
+  return [source && `from ${source}`, via].filter(Boolean).join(", ");
+}
+
 function bar() {
   const [what, much] = [el("span"), el("span", { class: "num" })];
   const progress = el("progress", { max: 1 });
@@ -232,9 +238,7 @@ function bar() {
       progress.setAttribute("aria-label", `${heal.kind} of ${heal.name}`);
       say(
         what,
-        `${heal.name} ${heal.kind === "heal" ? "is healing" : "is uploading"}${
-          heal.source ? ` from ${heal.source}` : ""
-        }${heal.via ? ` (${heal.via})` : ""}`,
+        `${heal.name} ${heal.kind === "heal" ? "is healing" : "is uploaded"} ${route(heal)}`,
       );
       const left = heal.seconds_left == null ? "" : `, ${duration(heal.seconds_left)} left`;
       const of = share == null ? "" : ` of ${bytes(heal.bytes_total)} (${percent(share)})`;
