@@ -1,0 +1,187 @@
+"""The process groups of a world: one of all ranks, and one for each dimension of the mesh.
+
+The objects stay for the life of the process, so that modules, meshes and DTensors which know them outlive a change of
+members; only their members change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import Store, Work
+
+from keepstep.one_copy.core.mesh_shape import MeshShape
+from keepstep.process_group import ProcessGroupGloo, ProcessGroupNCCL
+from keepstep.process_group.base import ProcessGroup
+from keepstep.process_group.sequence import Task
+from keepstep.process_group.works import CompletedWork
+from keepstep.process_group.wrappers import ProcessGroupWrapper
+
+CONTROL, WORLD, LINES = 0, 1, 2
+"""Numbers of the stores of ``configure``: for the control group, for all ranks, and from where those of lines begin."""
+_numbers = count()
+
+
+class MeshGroup(ProcessGroupWrapper):
+    """Forwards to another group, unless it is muted.
+
+    A member that replaces another builds its model while the others are elsewhere, so building must not communicate.
+
+    Args:
+        pg: the group to wrap.
+        muted: returns whether collectives do nothing, and complete at once.
+    """
+
+    def __init__(self, pg: ProcessGroup, muted: Callable[[], bool]) -> None:
+        super().__init__(pg)
+        self._muted = muted
+
+    def _run(self, operation: str, *args: Any) -> Work:
+        if self._muted():
+            return CompletedWork(args[0] if args and not isinstance(args[0], (int, str)) else [])
+        return super()._run(operation, *args)
+
+    def compose(self, task: Task, tensors: list[torch.Tensor]) -> Work:
+        return CompletedWork(tensors) if self._muted() else super().compose(task, tensors)
+
+
+class WorldGroups:
+    """Makes the group of all ranks torch's default group, and keeps a group for each dimension.
+
+    Args:
+        shape: of the mesh.
+        device_type: ``"cpu"`` or ``"cuda"``.
+        timeout: limit of each collective.
+
+    Raises:
+        RuntimeError: torch.distributed is initialised already.
+    """
+
+    def __init__(self, shape: MeshShape, device_type: str, timeout: timedelta) -> None:
+        if dist.is_initialized():
+            raise RuntimeError(
+                "torch.distributed is initialised already: remove init_process_group, since a job with one copy "
+                "initialises it with the ranks of all members"
+            )
+        self._shape = shape
+        self._device_type = device_type
+        self._muted = False
+        kind = ProcessGroupNCCL if device_type == "cuda" else ProcessGroupGloo
+        self.control = ProcessGroupGloo(timeout=timeout)
+        """Of all ranks, for votes; for tensors in main memory."""
+        self._world = MeshGroup(kind(timeout=timeout), self._is_muted)
+        self._lines = [MeshGroup(kind(timeout=timeout), self._is_muted) for _ in shape.names]
+        self._initialised = False
+        self._rank, self._size = 0, 0
+
+    def _is_muted(self) -> bool:
+        return self._muted
+
+    @property
+    def _all(self) -> list[ProcessGroup]:
+        return [self.control, self._world, *self._lines]
+
+    def configure(
+        self, rank: int, size: int, quorum_id: int, store: Callable[[int], Store], *, host: str, name: str
+    ) -> None:
+        """Connect all groups with their members.
+
+        Args:
+            rank: of this process in the world.
+            size: of the world, which the shape fits.
+            quorum_id: of the quorum, for logs.
+            store: returns an empty store, the same for all ranks that give one number.
+            host: address of this machine that peers can reach.
+            name: of this member, for logs.
+
+        Raises:
+            Exception: as ``ProcessGroup.configure``; then no group is usable.
+        """
+        lines = self._shape.lines(rank, size)
+        members = [
+            (self.control, CONTROL, tuple(range(size)), rank),
+            (self._world, WORLD, tuple(range(size)), rank),
+            *(
+                (group, LINES + line.number, line.ranks, line.index)
+                for group, line in zip(self._lines, lines, strict=True)
+            ),
+        ]
+        for group, number, ranks, index in members:
+            place = store(number)
+            group.configure(f"{number}", name, index, len(ranks), quorum_id, 0, 1, list(ranks), store=place, host=host)
+        if not self._initialised:
+            self._register(rank, size)
+        self._rank, self._size = rank, size
+        known = dist.distributed_c10d._world.pg_group_ranks  # noqa: SLF001  torch has no public way to change members
+        known[self._world] = {one: one for one in range(size)}
+        for group, line in zip(self._lines, lines, strict=True):
+            known[group] = {one: index for index, one in enumerate(line.ranks)}
+
+    def _register(self, rank: int, size: int) -> None:
+        devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+        name = f"keepstep-world-{next(_numbers)}"
+        dist.Backend.register_backend(name, lambda *_: self._world, devices=devices)
+        dist.init_process_group(name, store=dist.HashStore(), rank=rank, world_size=size)
+        for group, dimension in zip(self._lines, self._shape.names, strict=True):
+            backend = f"keepstep-mesh-{next(_numbers)}-{dimension}"
+            dist.Backend.register_backend(backend, lambda *_, group=group: group, devices=devices)
+            dist.new_group([rank], backend=backend, group_desc=dimension, use_local_synchronization=True)
+        self._initialised = True
+
+    def mesh(self) -> DeviceMesh:
+        """Return the mesh of all ranks. A mesh that was returned before stays valid while the size stays."""
+        shape = self._shape.of(self._size)
+        ranks = torch.arange(self._size).view(shape)
+        return DeviceMesh.from_group(
+            list(self._lines) if len(self._lines) > 1 else self._lines[0],
+            self._device_type,
+            mesh=ranks,
+            mesh_dim_names=self._shape.names,
+        )
+
+    @contextlib.contextmanager
+    def muted(self) -> Iterator[None]:
+        """Let collectives of the mesh and of the default group do nothing."""
+        self._muted = True
+        try:
+            yield
+        finally:
+            self._muted = False
+
+    def vote(self, values: list[int], timeout: timedelta) -> list[int]:
+        """Return the smallest of each value over all ranks.
+
+        Args:
+            values: of this rank; of equal number in all ranks.
+            timeout: limit.
+
+        Raises:
+            Exception: a rank is lost, or does not vote in time.
+        """
+        tensor = torch.tensor(values, dtype=torch.int64)
+        self.control.allreduce(tensor, dist.ReduceOp.MIN, timeout).wait()
+        return [int(one) for one in tensor.tolist()]
+
+    def errored(self) -> Exception | None:
+        """Return the first error of a group since ``configure``; None while all work."""
+        return next((error for group in self._all if (error := group.errored()) is not None), None)
+
+    def abort(self, reason: str) -> None:
+        """End all collectives of all groups. From any thread."""
+        for group in self._all:
+            group.abort(reason)
+
+    def shutdown(self) -> None:
+        """Free all groups, and leave torch.distributed as it was before."""
+        if self._initialised:
+            dist.destroy_process_group()
+            self._initialised = False
+        for group in self._all:
+            group.shutdown()
