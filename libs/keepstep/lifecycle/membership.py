@@ -84,7 +84,7 @@ class GroupMembership:
             case Drain():
                 self.request_leave(push.reason or "drained")
             case Evicted():
-                context.fatal = EvictedExit(push.reason)
+                context.end_later(EvictedExit(push.reason))
                 context.reconfigurer.abort(f"evicted: {push.reason}")
             case _:
                 pass

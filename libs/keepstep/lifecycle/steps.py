@@ -24,6 +24,7 @@ from keepstep.script_checks.script_checker import ScriptChecker
 from keepstep.step.attempt import Attempt
 from keepstep.step.catching_up.catch_up import CatchUp
 from keepstep.step.context import StepContext
+from keepstep.step.evidence.repeated_error import LIMIT, OwnError, RepeatedError
 from keepstep.step.step_quorum import HealRules
 
 
@@ -59,6 +60,7 @@ class Steps:
         """Step at which ``Manager.finish`` has ended the training."""
         self.handled = handled_error()
         """Error that the script had handled when its last step began; 0: none."""
+        self._repeated = RepeatedError()
         self._changing = False
         """Whether an optimizer of the script has begun a step, and has not ended it."""
 
@@ -147,7 +149,7 @@ class Steps:
                 if attempt.goes_on(arguments):
                     return
                 attempt.abandon()
-                context.end_if_repeated(attempt.own_error)
+                self._end_if_repeated(attempt.own_error)
             attempt = self.new(arguments, limit, allow_heal=allow_heal)
         while True:
             if context.asks.leaving and context.settings.world_size == 1:
@@ -304,11 +306,28 @@ class Steps:
                 collectives=attempt.collectives,
                 synchronized=attempt.synchronized,
             )
-        context.end_if_repeated(None if committed else attempt.own_error)
+        self._end_if_repeated(None if committed else attempt.own_error)
         failures, most = context.progress.commit_failures, self._settings.max_retries
         if not committed and most is not None and failures > most:
             raise RuntimeError(f"{failures} steps in a row failed (max_retries={most}); the last one: {attempt.error}")
         return committed
+
+    def _end_if_repeated(self, own: OwnError | None) -> None:
+        """End training if the step that ended now failed with the same error of this group as those before it.
+
+        Args:
+            own: as of ``RepeatedError.step_ended``.
+
+        Raises:
+            RuntimeError: it did, and training on does not help. Its cause is the error.
+        """
+        if self._repeated.step_ended(own) and own is not None:
+            error = RuntimeError(
+                f"{LIMIT} steps in a row failed with the same error of this group, so training on does not help: "
+                f"{type(own.error).__name__}: {own.error}"
+            )
+            error.__cause__ = own.error
+            self._context.end_with(error)
 
     def _note_values(self, attempt: Attempt) -> None:
         """Report what the optimizers step with now. Groups whose weights differ by design do not compare it."""

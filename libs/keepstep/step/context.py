@@ -20,7 +20,6 @@ from keepstep.runtime.loop_thread import LoopThread
 from keepstep.state.errors import StateMismatch
 from keepstep.step.asks import Asks
 from keepstep.step.evidence.failure_evidence import FailureEvidence
-from keepstep.step.evidence.repeated_error import LIMIT, OwnError, RepeatedError
 from keepstep.step.live_state import LiveState
 from keepstep.step.progress import GroupProgress
 from keepstep.step.rank_votes import RankVotes
@@ -102,79 +101,77 @@ class HealCounts:
     """The heals of this process."""
 
     source: str = ""
-    """replica_id of the group that this one heals from in the current quorum, or empty."""
+    """replica_id of the group that this one heals from in the current quorum, or empty. Set by ``StepQuorum``."""
     late: int = 0
-    """Number of heals in a row that ran out of time; each one doubles the time of the next."""
+    """Number of heals in a row that ran out of time; each one doubles the time of the next. Counted by those who heal:
+    ``StateExchange`` and ``CatchUp``."""
     unfit: int = 0
-    """Number of heals in a row that failed because the state does not fit this group."""
+    """Number of heals in a row that failed because the state does not fit this group. Counted by ``check_heal``."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class StepContext:
-    """Shared by the Manager and all its attempts."""
+    """Shared by the Manager and all its attempts. ``lifecycle.wiring`` makes it."""
+
+    # ---- parts of this process; each changes only itself
 
     loop_thread: LoopThread
     link: RankLink
-    settings: LinkSettings
     reconfigurer: Reconfigurer
     transport: CheckpointTransport[dict[str, Any]]
     state: LiveState
     progress: GroupProgress
-    steps: StepLog
-    telemetry: StepTelemetry
-    log: Logger
-    timeout: timedelta
-    """Of a collective, of a vote, and of a heal that makes no progress."""
-    evidence: FailureEvidence
-    min_replica_size: int
-    world_size_mode: WorldSizeMode
     compared: ComparedLayout
     asks: Asks
     ranks: RankVotes
-    heals: HealCounts = field(default_factory=HealCounts)
+    evidence: FailureEvidence
+    steps: StepLog
+    telemetry: StepTelemetry
+    log: Logger
     signals: HeldSignals = field(default_factory=HeldSignals)
     """Holds signals back from the commit of a step to the end of the change of the weights."""
-    repeated: RepeatedError = field(default_factory=RepeatedError)
-    """Ends the group after the same error of its own in several steps in a row."""
-    fatal: BaseException | None = None
-    """The error that ended training in this process; every later step raises it."""
-    refuse_nonfinite: bool = False
-    """Vote no if a result of the step has a NaN or an infinity."""
-    kept: KeptReductions | None = None
-    """The all-reduces of the present step, with ``retry_allreduce``; None: no step is retried."""
-    follower: Follower | None = None
-    """Lets this group catch up instead of healing; None: it heals."""
-    durable: DurableStates | None = None
-    """Set by its implementer."""
-    faults: StepFaults | None = None
+    faults: StepFaults | None
     """Faults that ``keepstep chaos`` orders; None: this process accepts none."""
-    store: Store | None = None
+    store: Store | None
     """The launcher's store. Its server ends with the last reference, and other ranks may connect to it late."""
+
+    # ---- settings
+
+    settings: LinkSettings
+    timeout: timedelta
+    """Of a collective, of a vote, and of a heal that makes no progress."""
+    min_replica_size: int
+    world_size_mode: WorldSizeMode
+    refuse_nonfinite: bool
+    """Vote no if a result of the step has a NaN or an infinity."""
+
+    # ---- set before the first step, by the part that is named, or never
+
+    durable: DurableStates | None = None
+    """``Durability`` sets itself."""
+    kept: KeptReductions | None = None
+    """The all-reduces of the present step, set by ``Manager`` with ``retry_allreduce``; None: no step is retried."""
+    follower: Follower | None = None
+    """Lets this group catch up instead of healing, set by ``Steps.follow_with``; None: it heals."""
+
+    # ---- what changes
+
+    heals: HealCounts = field(default_factory=HealCounts)
+    fatal: BaseException | None = None
+    """The error that ended training in this process; every later step raises it. Set by the methods below."""
 
     def log_progress(self, event: str) -> None:
         """Write ``event`` to the step log, with the step and lineage of this group."""
         self.steps.write(event, self.progress.step, 0, lineage=self.progress.lineage)
 
+    def end_later(self, error: BaseException) -> None:
+        """Raise ``error`` in every later step. From any thread."""
+        self.fatal = error
+
     def end_with(self, error: BaseException) -> NoReturn:
         """Raise ``error`` now and in every later step."""
         self.fatal = error
         raise error
-
-    def end_if_repeated(self, own: OwnError | None) -> None:
-        """End training if the step that ended now failed with the same error of this group as those before it.
-
-        Args:
-            own: as of ``RepeatedError.step_ended``.
-
-        Raises:
-            RuntimeError: it did, and training on does not help. Its cause is the error.
-        """
-        if self.repeated.step_ended(own) and own is not None:
-            self.fatal = RuntimeError(
-                f"{LIMIT} steps in a row failed with the same error of this group, so training on does not help: "
-                f"{type(own.error).__name__}: {own.error}"
-            )
-            raise self.fatal from own.error
 
     def raise_fatal(self) -> None:
         """Raise the error that ended training in this process, if any."""

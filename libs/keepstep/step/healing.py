@@ -1,7 +1,7 @@
 """Exchange live state under one quorum: hand it out to groups that heal, or take it in from another group.
 
 A group that cannot hand out its state refuses its joiners at once, so that they do not wait for their timeout. A heal
-that takes longer than ``StateExchange.limit`` is given up.
+that takes longer than ``heal_seconds`` is given up.
 """
 
 from __future__ import annotations
@@ -30,43 +30,33 @@ one.
 """
 
 
+def heal_seconds(context: StepContext, plan: QuorumPlan) -> float | None:
+    """Return how long a heal in the quorum may take; None: no limit but the timeout without progress."""
+    if not plan.heal_timeout_ms:
+        return None
+    return heal_limit(plan.heal_timeout_ms / 1000, context.heals.late) + GIVE_UP_SECONDS
+
+
 class StateExchange:
-    """This group's part in the heals of one quorum. Each direction is tried once.
+    """This group's part in a quorum in which groups heal. Each direction is tried once.
 
     Args:
         context: of this process.
         plan: of the quorum.
         times: the seconds of a heal are added here.
-        allow_heal: False: no state is exchanged.
         together: whether all groups wait until the heals of this quorum have ended.
     """
 
-    def __init__(
-        self,
-        context: StepContext,
-        plan: QuorumPlan,
-        times: StepTimes,
-        *,
-        allow_heal: bool,
-        together: bool,
-    ) -> None:
+    def __init__(self, context: StepContext, plan: QuorumPlan, times: StepTimes, *, together: bool) -> None:
         self.healed = False
         """Whether this group has taken over the reference state."""
         self._context = context
         self._plan = plan
         self._times = times
-        self._allow_heal = allow_heal
         self._together = together
         self._answered_joiners = False
         """Whether the state was handed out, or the joiners were refused."""
         self._tried = False
-
-    @property
-    def limit(self) -> float | None:
-        """Seconds that a heal may take; None: no limit but the timeout without progress."""
-        if not self._plan.heal_timeout_ms:
-            return None
-        return heal_limit(self._plan.heal_timeout_ms / 1000, self._context.heals.late) + GIVE_UP_SECONDS
 
     def run(self) -> Exception | None:
         """Hand out live state to the groups that heal from this one; heal, if this group is behind.
@@ -74,10 +64,8 @@ class StateExchange:
         Returns:
             The error that broke this group's heal; None when it healed or did not have to.
         """
-        plan, transport = self._plan, self._context.transport
-        if not self._allow_heal or not plan.healing:
-            return None
-        transport.prepare(self.parties())
+        plan = self._plan
+        self._context.transport.prepare(self.parties())
         if self.hands_out and not self._answered_joiners:
             self._answered_joiners = True
             self._hand_out()
@@ -111,8 +99,7 @@ class StateExchange:
     def hands_out(self) -> bool:
         """Whether this group hands out its state to groups that heal."""
         plan = self._plan
-        wanted = plan.destinations or (self._context.transport.needs_all_sources and not plan.behind)
-        return bool(self._allow_heal and plan.healing and wanted)
+        return bool(plan.destinations or (self._context.transport.needs_all_sources and not plan.behind))
 
     def parties(self) -> Exchange:
         """Return the groups that have, and that need, the live state."""
@@ -144,7 +131,7 @@ class StateExchange:
 
     def refuse(self, reason: str) -> None:
         """Tell the joiners that this group does not hand out its state in this step, unless it already has."""
-        if self._plan.destinations and self._allow_heal and not self._answered_joiners:
+        if self._plan.destinations and not self._answered_joiners:
             self._answered_joiners = True
             self._refuse(reason)
 
@@ -225,8 +212,8 @@ class StateExchange:
         )
 
     def _receive(self, source: int, metadata: str, meter: HealMeter) -> None:
-        context = self._context
-        limit = None if self.limit is None else timedelta(seconds=self.limit)
+        context, seconds = self._context, heal_seconds(self._context, self._plan)
+        limit = None if seconds is None else timedelta(seconds=seconds)
         try:
             context.state.receive(
                 context.transport, source, metadata, self._plan.max_step, context.timeout, meter.moved, limit

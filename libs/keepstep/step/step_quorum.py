@@ -35,7 +35,7 @@ from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS
 from keepstep.state.errors import StatesMissing
 from keepstep.step.context import StepContext
 from keepstep.step.first_error import FirstError
-from keepstep.step.healing import StateExchange
+from keepstep.step.healing import StateExchange, heal_seconds
 from keepstep.step.reporting.step_telemetry import StepTimes
 from keepstep_mesh.errors import (
     Banned,
@@ -132,7 +132,7 @@ class StepQuorum:
         self._begins_to_follow = False
         """Whether this group follows the others instead of healing; known with the answer."""
         self._exchange: StateExchange | None = None
-        """Set with ``answered``."""
+        """Set with ``answered``; None: no group heals."""
         self._objection: Exception | None = None
         """Why no group must commit this step, known with the answer. This group keeps its state then."""
         self._changes: LayoutChanges | None = None
@@ -215,13 +215,15 @@ class StepQuorum:
         self.allow_heal = plan.allow_heal and (rules.allow_heal or plan.finishing)
         self.heals_first = rules.sync or not self.allow_heal or (rules.first_step and plan.first_step)
         together = self.heals_first or plan.finishing
-        self._exchange = StateExchange(context, plan, self._times, allow_heal=self.allow_heal, together=together)
+        heals = self.allow_heal and plan.healing
+        exchange = StateExchange(context, plan, self._times, together=together) if heals else None
+        self._exchange = exchange
         self._objection = context.follower.objection(plan) if context.follower is not None else None
         self.answered = plan
         self._begins_to_follow = self._objection is None and self._can_follow(plan)
         if plan.destinations or not plan.followers:  # else a follower may still have to begin to read its base
             context.transport.disallow_checkpoint()  # readers of the last step's state are done, or too late
-        if context.follower is not None and self._exchange.hands_out and not self.heals_first:
+        if exchange is not None and exchange.hands_out and context.follower is not None and not self.heals_first:
             context.follower.hands_out(plan)
         if plan.source is not None and self.allow_heal:
             context.heals.source = plan.members[plan.source].replica_id
@@ -370,7 +372,8 @@ class StepQuorum:
     @property
     def heal_seconds(self) -> float:
         """Time that a heal of this quorum may take; 0 without a limit."""
-        return (self._exchange.limit if self._exchange is not None else None) or 0.0
+        plan = self.answered
+        return 0.0 if plan is None else heal_seconds(self._context, plan) or 0.0
 
     @property
     def healed(self) -> bool:
