@@ -17,8 +17,8 @@ import torch
 from keepstep.checkpoint.reading import Wanted
 from keepstep.state.errors import CheckpointError, StateMismatch
 from keepstep.state.flattening import Leaf, build, pack_path
-from keepstep.state.restoring import build_value
 from keepstep.state.state_manifest import read_manifest
+from keepstep.state.value_building import build_value
 from keepstep.state.values.leaves import TORCH_DTYPES, numpy_dtype
 from keepstep.state.values.tensor_subclasses import PLAIN_TENSORS
 from keepstep_mesh.errors import ContradictingRanks, ManifestError

@@ -15,8 +15,8 @@ from keepstep.state.restoring import Spare
 from keepstep.state.staging import Snapshot, StagingArea
 from keepstep.transfer.direct.direct_fetch import DirectChunks
 from keepstep.transfer.direct.sending.http_server import CheckpointServer
-from keepstep.transfer.direct.transfer import ChunkSource, Transfer
 from keepstep.transfer.exchange import Progress
+from keepstep.transfer.state_transfer import ChunkSource, Transfer
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.net.addresses import in_url, outward_address
 from keepstep_mesh.protocol.manifest import Origin

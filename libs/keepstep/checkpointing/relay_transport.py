@@ -17,11 +17,11 @@ from keepstep.checkpointing.transport import CheckpointTransport
 from keepstep.connection.http_connection import Endpoint
 from keepstep.relay_client.relay_link import Credentials
 from keepstep.transfer.direct.direct_fetch import DirectChunks
-from keepstep.transfer.direct.transfer import ChunkSource, Transfer
 from keepstep.transfer.exchange import Exchange, Progress
 from keepstep.transfer.peer_choice import SOURCE
 from keepstep.transfer.relayed.relay_fetch import RelayedChunks
 from keepstep.transfer.relayed.relay_upload import Upload
+from keepstep.transfer.state_transfer import ChunkSource, Transfer
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.security.tls import TlsFiles
 from keepstep_mesh.security.tokens import ClientToken

@@ -26,7 +26,7 @@ from keepstep.session.session_settings import SessionSettings
 from keepstep.step import healing, rank_votes
 from keepstep.step.catching_up import catch_up
 from keepstep.step.evidence import failure_evidence
-from keepstep.transfer.direct import transfer
+from keepstep.transfer import state_transfer
 from keepstep.transfer.relayed import relay_fetch, relay_upload
 from keepstep_cli.asking import rest
 from keepstep_cli.running.supervisor_events import Restarts
@@ -178,7 +178,7 @@ RULES = {
     ),
     # a frozen peer must not cost the heal
     "a connection that stalls is replaced before the heal is late": (
-        transfer.STALL_SECONDS < POLICY.heal_timeout and transfer.STALL_SECONDS < RELAY.body_timeout
+        state_transfer.STALL_SECONDS < POLICY.heal_timeout and state_transfer.STALL_SECONDS < RELAY.body_timeout
     ),
     # its clients must connect to another process
     "a frozen process of a relay is replaced before the relay aborts the uploads that it served": (

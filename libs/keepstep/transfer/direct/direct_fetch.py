@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator
 
 from keepstep.connection.http_connection import BrokenConnection, Connection
 from keepstep.state.errors import TransferError
-from keepstep.transfer.direct.transfer import Transfer
 from keepstep.transfer.receiving import ChunkReceiver
+from keepstep.transfer.state_transfer import Transfer
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES, chunk_count, chunk_length
 from keepstep_mesh.threads.starting import ThreadPoolExecutor

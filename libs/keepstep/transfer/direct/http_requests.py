@@ -10,7 +10,7 @@
     GET /chunk/<digest>                     a chunk that this process, which heals, has already received
 
 The body of an error is msgpack, {"reason": sentence}. Status: 400 (bad request), 401 (token), 403 and 421 (web page),
-404 (not staged in time), 410 (no longer available), 416 (range), 503 (unavailable).
+404 (not staged in time), 410 (no longer available), 416 (range), 422 (``CANNOT_BE_SENT``), 503 (unavailable).
 """
 
 from __future__ import annotations
@@ -37,10 +37,6 @@ REQUEST_LINE = re.compile(
 _DIGEST = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})")
 _SECONDS = re.compile(r"\d{1,3}\.\d{3}")
-
-
-CANNOT_BE_SENT = HTTPStatus.UNPROCESSABLE_ENTITY
-"""Status of a request for a state that the source can never send."""
 
 
 class RequestError(Exception):

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from keepstep.connection.http_connection import BrokenConnection, Connection, Endpoint, Refusal
 from keepstep.state.errors import TransferError
 from keepstep.transfer.direct import holders
-from keepstep.transfer.direct.transfer import Transfer
 from keepstep.transfer.exchange import Exchange
 from keepstep.transfer.peer_choice import Swarm
 from keepstep.transfer.relayed.fetch_state import FetchState
 from keepstep.transfer.relayed.live_checkpoint import LiveCheckpoint, holder_name
+from keepstep.transfer.state_transfer import Transfer
 from keepstep_mesh.config.logging import get_logger
 
 MAX_PEERS = 16

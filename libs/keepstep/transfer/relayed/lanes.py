@@ -11,10 +11,10 @@ from typing import Any
 
 from keepstep.connection.http_connection import BrokenConnection, Connection, Endpoint, Refusal
 from keepstep.state.errors import TransferError, TransferTimeout
-from keepstep.transfer.direct.transfer import Transfer
 from keepstep.transfer.peer_choice import RELAY, SOURCE, Swarm
 from keepstep.transfer.receiving import ChunkReceiver
 from keepstep.transfer.relayed.fetch_state import MAX_FAILURES, FetchState
+from keepstep.transfer.state_transfer import Transfer
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.net.backoff import Backoff
 from keepstep_mesh.protocol.manifest import chunk_length

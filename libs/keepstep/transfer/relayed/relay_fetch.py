@@ -21,13 +21,13 @@ from keepstep.relay_client.relay_paths import chunk as chunk_path
 from keepstep.relay_client.relay_paths import target
 from keepstep.state.errors import TransferError
 from keepstep.transfer.direct.sending.http_server import CheckpointServer
-from keepstep.transfer.direct.transfer import Transfer
 from keepstep.transfer.exchange import Exchange
 from keepstep.transfer.peer_choice import RELAY, SOURCE, Swarm
 from keepstep.transfer.relayed.fetch_state import FetchState
 from keepstep.transfer.relayed.holder_exchange import HOLDER_REPORT_SECONDS, MAX_PEERS, HolderExchange
 from keepstep.transfer.relayed.lanes import ChunkRequest, ElsewhereError, Lane, Lanes
 from keepstep.transfer.relayed.live_checkpoint import home
+from keepstep.transfer.state_transfer import Transfer
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES, chunk_length
 from keepstep_mesh.security.tokens import ClientToken

@@ -22,9 +22,9 @@ from keepstep.relay_client.upload_share import UploadShare
 from keepstep.relay_client.uploading import Packed, RelayUpload, StatesDiffer
 from keepstep.state.errors import TransferError, TransferTimeout
 from keepstep.state.staging import Snapshot
-from keepstep.transfer.direct.transfer import STALL_SECONDS
 from keepstep.transfer.exchange import Exchange
 from keepstep.transfer.relayed.live_checkpoint import LiveCheckpoint, home
+from keepstep.transfer.state_transfer import STALL_SECONDS
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.threads.starting import Thread

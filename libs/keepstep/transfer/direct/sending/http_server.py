@@ -25,7 +25,6 @@ from keepstep.state.errors import UnsupportedValue
 from keepstep.state.staging import Snapshot
 from keepstep.transfer.direct import holders
 from keepstep.transfer.direct.http_requests import (
-    CANNOT_BE_SENT,
     Access,
     Request,
     RequestError,
@@ -35,6 +34,7 @@ from keepstep.transfer.direct.http_requests import (
 from keepstep.transfer.direct.sending.leases import LEASE_ENDED, Lease, Leases
 from keepstep.transfer.direct.sending.response_writer import ResponseWriter, join_short
 from keepstep.transfer.peer_choice import PEERS_AT_ONCE
+from keepstep.transfer.state_transfer import CANNOT_BE_SENT
 from keepstep_mesh.config.log_limiter import LogLimiter
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.net.fork_safety import open_socket

@@ -1,10 +1,14 @@
-"""The transfer of one state: receives the manifest from the source, and the chunks through a ``ChunkSource``."""
+"""The transfer of one state: receives the manifest from the source group, and the chunks through a ``ChunkSource``.
+
+``direct`` fetches the chunks from the source too; ``relayed`` from relays and from other groups that heal.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from http import HTTPStatus
 from typing import Any, Protocol
 
 from keepstep.connection.deadline import Deadline
@@ -12,7 +16,6 @@ from keepstep.connection.http_connection import BrokenConnection, Connection, En
 from keepstep.state.errors import StateMismatch, TransferError
 from keepstep.state.restoring import Destination, Spare
 from keepstep.state.state_manifest import Manifest, read_content, read_manifest
-from keepstep.transfer.direct.http_requests import CANNOT_BE_SENT
 from keepstep.transfer.exchange import Progress
 from keepstep.transfer.receiving import digest_of
 from keepstep_mesh.config.logging import get_logger
@@ -26,6 +29,8 @@ STALL_SECONDS = 10.0
 MAX_FAILURES = 5
 """Broken connections in a row, without a chunk between them, after which the source counts as lost."""
 RETRY_BACKOFF = Backoff(first=0.05, most=1.0)
+CANNOT_BE_SENT = HTTPStatus.UNPROCESSABLE_ENTITY
+"""Status of a request for a state that the source can never send."""
 WAIT_SHARE = 0.9
 """Share of the remaining time that the source may wait for the step, so that its answer arrives before the deadline."""
 
