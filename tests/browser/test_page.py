@@ -47,7 +47,9 @@ async def test_a_state_that_changes_is_shown_as_it_happens(tmp_path):
         }  # fmt: skip
         mesh.turn("trainer-2", "healing")
         await page.until("document.querySelector('progress').value === 0.25")
-        assert "1.0 MiB of 4.0 MiB (25.0 %)" in await page.run("document.querySelector('.heals').textContent")
+        heals = await page.run("document.querySelector('.heals').textContent")
+        assert "trainer-2 is healing from trainer-0, relay-1" in heals
+        assert "1.0 MiB of 4.0 MiB (25.0 %)" in heals
         mesh.heals.clear()
         mesh.turn("trainer-2", "training")
         await page.until("document.querySelector('.headline').textContent.includes('all training')")

@@ -177,6 +177,24 @@ async def test_the_goodput_is_said_once_and_the_types_of_badput_name_their_sourc
         assert "In the terms of ml-goodput-measurement: ELASTIC_REINITIALIZATION 70 ms." in said
 
 
+async def test_finished_transfers_say_where_they_came_from_or_went_and_two_groups_are_not_compared(tmp_path):
+    mesh, ended = ToldMesh(2), {"step": 7, "began": time.time() - 9, "ended": time.time(), "bytes_done": 1}
+    mesh.transfers = [
+        {"kind": "heal", "name": "trainer-1", "source": "trainer-0", "via": "relay", **ended},
+        {"kind": "upload", "name": "live-1", "source": "", "via": "relay-1", **ended},
+    ]
+    cells = "[...document.querySelectorAll('[aria-label=\"Finished transfers\"] tbody tr')].map((row) => row.innerText)"
+    async with shown(tmp_path, mesh) as (browser, endpoint):
+        page = await browser.open(endpoint.url)
+        await page.until(f"{SHOWN} && {cells}.length === 2")
+        told = "\n".join(await page.run(cells))
+        assert "from trainer-0, relay" in told
+        assert "to relay-1" in told
+        slow = await page.run("document.querySelector('[aria-label=Stragglers]').parentElement.textContent")
+        assert "Fewer than three groups have step times" in slow
+        assert page.complaints == []
+
+
 async def test_on_a_phone_the_numbers_stay_and_the_buttons_go(tmp_path):
     async with shown(tmp_path, ToldMesh(2)) as (browser, endpoint):
         page = await browser.open(endpoint.url, width=390, height=844)
@@ -198,6 +216,7 @@ async def test_the_cluster_page_shows_the_state_of_each_job_alerts_the_fill_of_r
             "waiting for 1 of 3",
             "0.1.0, Python 3.11.7",
             "memory 50.0 % of 1.0 GiB; in 2.0 MiB/s, out 5.0 MiB/s",
+            "disk: true, memory: 1.0 GiB",
         ):
             assert said in text
         assert "etcd, a read takes 2 ms" in text

@@ -30,6 +30,7 @@ from keepstep_metrics.api.routes import SHAPES
 from keepstep_metrics.api.span_views import MAX_OWN_COLUMNS
 from keepstep_metrics.history.events import Event
 from keepstep_metrics.history.findings.marks import marks
+from keepstep_metrics.history.stragglers import MIN_GROUPS
 from tests.browser.devtools import Browser, chromium
 
 JOB = "digits"
@@ -217,7 +218,9 @@ class ToldMesh:
              "straggler": i == 5, "since": self.t0 + 60 if i == 5 else None}
             for i, name in enumerate(self.names)
         ]  # fmt: skip
-        return {"median_seconds": STEP_SECONDS, "mad_seconds": 0.004, "groups": rows}
+        few = len(rows) < MIN_GROUPS
+        middle = {"median_seconds": None if few else STEP_SECONDS, "mad_seconds": None if few else 0.004}
+        return {**middle, "groups": rows}
 
     # ---- the service
 
@@ -255,8 +258,8 @@ class ToldMesh:
                 {"address": "http://10.0.0.2:29510", "leader": False, "epoch": 3, "trouble": None, "vitals": None},
             ],
             "services": [
-                {"kind": "relay", "name": "relay-1", "address": "http://10.0.0.3:29520", "details": {"disk": True},
-                 "vitals": vitals},
+                {"kind": "relay", "name": "relay-1", "address": "http://10.0.0.3:29520",
+                 "details": {"disk": True, "memory_bytes": 1 << 30}, "vitals": vitals},
             ],
             "store": self.store,
             "store_trouble": None,

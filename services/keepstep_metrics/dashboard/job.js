@@ -296,9 +296,11 @@ export class JobPage {
       say(this.facts.goodput, `${percent(goodput.goodput)}${slow}`);
       say(
         this.spread,
-        `Median busy time per step ${duration(stragglers.median_seconds)}, median deviation ${
-          duration(stragglers.mad_seconds)
-        }.`,
+        stragglers.median_seconds == null
+          ? "Fewer than three groups have step times: none is compared with the others."
+          : `Median busy time per step ${duration(stragglers.median_seconds)}, median deviation ${
+            duration(stragglers.mad_seconds)
+          }.`,
       );
       this.stragglers.show(
         [...stragglers.groups].sort((a, b) => (b.seconds ?? 0) - (a.seconds ?? 0)).slice(0, 10),
