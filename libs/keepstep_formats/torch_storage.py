@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from keepstep.checkpoint.loading import check_cast, check_lists, naming_key, open_reader, read_pieces
+from keepstep.checkpoint.loading import check_cast, check_lengths, naming_key, open_reader, read_pieces
 from keepstep.checkpoint.places.location import parse
 from keepstep.checkpoint.saving import TIMEOUT, Kind, open_target, pack_of, save_facts
 from keepstep.checkpoint.stored import Piece, StoredCheckpoint, pieces_of
@@ -39,7 +39,7 @@ from keepstep.state.local_parts import ObjectPart, Part, TensorPart, local_part
 from keepstep.state.values.sharding import is_dtensor
 from keepstep.state.values.tensor_subclasses import is_whole_value
 from keepstep_mesh.protocol.boxes import Box
-from keepstep_mesh.protocol.stored_keys import Index, Path
+from keepstep_mesh.protocol.stored_keys import Index
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,8 @@ class RelayWriter(_AtCheckpoint, StorageWriter):
         checkpoint_id: see ``keepstep.checkpoint.save``. None: that of the call of ``save``.
         step: step of the training, for lists of checkpoints.
         kind: see ``keepstep.checkpoint.save``.
+        sync: see ``keepstep.checkpoint.save``.
+        overwrite: see ``keepstep.checkpoint.save``.
         timeout: time limit of a save.
         token: token for the relay. Default: that of the environment.
     """
@@ -87,12 +89,16 @@ class RelayWriter(_AtCheckpoint, StorageWriter):
         *,
         step: int = 0,
         kind: Kind = "durable",
+        sync: bool = True,
+        overwrite: bool = False,
         timeout: timedelta = TIMEOUT,
         token: str | None = None,
     ) -> None:
         self.checkpoint_id = checkpoint_id
         self._step = step
         self._kind = kind
+        self._sync = sync
+        self._overwrite = overwrite
         self._timeout = timeout
         self._token = token
         self._rank = 0
@@ -125,7 +131,9 @@ class RelayWriter(_AtCheckpoint, StorageWriter):
         place = plan.storage_data
         if not isinstance(place, _Place) or self.checkpoint_id is None:
             raise CheckpointError("RelayWriter has no place to save to: pass checkpoint_id to it, or to save()")
-        facts = save_facts(place.rank, place.world_size, self._step, self._kind)
+        facts = save_facts(
+            place.rank, place.world_size, self._step, self._kind, sync=self._sync, overwrite=self._overwrite
+        )
         target = open_target(self.checkpoint_id, facts, timeout=self._timeout, token=self._token)
         try:
             target.begin()
@@ -254,9 +262,11 @@ class RelayReader(_AtCheckpoint, StorageReader):
         try:
             check_boxes(planner)
             tensors = [item for item in plan.items if item.type is LoadItemType.TENSOR]
-            check_lists(_paths(planner), stored)
+            is_partial = getattr(planner, "allow_partial_load", False)
+            if not is_partial:
+                check_lengths(_leaves(planner), stored)
             targets = [planner.resolve_tensor(item).detach() for item in tensors]
-            for item, target in zip(tensors, targets, strict=True):
+            for item, target in () if is_partial else zip(tensors, targets, strict=True):
                 check_cast(item.storage_index.fqn, stored.tensors[item.storage_index.fqn].dtype, target.dtype)
             read_pieces(
                 stored.reader,
@@ -293,10 +303,13 @@ def check_boxes(planner: SavePlanner | LoadPlanner) -> None:
                 )
 
 
-def _paths(planner: SavePlanner | LoadPlanner) -> list[Path]:
-    """Return the paths of the values of a planner that flattens the state; of any other: none."""
-    mappings = getattr(planner, "mappings", {})
-    return [tuple(Index(step) if type(step) is int else step for step in path) for path in mappings.values()]
+def _leaves(planner: LoadPlanner) -> list[Leaf]:
+    """Return the values of a planner that flattens the state; of any other: none."""
+    mappings, state = getattr(planner, "mappings", {}), getattr(planner, "state_dict", {})
+    return [
+        Leaf(tuple(Index(step) if type(step) is int else step for step in path), state.get(key))
+        for key, path in mappings.items()
+    ]
 
 
 def _pieces(stored: StoredCheckpoint, item: ReadItem) -> Iterator[Piece]:
@@ -314,7 +327,7 @@ def _deliver(item: ReadItem, planner: LoadPlanner, value: Any) -> None:
         if planner.flatten_state_dict:
             _place(planner.original_state_dict, planner.mappings[key], value)
         else:
-            planner.state_dict[key] = value
+            planner.state_dict[key] = planner.original_state_dict[key] = value  # the first may be a copy, to drop
     elif isinstance(value, bytes):
         planner.load_bytes(item, io.BytesIO(value))
     else:

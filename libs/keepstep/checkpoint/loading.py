@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
@@ -13,8 +13,11 @@ from torch.optim import Optimizer
 from keepstep.checkpoint.completing import complete
 from keepstep.checkpoint.places.directory import DirectorySource
 from keepstep.checkpoint.places.location import parse
+from keepstep.checkpoint.rank_group import ranks
 from keepstep.checkpoint.reading import VerifiedReader, Wanted
 from keepstep.checkpoint.stored import CheckpointReader, Piece, StoredCheckpoint, StoredTensor, pieces_of
+from keepstep.checkpoint.torch_calls import TorchParts, given
+from keepstep.checkpoint.torch_errors import errors_of_torch
 from keepstep.connection.deadline import Deadline
 from keepstep.relay_client.relay_paths import AtRelay
 from keepstep.state.errors import (
@@ -25,24 +28,33 @@ from keepstep.state.errors import (
     without_keys,
 )
 from keepstep.state.exact_load import put_back
-from keepstep.state.flattening import Leaf, expand, flatten, list_lengths, place
+from keepstep.state.flattening import Expanded, Leaf, expand, flatten, list_lengths, place
 from keepstep.state.local_parts import Part, TensorPart, local_parts
 from keepstep.state.values.known_classes import class_name
+from keepstep.state.values.sharding import is_dtensor, is_sharded_tensor
 from keepstep.state.values.tensor_subclasses import is_whole_value, is_wrapper
 from keepstep_mesh.protocol.boxes import Box
-from keepstep_mesh.protocol.stored_keys import Path
+from keepstep_mesh.protocol.stored_keys import Path, key_of
 from keepstep_mesh.text import listed
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.checkpoint import LoadPlanner, StorageReader
 
 TIMEOUT = timedelta(minutes=10)
 
 
 def load(
     state_dict: dict[str, Any],
-    checkpoint_id: str | os.PathLike[str],
+    checkpoint_id: str | os.PathLike[str] | None = None,
     *,
     strict: bool = True,
     timeout: timedelta = TIMEOUT,
     token: str | None = None,
+    storage_reader: StorageReader | None = None,
+    planner: LoadPlanner | None = None,
+    process_group: ProcessGroup | None = None,
+    no_dist: bool = False,
 ) -> None:
     """Load a checkpoint into ``state_dict``. Each rank calls it alone, with the part of the state that it wants.
 
@@ -53,13 +65,22 @@ def load(
     stepped yet gets its state too, and one that was saved before its first step loses it. State that an optimizer has
     here keeps its dtype, which ``load_state_dict`` of torch would cast. After an error, tensors may be half loaded.
 
+    The last four arguments are those of torch.distributed.checkpoint. With ``storage_reader`` or ``planner``, its own
+    ``load`` runs, and keepstep is its storage unless ``storage_reader`` is given.
+
     Args:
-        state_dict: as for ``save``, with tensors that have memory. Other values are replaced. At the end,
-            ``load_state_dict`` of its objects is called.
+        state_dict: as for ``save``. Tensors on the device "meta" get memory, except those of a module. Values that are
+            not tensors are replaced. At the end, ``load_state_dict`` of its objects is called, in the order of their
+            keys.
         checkpoint_id: see ``save``.
-        strict: raise if the checkpoint does not have a key of ``state_dict``. False: leave such values as they are.
+        strict: raise if the checkpoint does not have a key of ``state_dict``, or if a part of what it has would be left
+            out: items of a longer list, states of parameters, imaginary parts. False: load what fits.
         timeout: time limit.
         token: token for the relay. Default: that of the environment.
+        storage_reader: storage of torch, instead of keepstep's.
+        planner: plans what each rank reads. Its ``allow_partial_load`` counts instead of ``strict``.
+        process_group: that of torch's ``load``.
+        no_dist: load this process alone, in torch's ``load``.
 
     Raises:
         CheckpointNotFound: the checkpoint does not exist, or is not committed.
@@ -68,11 +89,26 @@ def load(
         CheckpointError: a tensor has another shape in the checkpoint, or a kind of dtype that does not fit; a list has
             more items there; an optimizer has other parameter groups; a class is not known in this process.
         TransferTimeout: the time limit passed.
+
+    Errors are also torch's ``CheckpointException``, if the process has imported it.
     """
-    reader = open_reader(checkpoint_id, timeout=timeout, token=token)
+    with errors_of_torch(ranks(None, None, process_group, no_dist=no_dist)[0]):
+        of_torch = TorchParts(
+            {"storage_reader": storage_reader, "planner": planner},
+            {"process_group": process_group, "no_dist": no_dist},
+        )
+        if of_torch:
+            options = {"timeout": timeout, "token": token}
+            of_torch.call("load", state_dict, checkpoint_id, "storage_reader", options)
+        else:
+            _load(state_dict, open_reader(given(checkpoint_id, "storage_reader"), timeout=timeout, token=token), strict)
+
+
+def _load(state_dict: dict[str, Any], reader: CheckpointReader, strict: bool) -> None:
     try:
         expanded, stored = expand(state_dict), StoredCheckpoint(reader)
         before = [dict(state) for _, _, state in expanded.stateful]
+        _check_memory(expanded)
         for path, one, state in expanded.stateful:
             complete(one, state, path, stored)
         load_leaves(expanded.state, stored, strict=strict)
@@ -83,6 +119,16 @@ def load(
         if isinstance(one, Optimizer):
             put_back(own, one.state_dict())
     _take_over(state_dict, expanded.state)
+
+
+def _check_memory(expanded: Expanded) -> None:
+    """Raise if a module has parameters on the device "meta": its ``load_state_dict`` would load nothing into them."""
+    for path, one, state in expanded.stateful:
+        found = [key for key, value in state.items() if _is_meta(value)]
+        if found and isinstance(one, torch.nn.Module):
+            raise CheckpointError(
+                f"{key_of((*path, found[0]))} has no memory (device meta): allocate the module first, with to_empty()"
+            )
 
 
 def open_reader(
@@ -111,9 +157,11 @@ def reader_at_relay(location: AtRelay, deadline: Deadline, token: str | None) ->
 def _take_over(into: Any, loaded: Any) -> None:
     """Put the values of ``loaded``, which has the structure of ``into``, into the dicts of ``into``."""
     for key, value in loaded.items():
-        if isinstance(into[key], Mapping):
-            _take_over(into[key], value)
-        elif not hasattr(into[key], "load_state_dict"):
+        here = into[key]
+        if isinstance(here, Mapping):
+            _take_over(here, value)
+            into[key] = here  # a subclass of dict may act on it
+        elif not hasattr(here, "load_state_dict"):
             into[key] = value
 
 
@@ -121,8 +169,14 @@ def load_leaves(state: dict[Any, Any], stored: StoredCheckpoint, *, strict: bool
     """Load into the leaves of a state without ``Stateful`` objects. See ``load``."""
     leaves = flatten(state)
     found = _present(leaves, stored, strict=strict)
+    for key, leaf in found.items():
+        if _is_meta(leaf.value):
+            found[key] = Leaf(leaf.path, _allocated(leaf.value))
+            place(state, leaf.path, found[key].value)
     parts = local_parts({key: leaf for key, leaf in found.items() if key in stored.tensors and _has_memory(leaf)})
-    pieces = [(key, piece, target) for key, part in parts.items() for piece, target in _reads(key, part, stored)]
+    pieces = [
+        (key, piece, target) for key, part in parts.items() for piece, target in _reads(key, part, stored, strict)
+    ]
     read_pieces(stored.reader, pieces)
     for key, leaf in found.items():
         if key in stored.objects:
@@ -130,6 +184,21 @@ def load_leaves(state: dict[Any, Any], stored: StoredCheckpoint, *, strict: bool
             place(state, leaf.path, naming_key(key, lambda key=key, into=into: stored.value(key, into)))
         elif not _has_memory(leaf):
             place(state, leaf.path, naming_key(key, lambda key=key: stored.tensor(key)))
+
+
+def _is_meta(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and not is_sharded_tensor(value) and value.is_meta
+
+
+def _allocated(value: Any) -> torch.Tensor:
+    """Return memory for a tensor on the device "meta": on that of its mesh, or of the default process group."""
+    if is_dtensor(value):
+        return torch.empty_like(value, device=value.device_mesh.device_type, requires_grad=False)
+    device, accelerator = torch.device("cpu"), torch.accelerator.current_accelerator()
+    if accelerator is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        backends = torch.distributed.get_backend_config()
+        device = device if "cpu:" in backends else accelerator
+    return torch.empty_like(value, device=device, requires_grad=False)
 
 
 def _present(leaves: Mapping[str, Leaf], stored: StoredCheckpoint, *, strict: bool) -> dict[str, Leaf]:
@@ -152,9 +221,10 @@ def _present(leaves: Mapping[str, Leaf], stored: StoredCheckpoint, *, strict: bo
                 )
             if not isinstance(leaves[key].value, list):
                 missing.remove(key)
-    check_lists((leaf.path for leaf in leaves.values()), stored)
-    if missing and strict:
-        raise _missing(missing, stored)
+    if strict:
+        check_lengths(leaves.values(), stored)
+        if missing:
+            raise _missing(missing, stored)
     found = {key: leaf for key, leaf in leaves.items() if key in stored.tensors or key in stored.objects}
     for key, leaf in found.items():
         if isinstance(leaf.value, torch.Tensor) and key in stored.objects:
@@ -172,15 +242,42 @@ def _present(leaves: Mapping[str, Leaf], stored: StoredCheckpoint, *, strict: bo
     return found
 
 
-def check_lists(paths: Iterable[Path], stored: StoredCheckpoint) -> None:
-    """Raise ``CheckpointError`` if the checkpoint has more items of a list than a state whose leaves have ``paths``."""
+def check_lengths(leaves: Iterable[Leaf], stored: StoredCheckpoint) -> None:
+    """Raise ``CheckpointError`` if the checkpoint has more of a list, or of an optimizer's state, than ``leaves``."""
+    known = list(leaves)
     there = list_lengths(stored.paths.values())
-    for key, length in list_lengths(paths).items():
+    for key, length in list_lengths(leaf.path for leaf in known).items():
         if there.get(key, 0) > length:
             raise CheckpointError(
                 f"{key} has {length} items here, but {there[key]} in the checkpoint: pass a list of that length (the "
                 f"rest would not be loaded)"
             )
+    states = states_of_parameters(stored.paths.values())
+    here = states_of_parameters(leaf.path for leaf in known)
+    for leaf in known:
+        if [_text(step) for step in leaf.path[-3::2]] == ["param_groups", "params"] and isinstance(leaf.value, list):
+            optimizer = tuple(map(_text, leaf.path[:-3]))
+            left_out = states.get(optimizer, set()) - here.get(optimizer, set())
+            if named := [str(one) for one in leaf.value if str(one) in left_out]:
+                raise CheckpointError(
+                    f"{key_of((*leaf.path[:-3], 'state'))} has no state of parameters {listed(named, MAX_NAMED)} here, "
+                    f"but the checkpoint has, which would not be loaded: pass the optimizer itself, or what "
+                    f"get_state_dict returns"
+                )
+
+
+def states_of_parameters(paths: Iterable[Path]) -> dict[tuple[str, ...], set[str]]:
+    """Return the parameters that have a state, by the path of the state dict of their optimizer, all as text."""
+    found: dict[tuple[str, ...], set[str]] = {}
+    for path in paths:
+        texts = [_text(step) for step in path]
+        for at in (at for at, text in enumerate(texts[:-1]) if text == "state"):
+            found.setdefault(tuple(texts[:at]), set()).add(texts[at + 1])
+    return found
+
+
+def _text(step: Any) -> str:
+    return key_of((step,))
 
 
 def check_cast(key: str, stored: torch.dtype, here: torch.dtype) -> None:
@@ -214,16 +311,15 @@ def _missing(missing: list[str], stored: StoredCheckpoint) -> MissingKeys:
     return MissingKeys(without_keys(missing, available), tuple(missing), available)
 
 
-def _reads(key: str, part: Part, stored: StoredCheckpoint) -> Iterator[tuple[Piece, torch.Tensor]]:
+def _reads(key: str, part: Part, stored: StoredCheckpoint, strict: bool) -> Iterator[tuple[Piece, torch.Tensor]]:
     """Yield the pieces to read for a tensor, and the memory for each."""
     tensor = stored.tensors[key]
     assert isinstance(part, TensorPart)
     if part.shape != tensor.shape:
         raise CheckpointError(f"{key} has shape {part.shape} here, but is a {tensor} in the checkpoint")
-    check_cast(key, tensor.dtype, part.dtype)
+    if strict:
+        check_cast(key, tensor.dtype, part.dtype)
     for box, target in part.pieces:
-        if target.is_meta:
-            raise CheckpointError(f"{key} has no memory (device meta): allocate it first, such as with to_empty()")
         covered = 0
         for shard, overlap in _overlaps(tensor, box):
             covered += overlap.volume

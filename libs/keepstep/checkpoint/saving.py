@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -15,10 +15,13 @@ from keepstep.checkpoint.places.directory import DirectoryTarget
 from keepstep.checkpoint.places.location import parse
 from keepstep.checkpoint.places.target import CheckpointTarget, SaveFacts
 from keepstep.checkpoint.planning import Plan, RankLayout, plan
+from keepstep.checkpoint.rank_group import in_group, ranks
 from keepstep.checkpoint.stored import stored_state
+from keepstep.checkpoint.torch_calls import TorchParts, given
+from keepstep.checkpoint.torch_errors import errors_of_torch, join_torch
 from keepstep.connection.deadline import Deadline
 from keepstep.relay_client.relay_paths import AtRelay
-from keepstep.state.errors import CheckpointError, UnsupportedValue
+from keepstep.state.errors import UnsupportedValue
 from keepstep.state.flattening import expand, flatten
 from keepstep.state.local_parts import ObjectPart, Part, TensorPart, local_parts
 from keepstep.state.pack import Pack, Unread
@@ -26,9 +29,16 @@ from keepstep.state.pack_layout import describe
 from keepstep.state.staged_parts import StagedParts
 from keepstep.state.values.sharding import LocalShard
 from keepstep_mesh.config.logging import get_logger
+from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.protocol.manifest import chunk_digest
 from keepstep_mesh.protocol.state_content import Sharding
 from keepstep_mesh.threads.starting import Thread
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.checkpoint import SavePlanner, StorageWriter
+    from torch.distributed.checkpoint.staging import AsyncStager
+    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 Kind = Literal["durable", "live"]
 TIMEOUT = timedelta(minutes=10)
@@ -38,7 +48,7 @@ log = get_logger("keepstep.checkpoint")
 
 def save(
     state_dict: Mapping[str, Any],
-    checkpoint_id: str | os.PathLike[str],
+    checkpoint_id: str | os.PathLike[str] | None = None,
     *,
     step: int = 0,
     rank: int | None = None,
@@ -46,20 +56,30 @@ def save(
     kind: Kind = "durable",
     check_replicas: bool = False,
     sync: bool = True,
+    overwrite: bool = False,
     timeout: timedelta = TIMEOUT,
     token: str | None = None,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: ProcessGroup | None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
 ) -> None:
     """Save the state of all ranks as one checkpoint. Every rank calls it, with the part of the state that it holds.
 
     The ranks need no process group: they meet at the relay, or in the directory. A DTensor is saved in shards. Values
-    that several ranks hold are saved once. Returns when the checkpoint is committed. If one rank fails or is lost,
-    every rank raises, no part of the checkpoint is visible, and earlier checkpoints are intact.
+    that several ranks hold are saved once. Returns when the checkpoint is committed, and every rank knows: its
+    directory may be renamed then. If one rank fails or is lost, every rank raises, no part of the checkpoint is
+    visible, and earlier checkpoints are intact.
+
+    The last five arguments are those of torch.distributed.checkpoint. With ``storage_writer`` or ``planner``, its own
+    ``save`` runs, which plans with collectives, and keepstep is its storage unless ``storage_writer`` is given.
 
     Args:
         state_dict: nested dicts and lists. Objects with ``state_dict`` and ``load_state_dict``, such as modules and
             optimizers, are replaced by their state dicts.
         checkpoint_id: ``http://RELAY:29520/v1/jobs/JOB/checkpoints/ID``, a directory that all ranks see, or
-            ``file:///DIRECTORY``. It must be new.
+            ``file:///DIRECTORY``. It must be new, unless ``overwrite`` is set.
         step: step of the training, for lists of checkpoints.
         rank: rank of this process. Default: that of torch.distributed if initialized, else ``RANK``, else 0.
         world_size: number of ranks that save. Default: likewise, ``WORLD_SIZE``, else 1.
@@ -67,23 +87,43 @@ def save(
         check_replicas: compare the values that are saved once. Ranks with different values are an error.
         sync: for a directory: return when the files are on disk. False: return when they are written, which takes less
             time. A checkpoint that a loss of power damages cannot be loaded then: the error names the file.
+        overwrite: replace the checkpoint that a directory has. It is whole until the new one is committed. A checkpoint
+            at a relay never changes.
         timeout: time limit.
         token: token for the relay. Default: that of the environment.
+        storage_writer: storage of torch, instead of keepstep's. Its arguments count, not those above.
+        planner: plans what each rank stores. ``check_replicas``, ``rank`` and ``world_size`` are not used then.
+        process_group: save the ranks of this group only. It must have all shards of a tensor. Default: all ranks.
+        no_dist: save this process alone.
+        use_collectives: False: torch's ``save`` plans each rank alone.
 
     Raises:
         CheckpointAborted: a rank failed or was lost.
         CheckpointError: the checkpoint exists already, or the states of the ranks contradict each other.
         UnsupportedValue: the state has a value that cannot be stored; the error names its path.
         TransferTimeout: the time limit passed.
+
+    Errors are also torch's ``CheckpointException``, if the process has imported it.
     """
-    facts = save_facts(rank, world_size, step, kind, sync=sync)
-    target = open_target(checkpoint_id, facts, timeout=timeout, token=token)
-    _save(target, facts, lambda: _parts_of(state_dict), check_replicas)
+    own_rank, ranks_in_all = ranks(rank, world_size, process_group, no_dist=no_dist)
+    with errors_of_torch(own_rank):
+        of_torch = TorchParts(
+            {"storage_writer": storage_writer, "planner": planner},
+            {"process_group": process_group, "no_dist": no_dist, "use_collectives": use_collectives},
+        )
+        if of_torch:
+            options: dict[str, Any] = {"step": step, "kind": kind, "sync": sync, "overwrite": overwrite}
+            options |= {"timeout": timeout, "token": token}
+            of_torch.call("save", state_dict, checkpoint_id, "storage_writer", options)
+            return
+        facts = save_facts(own_rank, ranks_in_all, step, kind, sync=sync, overwrite=overwrite)
+        target = open_target(given(checkpoint_id, "storage_writer"), facts, timeout=timeout, token=token)
+        _save(target, facts, lambda: in_group(_parts_of(state_dict), process_group), check_replicas)
 
 
 def async_save(
     state_dict: Mapping[str, Any],
-    checkpoint_id: str | os.PathLike[str],
+    checkpoint_id: str | os.PathLike[str] | None = None,
     *,
     step: int = 0,
     rank: int | None = None,
@@ -91,8 +131,16 @@ def async_save(
     kind: Kind = "durable",
     check_replicas: bool = False,
     sync: bool = True,
+    overwrite: bool = False,
     timeout: timedelta = TIMEOUT,
     token: str | None = None,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: ProcessGroup | None = None,
+    async_checkpointer_type: AsyncCheckpointerType | None = None,
+    async_stager: AsyncStager | None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
 ) -> Future[None]:
     """Copy the state, and save it in the background. Returns after the copy: the state may change then.
 
@@ -100,22 +148,42 @@ def async_save(
     the next one.
 
     Args:
-        state_dict: see ``save``, as all arguments.
+        state_dict: see ``save``, as all other arguments. With one of the two below, ``storage_writer`` or ``planner``,
+            torch's own ``async_save`` runs.
+        async_checkpointer_type: whether a thread or a process of torch saves. Default: a thread of keepstep.
+        async_stager: makes the copy.
 
     Returns:
         A future that is done when the checkpoint is committed. It raises what ``save`` raises. It cannot be cancelled.
+        A stager of torch that copies in the background makes it torch's ``AsyncSaveResponse``.
 
     Raises:
         UnsupportedValue: the state has a tensor that cannot be stored.
     """
-    facts = save_facts(rank, world_size, step, kind, sync=sync)
-    target = open_target(checkpoint_id, facts, timeout=timeout, token=token)
+    own_rank, ranks_in_all = ranks(rank, world_size, process_group, no_dist=no_dist)
+    of_torch = TorchParts(
+        {
+            "storage_writer": storage_writer,
+            "planner": planner,
+            "async_checkpointer_type": async_checkpointer_type,
+            "async_stager": async_stager,
+        },
+        {"process_group": process_group, "no_dist": no_dist, "use_collectives": use_collectives},
+    )
+    if of_torch:
+        options: dict[str, Any] = {"step": step, "kind": kind, "sync": sync, "overwrite": overwrite}
+        options |= {"timeout": timeout, "token": token}
+        with errors_of_torch(own_rank):
+            saving: Future[None] = of_torch.call("async_save", state_dict, checkpoint_id, "storage_writer", options)
+            return saving
+    facts = save_facts(own_rank, ranks_in_all, step, kind, sync=sync, overwrite=overwrite)
+    target = open_target(given(checkpoint_id, "storage_writer"), facts, timeout=timeout, token=token)
     future: Future[None] = Future()
     future.set_running_or_notify_cancel()  # a save cannot be cancelled
     problem: Exception | None = None
     staged: StagedParts | None = None
     try:
-        staged = StagedParts(_parts_of(state_dict))
+        staged = StagedParts(in_group(_parts_of(state_dict), process_group))
     except Exception as error:  # noqa: BLE001  raised below; the thread tells the other ranks
         problem = error
 
@@ -132,6 +200,8 @@ def async_save(
         except BaseException as error:  # noqa: BLE001  the future raises it
             log.warning("checkpoint not saved", checkpoint=str(checkpoint_id), reason=str(error))
             failed = error
+            if isinstance(error, KeepstepError):
+                join_torch(error, own_rank)
         if staged is not None:
             staged.release()  # before the future, so that the next save has the memory
         if failed is not None:
@@ -197,21 +267,11 @@ def open_target(
     return DirectoryTarget(location.path, facts, deadline)
 
 
-def save_facts(rank: int | None, world_size: int | None, step: int, kind: str, *, sync: bool = True) -> SaveFacts:
+def save_facts(
+    rank: int | None, world_size: int | None, step: int, kind: str, *, sync: bool = True, overwrite: bool = False
+) -> SaveFacts:
     """Return the facts of a save. See ``save`` for the defaults."""
-    return SaveFacts(*ranks(rank, world_size), step, kind, f"{socket.gethostname()}:{os.getpid()}", sync)
-
-
-def ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Return the rank of this process, and the number of ranks. Raises ``CheckpointError`` if they are invalid."""
-    initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if rank is None:
-        rank = torch.distributed.get_rank() if initialized else int(os.environ.get("RANK", "0"))
-    if world_size is None:
-        world_size = torch.distributed.get_world_size() if initialized else int(os.environ.get("WORLD_SIZE", "1"))
-    if not 0 <= rank < world_size:
-        raise CheckpointError(f"invalid rank {rank} of {world_size}: expected 0 to {world_size - 1}")
-    return rank, world_size
+    return SaveFacts(*ranks(rank, world_size), step, kind, f"{socket.gethostname()}:{os.getpid()}", sync, overwrite)
 
 
 def _save(

@@ -73,7 +73,7 @@ class MissingKeys(CheckpointError, KeyError):
         available: keys of the checkpoint.
     """
 
-    def __init__(self, message: str, missing: tuple[str, ...], available: tuple[str, ...]) -> None:
+    def __init__(self, message: str, missing: tuple[str, ...] = (), available: tuple[str, ...] = ()) -> None:
         super().__init__(message)
         self.missing = missing
         self.available = available

@@ -109,12 +109,16 @@ class Expanded:
 
 
 def expand(state_dict: Mapping[Any, Any]) -> Expanded:
-    """Call ``state_dict`` of every ``Stateful`` object (modules and optimizers are such), at any depth of dicts."""
+    """Call ``state_dict`` of every ``Stateful`` object (modules and optimizers are such), at any depth of dicts.
+
+    They are called in the order of their keys, so that their collectives meet if ranks have them in another order.
+    """
     found: list[tuple[Path, Stateful, dict[str, Any]]] = []
 
     def visit(value: Any, path: Path) -> Any:
         if isinstance(value, Mapping):
-            return {key: visit(item, (*path, key)) for key, item in value.items()}
+            visited = {key: visit(value[key], (*path, key)) for key in sorted(value, key=str)}
+            return {key: visited[key] for key in value}
         if isinstance(value, Stateful) and not isinstance(value, (torch.Tensor, type)):
             state = value.state_dict()
             found.append((path, value, state))

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,13 +14,13 @@ from keepstep.state.errors import CheckpointError, UnsupportedValue
 from keepstep.state.flattening import Leaf
 from keepstep.state.values.known_classes import class_name
 from keepstep.state.values.leaves import TORCH_DTYPE_NAMES
-from keepstep.state.values.sharding import is_dtensor, sharding_of
+from keepstep.state.values.sharding import is_dtensor, is_sharded_tensor, sharding_of
 from keepstep.state.values.tensor_subclasses import is_whole_value, plain
+from keepstep.state.values.tensors_in_containers import outer_tensors_in
 from keepstep_mesh.protocol.boxes import Box, Sizes, whole
 from keepstep_mesh.protocol.stored_keys import Path, key_of
 
 if TYPE_CHECKING:
-    from torch.distributed._shard.sharded_tensor import ShardedTensor
     from torch.distributed.tensor import DTensor
 
 
@@ -72,10 +71,21 @@ class TensorPart:
 
 @dataclass(frozen=True)
 class ObjectPart:
-    """A value that is stored whole: it is not a tensor, or one that wraps others or is quantized."""
+    """A value that is stored whole: it is not a tensor, or one that wraps others or is quantized.
+
+    Raises:
+        UnsupportedValue: it has a shard of a tensor in it, of which other ranks have the rest.
+    """
 
     path: Path
     value: Any
+
+    def __post_init__(self) -> None:
+        if any(is_dtensor(one) or is_sharded_tensor(one) for one in outer_tensors_in(self.value)):
+            raise UnsupportedValue(
+                f"{key_of(self.path)} is a {class_name(type(self.value))} with a shard of a tensor in it, but only one "
+                f"rank stores it: put the shards into a list or a dict, which all ranks store"
+            )
 
 
 Part = TensorPart | ObjectPart
@@ -107,7 +117,7 @@ def _part(key: str, leaf: Leaf, shards: _Shards) -> Part:
         _check_shard(key, value)
         mesh = shards.mesh(key, value)
         pieces = shards.pieces(key, value)
-    elif _is_sharded_tensor(value):
+    elif is_sharded_tensor(value):
         pieces = [
             (Box(tuple(one.metadata.shard_offsets), tuple(one.metadata.shard_sizes)), one.tensor.detach())
             for one in value.local_shards()
@@ -127,12 +137,6 @@ def _check_shard(key: str, value: DTensor) -> None:
             f"{key} is a DTensor whose shards are {class_name(type(local))}, which a checkpoint of several ranks "
             f"cannot cut in another way: use an optimizer without quantized state, or durable checkpoints of a Manager"
         )
-
-
-def _is_sharded_tensor(value: object) -> TypeGuard[ShardedTensor]:
-    """Return whether ``value`` is a ShardedTensor. Does not import it."""
-    module = sys.modules.get("torch.distributed._shard.sharded_tensor")
-    return module is not None and isinstance(value, module.ShardedTensor)
 
 
 class _Shards:

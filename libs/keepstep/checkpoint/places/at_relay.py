@@ -54,6 +54,11 @@ class RelayTarget:
 
     def begin(self) -> None:
         """See ``CheckpointTarget``."""
+        if self._facts.overwrite:
+            raise CheckpointError(
+                f"{self._location} cannot be overwritten: a committed checkpoint at a relay never changes; use another "
+                f"id, or delete it first (keepstep checkpoint rm)"
+            )
         with self._explained():
             state = self._upload.begin()["state"]
         if state == "committed":

@@ -2,7 +2,8 @@
 
 Each save writes its files under names of its own (``pack-N.ATTEMPT.partial``). ``checkpoint.json`` names the attempt,
 and is created by one save only: a directory without it has no checkpoint. Then the files get their names. A reader
-opens them under either name. Ranks of one save find each other through ``RankFiles``.
+opens them under either name. Ranks of one save find each other through ``RankFiles``. A save that overwrites replaces
+``checkpoint.json``: the earlier checkpoint is whole until then.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from keepstep.checkpoint.places.durable_files import create_whole, make_folder, remove_folders, sync_folder, write_file
+from keepstep.checkpoint.places.durable_files import (
+    create_whole,
+    make_folder,
+    remove_folders,
+    sync_folder,
+    write_file,
+    write_whole,
+)
 from keepstep.checkpoint.places.pack_file import write_pack
 from keepstep.checkpoint.places.rank_files import RankFiles, read_json
 from keepstep.checkpoint.places.target import Exchanged, SaveFacts
@@ -62,6 +70,8 @@ class DirectoryTarget:
         self._ranks = RankFiles(path, facts, deadline, self._check_uncommitted) if facts.world_size > 1 else None
         self._own_attempt = secrets.token_hex(16)
         self._root = ""
+        self._replaces: object = None
+        """Attempt of the checkpoint that is overwritten."""
         self._new_folders: list[Path] = []
         """Those that ``begin`` has made, the innermost first."""
 
@@ -73,6 +83,8 @@ class DirectoryTarget:
     def begin(self) -> None:
         """See ``CheckpointTarget``."""
         with self._explained():
+            if self._facts.overwrite:
+                self._replaces = read_json(self._path / RECORD).get("attempt")
             self._check_uncommitted()
             self._new_folders = self._ranks.begin() if self._ranks else make_folder(self._path)
 
@@ -80,10 +92,12 @@ class DirectoryTarget:
         """Raise ``CheckpointError`` if another save has committed a checkpoint."""
         if (self._path / RECORD).exists() and not self._is_committed():
             record = read_json(self._path / RECORD)
+            if self._replaces is not None and record.get("attempt") == self._replaces:
+                return
             raise CheckpointError(
-                f"{self._path} has a committed checkpoint, which is never overwritten: of step {record.get('step')}, "
+                f"{self._path} has a committed checkpoint, which is not overwritten: of step {record.get('step')}, "
                 f"saved by {record.get('producer', 'an unknown process')} at {record.get('committed')}; save to "
-                f"another directory. {AFTER_GOING_BACK}"
+                f"another directory, or pass overwrite=True. {AFTER_GOING_BACK}"
             )
 
     def exchange(self, layout: bytes) -> Exchanged:
@@ -148,7 +162,10 @@ class DirectoryTarget:
         }
         with self._explained():
             self._check_uncommitted()
-            if not create_whole(self._path / RECORD, json.dumps(record, indent=1).encode(), sync=self._facts.sync):
+            data = json.dumps(record, indent=1).encode()
+            if self._replaces is not None:
+                write_whole(self._path / RECORD, data, sync=self._facts.sync)
+            elif not create_whole(self._path / RECORD, data, sync=self._facts.sync):
                 self._check_uncommitted()
                 raise CheckpointError(f"{self._path} was not saved: {RECORD} is in the way; save to another directory")
         try:
@@ -156,17 +173,19 @@ class DirectoryTarget:
                 (self._path / partial_name(name, self._attempt)).replace(self._path / name)
             if self._facts.sync:
                 sync_folder(self._path)
+            if self._ranks:
+                self._ranks.wait_for_others()
             self._tidy(len(roots))
         except OSError as error:  # it is committed, and readers find the files under both names
             log.warning("files of a committed checkpoint not renamed", path=str(self._path), reason=str(error))
 
     def _tidy(self, ranks: int) -> None:
         """Delete what attempts left that were killed, perhaps with more ranks, or were late."""
-        shutil.rmtree(self._path / ".saving", ignore_errors=True)
         for file in self._path.iterdir():
             old = _LEFT.fullmatch(file.name)
             if old is not None and (old[1] is None or int(old[1]) >= ranks):
                 file.unlink(missing_ok=True)
+        shutil.rmtree(self._path / ".saving", ignore_errors=True)  # now the other ranks return
 
     def fail(self, error: str) -> None:
         """See ``CheckpointTarget``."""

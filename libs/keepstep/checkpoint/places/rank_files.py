@@ -7,6 +7,8 @@
 * ``failed-N``: the error of rank N before that.
 * ``result-N``: JSON with the attempt, and the root of the manifest, or the error of rank N after its ``seen``. Rank 0
   reads all of them, and commits, or writes ``aborted`` with the reason.
+* ``noted-N``: the attempt, whose commit rank N has seen. Rank 0 removes the folder when all are there; then all ranks
+  return, and the directory may be renamed, or saved to again.
 * ``conflict``: two processes save as the same rank. Rank 0 does not commit then.
 
 They are not synced to disk: the save ends with its processes.
@@ -32,7 +34,12 @@ from keepstep_mesh.protocol.manifest import chunk_digest
 
 _NONCE_BYTES = 16
 _STEP_BYTES = 8
-_POLL = Backoff(first=0.005, most=0.25)
+_POLL_FIRST_SECONDS = 0.005
+_POLL_MOST_SECONDS = 0.25
+_POLL_SECONDS_PER_RANK = 0.01
+"""Of one process at least: many ranks together look less often."""
+END_SECONDS = 10.0
+"""Longest wait after a commit for ranks that may have been lost since."""
 STALE_SECONDS = 5.0
 """After this time in the exchange, an error of another rank counts that was there when this rank began: its rank, which
 deletes it when it begins, has failed in this attempt."""
@@ -58,6 +65,9 @@ class RankFiles:
         self._facts = facts
         self._deadline = deadline
         self._look = look
+        self._poll = Backoff(
+            _POLL_FIRST_SECONDS, min(_POLL_MOST_SECONDS, _POLL_SECONDS_PER_RANK * (facts.world_size + 1))
+        )
         self._layout = b""
         """File of this rank, as it was written."""
         self._agreed: list[bytes] = []
@@ -198,11 +208,16 @@ class RankFiles:
         return roots
 
     def wait_for_commit(self, is_committed: Callable[[], bool]) -> None:
-        """Wait until rank 0 has committed. Raises ``CheckpointAborted`` if it will not."""
+        """Wait until rank 0 has committed, and has seen that all ranks know. Raises ``CheckpointAborted``."""
 
         def ended() -> bool | None:
             if is_committed():
                 return True
+            if not self.folder.exists() and not is_committed():  # rank 0 waited in vain for this rank
+                self._look()
+                raise CheckpointError(
+                    f"{self._place} was renamed or deleted before rank {self._facts.rank} saw a commit"
+                )
             aborted = read_json(self.folder / "aborted")
             if aborted.get("attempt") == self.attempt:
                 self.may_be_committed = False
@@ -210,6 +225,27 @@ class RankFiles:
             return None
 
         self._wait(ended, lambda: "the commit of rank 0")
+        with contextlib.suppress(FileNotFoundError):  # renamed already
+            write_whole(self._file("noted"), self.attempt.encode(), sync=False)
+        self._wait_at_end(lambda: not self.folder.exists(), "rank 0 has not ended the save")
+
+    def wait_for_others(self) -> None:
+        """Wait until all ranks have seen the commit, but not for long. For rank 0."""
+        others, attempt = self._ranks[1:], self.attempt.encode()
+        self._wait_at_end(
+            lambda: all(read(self._file("noted", rank)) == attempt for rank in others),
+            "a rank has not seen the commit",
+        )
+
+    def _wait_at_end(self, look: Callable[[], bool], what: str) -> None:
+        """Wait for an event after the commit. A rank that is lost now does not take the checkpoint back."""
+        end, attempts = time.monotonic() + END_SECONDS, 0
+        while not look():
+            if time.monotonic() > end:
+                log.warning("a committed save ends without all ranks", place=str(self._place), reason=what)
+                return
+            attempts += 1
+            time.sleep(self._poll.seconds(attempts))
 
     def fail(self, error: str) -> None:
         """Tell the other ranks why this one failed. Never raises."""
@@ -233,7 +269,7 @@ class RankFiles:
                     left = self._deadline.remaining()
                 except TimeoutError as error:
                     raise CheckpointAborted(f"{error}; missing in {self._place}: {missing()}") from error
-                time.sleep(min(_POLL.seconds(attempts), left))  # a shared file system announces nothing
+                time.sleep(min(self._poll.seconds(attempts), left))  # a shared file system announces nothing
         return found
 
     @contextlib.contextmanager

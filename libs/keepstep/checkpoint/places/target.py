@@ -19,6 +19,8 @@ class SaveFacts:
     producer: str
     sync: bool = True
     """Whether the files of a directory are on disk when it is committed."""
+    overwrite: bool = False
+    """Whether the save replaces a committed checkpoint of that name."""
 
 
 @dataclass(frozen=True)

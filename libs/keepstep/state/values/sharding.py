@@ -16,6 +16,7 @@ from keepstep.state.errors import StateMismatch
 from keepstep_mesh.protocol.state_content import Sharding
 
 if TYPE_CHECKING:
+    from torch.distributed._shard.sharded_tensor import ShardedTensor
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Placement
 
@@ -34,6 +35,12 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
     """Return whether ``value`` is a DTensor. Does not import DTensor: the import takes as long as that of torch."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
+
+
+def is_sharded_tensor(value: object) -> TypeGuard[ShardedTensor]:
+    """Return whether ``value`` is a ShardedTensor. Does not import it."""
+    module = sys.modules.get("torch.distributed._shard.sharded_tensor")
+    return module is not None and isinstance(value, module.ShardedTensor)
 
 
 def sharding_of(tensor: DTensor) -> Sharding:

@@ -13,7 +13,7 @@ import torch
 
 from keepstep.state.errors import StateMismatch, UnsupportedValue
 from keepstep.state.values.known_classes import class_name
-from keepstep.state.values.sharding import is_dtensor
+from keepstep.state.values.sharding import is_dtensor, is_sharded_tensor
 
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 """Classes whose tensors have memory of their own, and nothing else."""
@@ -71,7 +71,9 @@ def is_wrapper(value: object) -> TypeGuard[torch.Tensor]:
 
 def is_whole_value(value: object) -> bool:
     """Return whether ``value`` is a tensor that is stored as one value: a wrapper, or one of a quantized dtype."""
-    return isinstance(value, torch.Tensor) and (is_wrapper(value) or value.is_quantized)
+    if not isinstance(value, torch.Tensor) or is_sharded_tensor(value):  # which knows none of these properties
+        return False
+    return is_wrapper(value) or value.is_quantized
 
 
 def plain(value: torch.Tensor, path: str) -> torch.Tensor:

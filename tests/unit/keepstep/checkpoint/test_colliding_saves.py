@@ -49,7 +49,7 @@ def test_a_save_that_is_late_leaves_the_committed_checkpoint_as_it_is(tmp_path):
     late, other = save_of(tmp_path, 2.0)
     early.store(pack)
     early.commit()
-    with pytest.raises(CheckpointError, match="has a committed checkpoint, which is never overwritten"):
+    with pytest.raises(CheckpointError, match="has a committed checkpoint, which is not overwritten"):
         late.store(other)
     late.fail("too late")
     assert loaded(tmp_path) == [1.0]
@@ -73,7 +73,7 @@ def test_of_two_saves_that_commit_at_the_same_instant_one_wins_and_the_error_nam
     for name in ("link", "replace"):
         monkeypatch.setattr(os, name, at_the_last_moment(getattr(os, name)))
     winner.commit()
-    with pytest.raises(CheckpointError, match=rf"is never overwritten: of step 0, saved by .*:{os.getpid()} at 20"):
+    with pytest.raises(CheckpointError, match=rf"is not overwritten: of step 0, saved by .*:{os.getpid()} at 20"):
         loser.commit()
     loser.fail("too late")
     assert loaded(tmp_path) == [1.0]
@@ -87,7 +87,7 @@ def test_without_hard_links_a_late_save_is_refused_too(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "link", no_links)
     checkpoint.save({"w": torch.ones(3000)}, tmp_path)
     assert not create_whole(tmp_path / "checkpoint.json", b"{}")
-    with pytest.raises(CheckpointError, match=r"never overwritten: .*\. If the job went back .* delete the abandoned"):
+    with pytest.raises(CheckpointError, match=r"not overwritten: .*\. If the job went back .* delete the abandoned"):
         checkpoint.save({"w": torch.zeros(3000)}, tmp_path)
     assert loaded(tmp_path) == [1.0]
 
