@@ -8,7 +8,7 @@
     after       what the script reduces between this attempt and the next
 
 ``quorum_plan`` decides what the group does. ``step_quorum``, ``reducing/`` and ``healing`` have the waits, each with a
-deadline. With ``retry_allreduce`` a step has several ``tries``. An error that spoils the step is kept in
+deadline. With ``retry_allreduce`` a step may be tried again (``retries``). An error that spoils the step is kept in
 ``first_error``: the step does not commit, and training goes on. An error that ends the process is raised, and kept in
 ``StepContext.fatal``.
 """
@@ -31,11 +31,12 @@ from keepstep.step.context import StepContext
 from keepstep.step.evidence.repeated_error import OwnError
 from keepstep.step.first_error import FirstError
 from keepstep.step.reducing.after_step import AfterStep
+from keepstep.step.reducing.collectives import Collectives
 from keepstep.step.reduction import ManagedWork, Reduction
 from keepstep.step.reporting.step_telemetry import StepTimes
+from keepstep.step.retries import Retries, Taken
 from keepstep.step.step_end import StepEnd
 from keepstep.step.step_quorum import HealRules, StepQuorum
-from keepstep.step.tries import Taken, Tries
 from keepstep_mesh.errors import KeepstepError, SessionClosed
 from keepstep_mesh.protocol.group_messages import RankAsk, RankVote
 from keepstep_mesh.protocol.membership import UNKNOWN, Lineage
@@ -78,15 +79,17 @@ class Attempt:
         self.may_overflow = False
         """Whether an infinity is no mistake: a GradScaler multiplied the gradients."""
         self._context = context
+        self._rules = rules
         self._timeout = timeout
         self._times = StepTimes(time.monotonic(), trace=context.telemetry.new_trace())
         self._first_error = FirstError(context)
         self._quorum = StepQuorum(context, rules, self._times, self._first_error)
-        self._tries = Tries(
-            *(context, self._quorum, self._first_error, self._times),
-            take=self._take,
-            ask=lambda: context.asks.retry(timeout, allow_heal=rules.allow_heal),
-        )
+        self.present = self._new_collectives(self._times)
+        """Collectives of the present try."""
+        self._retries: Retries | None = None
+        """None: the step is not tried again."""
+        if context.kept is not None:
+            self._retries = Retries(context, context.kept, self._quorum, self._first_error, self._times, self)
         self._began_at: tuple[int, Lineage] | None = None
         """Step and lineage of this group when ``begin`` returned."""
 
@@ -171,7 +174,7 @@ class Attempt:
     @property
     def collectives(self) -> int:
         """Number of collectives that were started."""
-        return self._tries.collectives.started
+        return self.present.started
 
     def cancel(self) -> None:
         """End an attempt in which nothing was reduced and nothing failed, without a vote."""
@@ -229,20 +232,28 @@ class Attempt:
 
         See ``Collectives.allreduce``.
         """
-        return self._tries.allreduce(reduction)
+        return self.present.allreduce(reduction) if self._retries is None else self._retries.allreduce(reduction)
 
     def run_collective(self, tensors: list[torch.Tensor], start: Callable[[Round], Work]) -> ManagedWork:
         """Average ``tensors`` in place with ``start``. Errors are reported, not raised. See ``Collectives.run``."""
         if self._context.kept is not None:
             self._context.kept.refuse("a codec averaged tensors, and keeps an error of its own")
-        return self._tries.collectives.run(tensors, start)
+        return self.present.run(tensors, start)
+
+    def _new_collectives(self, times: StepTimes) -> Collectives:
+        return Collectives(self._context, times, self._first_error, self._wait_participation)
+
+    def _wait_participation(self) -> Participation | None:
+        """Return the participation that ``Collectives`` waits for."""
+        quorum = self._quorum
+        return None if quorum.wait().finishing or self._first_error.error is not None else quorum.participation
 
     # ---- the end
 
     def conclude(self, limit: timedelta) -> bool:
         """Wait for the collectives, exchange live state, vote within ``limit``. Return whether the step commits."""
         context = self._context
-        committed, unhealed = self._tries.conclude(limit)
+        committed, unhealed = self.take(limit) if self._retries is None else self._retries.conclude(limit)
         if self.done:  # groups finish in this quorum
             return False
         self._settle(self.plan, committed=committed)
@@ -250,9 +261,9 @@ class Attempt:
             context.check_heal(unhealed)
         return committed
 
-    def _take(self, limit: timedelta) -> Taken:
-        """Take the step under its present quorum, and vote within ``limit``. ``Tries`` calls this for each try."""
-        context, collectives = self._context, self._tries.collectives
+    def take(self, limit: timedelta) -> Taken:
+        """Take the step under its present quorum, and vote within ``limit``. ``conclude`` calls this for each try."""
+        context, collectives = self._context, self.present
         plan: QuorumPlan | None = None
         unhealed: Exception | None = None
         try:
@@ -283,6 +294,16 @@ class Attempt:
             if self._times.trace is not None:
                 self._times.trace.present.phase(COMMIT, began, time.monotonic(), self.error, committed=committed)
         return Taken(committed, unhealed)
+
+    def report_try(self, plan: QuorumPlan, *, committed: bool) -> None:
+        """Report the present try to the lighthouse, with the next request."""
+        self._context.ranks.ended(plan.attempt)
+        self._context.asks.last_step = self.present.report(plan, committed=committed)
+
+    def begin_again(self) -> RankAsk:
+        """Begin another try, and return its request."""
+        self.present = self._new_collectives(StepTimes(self._times.began, trace=self._times.trace))
+        return self._context.asks.retry(self._timeout, allow_heal=self._rules.allow_heal)
 
     def end_finishing(self) -> None:
         """End a quorum in which groups finish, or of a closed job: heal, if this group is behind. It commits no step.
@@ -317,11 +338,11 @@ class Attempt:
         reason = "this group began another step instead of ending this one with should_commit()"
         self.report(KeepstepError(reason))
         self.refuse_joiners(reason)
-        self._tries.collectives.succeeded()
+        self.present.succeeded()
         if plan is not None:
             self._vote(plan, self._context.timeout)
-            if self._context.kept is not None:
-                self._tries.goes_again()  # no; the other ranks poll this one
+            if self._retries is not None:
+                self._retries.goes_again()  # no; the other ranks poll this one
         self._settle(plan, committed=False)
 
     def _vote(self, plan: QuorumPlan, limit: timedelta) -> bool:
@@ -353,14 +374,14 @@ class Attempt:
         participation = quorum.participation if plan is not None else (None, 0)
         self._end(participation)
         if plan is not None:
-            self._tries.report(plan, committed=committed)
-        nonfinite = self._tries.collectives.nonfinite
-        end = StepEnd(context, self._times, plan, participation[1], nonfinite, self._tries.retries)
+            self.report_try(plan, committed=committed)
+        retries = 0 if self._retries is None else self._retries.number
+        end = StepEnd(context, self._times, plan, participation[1], self.present.nonfinite, retries)
         if committed and plan is not None:
             quorum.begin_to_follow(plan)
             end.commit(plan, behind=plan.behind and not quorum.healed, synchronized=self.synchronized)
             if context.progress.following and context.follower is not None:
-                context.follower.followed(plan, participation[1], self._tries.collectives.finish)
+                context.follower.followed(plan, participation[1], self.present.finish)
         else:
             end.discard(str(self.error))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutation import Mutation, Test
 
 LIGHTHOUSE = "services/keepstep_lighthouse/quorum/retries.py"
-TRIES = "libs/keepstep/step/tries.py"
+RETRIES = "libs/keepstep/step/retries.py"
 RETRYING = "libs/keepstep/step/retrying"
 STEPS = "tests/services/manager/steps/test_retried_steps.py"
 A_FEW_TIMES = f"{STEPS}::test_a_step_is_retried_a_few_times_and_then_discarded[3]"
@@ -59,14 +59,14 @@ MUTATIONS = (
     ),
     Mutation(
         "the script sees gradients of a reduction that is repeated later",
-        TRIES,
-        "        if kept is not None and not at_end_of_backward(self.finalize):\n",
-        "        if kept is not None and False:\n",
+        RETRIES,
+        "        if not at_end_of_backward(self.finalize):\n",
+        "        if False:\n",
         Test(f"{STEPS}::test_a_script_may_use_its_gradients_before_the_commit"),
     ),
     Mutation(
         "a rank gives its script the gradients that another rank of its group reduces again",
-        TRIES,
+        RETRIES,
         "        if not self._context.ranks.all_ready(succeeded, advice=NO_PIPELINE):\n",
         "        if not succeeded:\n",
         Test(f"{STEPS}::test_groups_of_two_ranks_use_gradients_without_the_part_of_a_rank_whose_group_is_lost"),
@@ -83,15 +83,15 @@ MUTATIONS = (
     ),
     Mutation(
         "a group of several ranks repeats a step although the script of one has seen a result",
-        TRIES,
-        "            self._context.kept.refuse(HANDED_OUT)\n",
-        "            pass\n",
+        RETRIES,
+        "            self._kept.refuse(HANDED_OUT)\n        return",
+        "            pass\n        return",
         Test(f"{STEPS}::test_a_group_of_several_ranks_does_not_repeat_an_all_reduce_that_its_script_has_waited_for"),
     ),
     Mutation(
         "a step is repeated although the script has seen results of it",
-        TRIES,
-        "            kept.refuse(HANDED_OUT)\n        except",
+        RETRIES,
+        "            self._kept.refuse(HANDED_OUT)\n        except",
         "            pass\n        except",
         Test(f"{STEPS}::test_results_that_the_script_has_seen_keep_the_step_from_being_retried"),
     ),
@@ -104,7 +104,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a rank retries although another rank of its group cannot",
-        TRIES,
+        RETRIES,
         "        ready = context.ranks.all_ready(not why_not)\n",
         "        ready = not why_not\n",
         Test(f"{STEPS}::test_all_ranks_of_a_group_retry_or_none_does"),

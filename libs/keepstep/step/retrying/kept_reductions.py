@@ -9,7 +9,7 @@ the result of the failed one. That is so for
 * a tensor whose result is used in ``write_back`` alone.
 
 No counter shows that a script has read a result, or has written to it through ``.data`` or numpy. So the reductions are
-repeated before the script sees a result (``Tries.finalize``), and none that it has seen.
+repeated before the script sees a result (``Retries.finalize``), and none that it has seen.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The tries of one step: the collectives of the present one, and the same step again after a loss.
+"""The same step again after a loss, with ``retry_allreduce``.
 
-Without ``retry_allreduce`` a step has one try. With it, a try that failed because of other groups is followed by
-another one, under a quorum of the groups that are left, with the same gradients. ``retrying/retry_rules`` decides.
+A try that failed because of other groups is followed by another one, under a quorum of the groups that are left, with
+the same gradients. ``retrying/retry_rules`` decides.
 
 A try is repeated before the script sees a result of it: at the end of a backward pass, and in a group of one rank also
 when the script waits for an all-reduce. All other tries are repeated in ``conclude``.
@@ -9,18 +9,17 @@ when the script waits for an all-reduce. All other tries are repeated in ``concl
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from keepstep.group.quorum_plan import Participation, QuorumPlan
+from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.step.context import StepContext
 from keepstep.step.first_error import FirstError
 from keepstep.step.reducing.collectives import Collectives
 from keepstep.step.reduction import ManagedWork, Reduction
 from keepstep.step.reporting.step_telemetry import StepTimes
 from keepstep.step.retrying import retry_rules
-from keepstep.step.retrying.kept_reductions import HANDED_OUT, at_end_of_backward
+from keepstep.step.retrying.kept_reductions import HANDED_OUT, KeptReductions, at_end_of_backward
 from keepstep.step.retrying.retry_rules import FailedTry
 from keepstep.step.step_quorum import StepQuorum
 from keepstep_mesh.errors import KeepstepError, SessionClosed
@@ -47,90 +46,91 @@ class Taken(NamedTuple):
     """Error that broke the heal of this group."""
 
 
-class Tries:
-    """The tries of one step.
+class RetriedStep(Protocol):
+    """The step that is tried again. ``Attempt`` implements it."""
+
+    present: Collectives
+    """Collectives of the present try."""
+
+    def take(self, limit: timedelta) -> Taken:
+        """Take the step under its present quorum, and vote within ``limit``."""
+
+    def report_try(self, plan: QuorumPlan, *, committed: bool) -> None:
+        """Report the present try to the lighthouse, with the next request."""
+
+    def begin_again(self) -> RankAsk:
+        """Begin another try, and return its request."""
+
+
+class Retries:
+    """The retries of one step.
 
     Args:
         context: of this process.
+        kept: the all-reduces of the step.
         quorum: of the step; each retry requests it again.
         errors: of the step; each retry forgets them.
         times: of the step.
-        take: takes the step under its present quorum, and votes within a limit.
-        ask: returns the request of a retry.
+        step: is tried again.
     """
 
     def __init__(
         self,
         context: StepContext,
+        kept: KeptReductions,
         quorum: StepQuorum,
         errors: FirstError,
         times: StepTimes,
-        take: Callable[[timedelta], Taken],
-        ask: Callable[[], RankAsk],
+        step: RetriedStep,
     ) -> None:
-        self.retries = 0
+        self.number = 0
+        """Number of retries so far."""
         self._context = context
+        self._kept = kept
         self._quorum = quorum
         self._errors = errors
         self._times = times
-        self._take = take
-        self._ask = ask
-        self.collectives = self._new_collectives(times)
-        """Of the present try."""
+        self._step = step
         self._failed: Taken | None = None
         """Result of the last try, if ``finalize`` ended it: the step will not commit."""
         self._agreed = 0
         """Number of all-reduces that the ranks of this group agreed on: all of them succeeded."""
-        if context.kept is not None:
-            context.kept.begin()
-
-    def _new_collectives(self, times: StepTimes) -> Collectives:
-        return Collectives(self._context, times, self._errors, self._wait_participation)
-
-    def _wait_participation(self) -> Participation | None:
-        return None if self._quorum.wait().finishing or self._errors.error is not None else self._quorum.participation
+        kept.begin()
 
     def allreduce(self, reduction: Reduction) -> ManagedWork:
         """Start an all-reduce in the present try. See ``Collectives.allreduce``."""
-        kept = self._context.kept
-        work = self.collectives.allreduce(reduction, None if kept is None else kept.note(reduction))
-        if kept is not None and not at_end_of_backward(self.finalize):
+        work = self._step.present.allreduce(reduction, self._kept.note(reduction))
+        if not at_end_of_backward(self.finalize):
             work.finalize = self.finalize if self._context.ranks.alone else self._hand_out
         return work
 
     def conclude(self, limit: timedelta) -> Taken:
         """Take the step, again as often as ``retry_rules`` allow. ``limit``: of the vote of each try."""
-        taken = self._failed or self._take(limit)
+        taken = self._failed or self._step.take(limit)
         with self._times.retrying():
             while not (taken.committed or self._errors.ended or self._failed) and self.goes_again():
                 self._retry()
-                taken = self._take(limit)
+                taken = self._step.take(limit)
         return taken
-
-    def report(self, plan: QuorumPlan, *, committed: bool) -> None:
-        """Report the present try to the lighthouse, with the next request."""
-        self._context.ranks.ended(plan.attempt)
-        self._context.asks.last_step = self.collectives.report(plan, committed=committed)
 
     # ---- before the script sees a result
 
     def finalize(self) -> bool:
         """Repeat the all-reduces so far until they succeed in all ranks. Return whether the step may commit so far."""
-        kept = self._context.kept
-        if kept is None or self._errors.ended or self._failed is not None:
+        if self._errors.ended or self._failed is not None:
             return False
         try:
             if not self._all_succeeded():
                 with self._times.retrying():
                     while self._failed is None:
-                        failed = self._take(self._context.timeout)
+                        failed = self._step.take(self._context.timeout)
                         if self._errors.ended or not self.goes_again():
                             self._failed = failed
                             break
                         self._retry()
                         if self._all_succeeded():
                             break
-            kept.refuse(HANDED_OUT)
+            self._kept.refuse(HANDED_OUT)
         except SystemExit as error:  # should_commit raises it again: a backward pass must not be left by an exit
             self._quorum.report(KeepstepError(f"leaving: {error}"))
         except Exception as error:  # noqa: BLE001  reported: the step does not commit, training goes on
@@ -142,10 +142,10 @@ class Tries:
 
         The ranks agree once in each backward pass that reduces. So all of them must end equally many of these.
         """
-        started = self.collectives.started
+        started = self._step.present.started
         if started == self._agreed and self._errors.error is None:
             return True
-        succeeded = self.collectives.succeeded() and self._errors.error is None
+        succeeded = self._step.present.succeeded() and self._errors.error is None
         if not self._context.ranks.all_ready(succeeded, advice=NO_PIPELINE):
             if succeeded:
                 self._errors.outvoted(NOT_REDUCED)
@@ -155,19 +155,19 @@ class Tries:
 
     def _hand_out(self) -> bool:
         """Wait for the all-reduces so far, whose results the script gets. The ranks agree in backward passes only."""
-        if self._context.kept is not None and not self._errors.ended:
-            self._context.kept.refuse(HANDED_OUT)
-        return self.collectives.succeeded() and self._errors.error is None
+        if not self._errors.ended:
+            self._kept.refuse(HANDED_OUT)
+        return self._step.present.succeeded() and self._errors.error is None
 
     # ---- the same step again
 
     def goes_again(self) -> bool:
         """Return whether all ranks of this group take the step that failed again. Each rank calls it after a vote."""
         context, plan = self._context, self._quorum.plan
-        if plan is None or context.kept is None:
+        if plan is None:
             return False
-        own = self._errors.own or self.collectives.write_back_failed
-        failed = FailedTry(self.retries, own, plan.behind, context.fatal is not None, context.kept.obstacle())
+        own = self._errors.own or self._step.present.write_back_failed
+        failed = FailedTry(self.number, own, plan.behind, context.fatal is not None, self._kept.obstacle())
         step, why_not = plan.max_step, retry_rules.obstacle(failed)
         context.ranks.ended(plan.attempt)  # the poll follows the vote on this try
         ready = context.ranks.all_ready(not why_not)
@@ -181,7 +181,7 @@ class Tries:
         """Request a quorum of the same step, and start its all-reduces again with the gradients of this group."""
         context = self._context
         if (failed := self._quorum.plan) is not None:
-            self.report(failed, committed=False)
+            self._step.report_try(failed, committed=False)
             reason = str(self._errors.error)
             context.log.info("retrying the step", step=failed.max_step, reason=reason)
             context.steps.write("retried", context.progress.step, failed.quorum_id, epoch=failed.epoch, reason=reason)
@@ -189,9 +189,8 @@ class Tries:
             if self._times.trace is not None:
                 self._times.trace.failed(self._errors.error)
         context.link.finished_step()
-        self.retries += 1
-        self.collectives = self._new_collectives(StepTimes(self._times.began, trace=self._times.trace))
-        ask = self._ask()
+        self.number += 1
+        ask = self._step.begin_again()
         self._errors.retry()
         self._quorum.request(ask)
         try:
@@ -205,7 +204,7 @@ class Tries:
             return
         if plan.behind:
             self._errors.report(KeepstepError(TOO_LATE), cause=UNKNOWN)
-        if not plan.finishing and context.kept is not None:
-            for kept in context.kept.again():
+        if not plan.finishing:
+            for kept in self._kept.again():
                 kept.restore()
-                self.collectives.allreduce(kept.reduction, kept)
+                self._step.present.allreduce(kept.reduction, kept)
