@@ -111,8 +111,8 @@ MUTATIONS = (
     Mutation(
         "a source that abandons a step does not refuse its joiners",
         "libs/keepstep/step/attempt.py",
-        "        self.refuse_joiners(reason)\n        self._tries.collectives.succeeded()\n",
-        "        self._tries.collectives.succeeded()\n",
+        "        self.refuse_joiners(reason)\n        self.present.succeeded()\n",
+        "        self.present.succeeded()\n",
         Test(f"{ABANDONED}::test_a_source_that_begins_another_step_refuses_its_joiner_at_once"),
     ),
     Mutation(
