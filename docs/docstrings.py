@@ -110,6 +110,7 @@ SECTIONS = (
         "keepstep.sharded.strategies:TorchDistSaveShardedStrategy "
         "keepstep.sharded.strategies:TorchDistLoadShardedStrategy keepstep.sharded.strategies:CommonFileLoad "
         "FullyParallelSaveStrategyWrapper FullyParallelLoadStrategyWrapper "
+        "keepstep.sharded.tensor_aware_state_dict:MCoreTensorAwareStateDict "
         "keepstep.sharded.strategies:register_default_strategy "
         "ShardedTensor ShardedObject ShardedTensorFactory LocalNonpersistentObject is_main_replica apply_factories "
         "apply_factory_merges keepstep.sharded.optimizer:get_param_id_to_sharded_param_map "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
+from datetime import timedelta
 from typing import Any, TypeAlias
 
 import torch
@@ -74,29 +76,38 @@ def load(
         CheckpointingException: the checkpoint is not complete, a key is missing or has another shape, stored bytes are
             damaged, or a rank failed or was lost.
     """
+    timeout = sharded_strategy.timeout if isinstance(sharded_strategy, LoadShardedStrategy) else TIMEOUT
     with ExitStack() as opened:
-        return _load(
-            opened,
-            sharded_state_dict,
-            checkpoint_dir,
-            sharded_strategy,
-            common_strategy,
-            validate_access_integrity,
-            strict,
-        )
+
+        def chosen() -> LoadStrategies:
+            return load_strategies(checkpoint_dir, sharded_strategy, common_strategy).opening_once(opened)
+
+        found = load_from(chosen, sharded_state_dict, checkpoint_dir, validate_access_integrity, strict, timeout)
+    return found if StrictHandling.requires_returning_mismatch_keys(parse_strict_flag(strict)) else found[0]
 
 
-def _load(
-    opened: ExitStack,
+def load_from(
+    chosen: Callable[[], LoadStrategies],
     sharded_state_dict: ShardedStateDict,
     checkpoint_dir: CheckpointDir,
-    sharded_strategy: LoadShardedStrategy | tuple[str, int] | None,
-    common_strategy: LoadCommonStrategy | tuple[str, int] | None,
     validate_access_integrity: bool,
     strict: str | StrictHandling,
-) -> Loaded:
+    timeout: timedelta,
+    *,
+    is_local: bool = False,
+) -> tuple[StateDict, set[str], set[str]]:
+    """Return the state, missing keys, and unexpected keys. See ``load``.
+
+    Args:
+        chosen: returns the strategies. Its error is one of the load.
+        sharded_state_dict: see ``load``.
+        checkpoint_dir: passed to the strategies, and named in errors.
+        validate_access_integrity: see ``load``.
+        strict: see ``load``.
+        timeout: time limit of the load.
+        is_local: the checkpoint has only keys of this rank.
+    """
     has_all = validate_access_integrity or _needs_all_ranks(strict)
-    timeout = sharded_strategy.timeout if isinstance(sharded_strategy, LoadShardedStrategy) else TIMEOUT
     ranks = Ranks(f"{checkpoint_dir} was not loaded", timeout, alone=not has_all)
     handling: StrictHandling
     strategies: LoadStrategies
@@ -107,7 +118,7 @@ def _load(
     def prepare() -> bytes:
         nonlocal handling, strategies, parts, state, stored
         handling = parse_strict_flag(strict)
-        strategies = load_strategies(checkpoint_dir, sharded_strategy, common_strategy).opening_once(opened)
+        strategies = chosen()
         state = strategies.common.load_common(checkpoint_dir)
         parts = parts_to_load(sharded_state_dict)
         merge(state, parts.nonpersistent)
@@ -119,14 +130,17 @@ def _load(
     if validate_access_integrity:
         check_integrity(rows)
     requested = [leaf.key for leaf in _with_elements(parts.sharded)]
-    keys = compare_keys(handling, stored, requested, (row.key for of_rank in rows for row in of_rank))
-    if keys.error:
-        raise CheckpointingException(f"{checkpoint_dir} was not loaded: {keys.error}")
+    requested_by_all = {row.key for of_rank in rows for row in of_rank}
+    if is_local:
+        requested_by_all = (requested_by_all & stored) | set(requested)
+    keys = compare_keys(handling, stored, requested, requested_by_all)
     if keys.warning:
         log.warning("checkpoint and requested state differ", checkpoint=str(checkpoint_dir), reason=keys.warning)
 
     def read() -> None:
         nonlocal state
+        if keys.error:
+            raise CheckpointingException(keys.error)
         unexpected, sharded = extract_matching_values(parts.sharded, lambda leaf: leaf.key in keys.unexpected)
         factories = parts.factories
         if unexpected:
@@ -136,9 +150,7 @@ def _load(
         state = apply_factory_merges(state, factories)
 
     ranks.stage(read)
-    if StrictHandling.requires_returning_mismatch_keys(handling):
-        return state, set(keys.missing), set(keys.unexpected)
-    return state
+    return state, set(keys.missing), set(keys.unexpected)
 
 
 def _needs_all_ranks(strict: str | StrictHandling) -> bool:

@@ -78,6 +78,24 @@ class Ranks:
         """Return the bytes of all ranks. Raises ``StageFailed`` if a rank was lost."""
         return self.stage(lambda: mine)
 
+    @property
+    def device(self) -> torch.device:
+        """A device whose tensors the group exchanges: the CPU if it can."""
+        return _device_of(self._group)
+
+    def all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensors of all ranks.
+
+        Args:
+            mine: on ``device``; of the same shape and dtype on all ranks.
+
+        Raises:
+            StageFailed: a rank was lost.
+        """
+        found = [torch.empty_like(mine) for _ in range(self.size)]
+        self._wait(lambda: dist.all_gather(found, mine, group=self._group, async_op=True))
+        return found
+
     def broadcast(
         self, mine: torch.Tensor | None, source: int, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
@@ -95,7 +113,7 @@ class Ranks:
         Raises:
             StageFailed: a rank was lost.
         """
-        device = _device_of(self._group)
+        device = self.device
         tensor = torch.empty(shape, dtype=dtype, device=device) if mine is None else mine.detach().to(device)
         flat = tensor.contiguous().reshape(-1).view(torch.uint8)  # groups do not send every dtype
         self._wait(lambda: dist.broadcast(flat, group=self._group, async_op=True, group_src=source))
@@ -104,18 +122,13 @@ class Ranks:
     def _gather(self, mine: bytes) -> list[bytes]:
         if self.size == 1:
             return [mine]
-        device = _device_of(self._group)
-        sizes = self._all_gather(torch.tensor([len(mine)], dtype=torch.int64, device=device))
+        device = self.device
+        sizes = self.all_gather(torch.tensor([len(mine)], dtype=torch.int64, device=device))
         lengths = [int(one.item()) for one in sizes]
         padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
         padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        found = self._all_gather(padded)
+        found = self.all_gather(padded)
         return [one[:length].cpu().numpy().tobytes() for one, length in zip(found, lengths, strict=True)]
-
-    def _all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        found = [torch.empty_like(mine) for _ in range(self.size)]
-        self._wait(lambda: dist.all_gather(found, mine, group=self._group, async_op=True))
-        return found
 
     def _wait(self, begin: Callable[[], dist.Work | None]) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +53,8 @@ def parts_to_save(sharded_state_dict: ShardedStateDict) -> SavedParts:
     _check_places(state)
     _, state = extract_nonpersistent(state)
     sharded, common = extract_sharded_base(state)
-    return SavedParts(_without_empty_ranges(sharded), common)
+    own_leaves = dict_list_map_outplace(copy, _without_empty_ranges(sharded))  # strategies may change their replicas
+    return SavedParts(own_leaves, common)
 
 
 def parts_to_load(sharded_state_dict: ShardedStateDict) -> RequestedParts:

@@ -10,6 +10,7 @@ from keepstep.sharded import (  # noqa: F401
     prefixes,
     serialization,
     strategies,
+    tensor_aware_state_dict,
     validation,
 )
 from keepstep_megatron import *  # noqa: F403

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -14,11 +15,11 @@ from keepstep.state.values.leaves import TORCH_DTYPES
 from keepstep_megatron.core import CheckpointingException
 from keepstep_megatron.dict_utils import dict_list_map_outplace, nested_values
 from keepstep_megatron.distribution import (
+    ShardDistribution,
     ShardId,
-    distribute_shards_to_ranks,
-    saving_ranks,
+    distribution_of,
+    set_saving_ranks,
     shard_id,
-    with_saving_ranks,
 )
 from keepstep_megatron.mapping import ShardedStateDict, ShardedTensor, StateDict
 from keepstep_megatron.stages import Ranks
@@ -32,6 +33,8 @@ from keepstep_megatron.strategies.interfaces import (
 )
 from keepstep_megatron.validation import ShardRow, pack_rows, row_of, unpack_rows
 
+EXCHANGE_ALGOS = ("broadcast", "gather_rounds", "gather_object")
+
 
 class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
     """Saves each part on the rank that has the least to write so far, of those that hold it.
@@ -39,8 +42,11 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
     Args:
         strategy: saves.
         parallelization_group: ranks that share their work. Default: all.
-        do_cache_distribution: assign the parts once, and keep the assignment for later saves. The state must have the
-            same structure then.
+        do_cache_distribution: assign the parts once, and keep the assignment for later saves, which then do not
+            exchange the parts of all ranks. The state must have the same parts then.
+
+    Attributes:
+        cached_distribution: the assignment that is kept.
     """
 
     def __init__(
@@ -52,9 +58,10 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
         super().__init__(strategy.backend, strategy.version)
         self.base_strategy = strategy
         self.timeout = strategy.timeout
-        self._group = parallelization_group
-        self._keeps = do_cache_distribution
-        self._ranks: dict[ShardId, int] | None = None
+        self.parallelization_group = parallelization_group
+        self.do_cache_distribution = do_cache_distribution
+        self.cached_distribution: ShardDistribution | None = None
+        self._cached_parts = frozenset[ShardId]()
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -72,20 +79,36 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: CheckpointDir) -> None:
         """See ``SaveShardedStrategy``."""
-        self.base_strategy.save(self._distributed(sharded_state_dict), checkpoint_dir)
+        self.apply_saving_parallelization(sharded_state_dict)
+        self.base_strategy.save(sharded_state_dict, checkpoint_dir)
 
     def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: CheckpointDir) -> AsyncRequest:
         """See ``AsyncSaveShardedStrategy``."""
         if not isinstance(self.base_strategy, AsyncSaveShardedStrategy):
             raise CheckpointingException(f"{self.base_strategy} cannot save in the background")
-        return self.base_strategy.async_save(self._distributed(sharded_state_dict), checkpoint_dir)
+        self.apply_saving_parallelization(sharded_state_dict)
+        return self.base_strategy.async_save(sharded_state_dict, checkpoint_dir)
 
-    def _distributed(self, sharded_state_dict: ShardedStateDict) -> Any:
-        """Return the state with a main replica on the rank that saves it."""
-        if self._ranks is None or not self._keeps:
-            self._ranks = saving_ranks(_exchanged(nested_values(sharded_state_dict), self._group, self.timeout))
-        rank = dist.get_rank(self._group) if dist.is_initialized() else 0
-        return with_saving_ranks(sharded_state_dict, self._ranks, rank)
+    def apply_saving_parallelization(self, sharded_state_dict: ShardedStateDict) -> None:
+        """Make each part a main replica on the rank that saves it, in place. Every rank of the group calls it.
+
+        Args:
+            sharded_state_dict: nested dicts and lists of sharded leaves; their ``replica_id`` is changed.
+
+        Raises:
+            CheckpointingException: an assignment was kept, and the state has other parts now; or a rank was lost.
+        """
+        leaves = list(nested_values(sharded_state_dict))
+        parts = _parts_of(leaves)
+        if self.cached_distribution is not None and self.do_cache_distribution:
+            _check_same(parts, self._cached_parts, "saved")
+            distribution = self.cached_distribution
+        else:
+            distribution = distribution_of(exchanged(leaves, self.parallelization_group, self.timeout))
+        if self.do_cache_distribution:
+            self.cached_distribution, self._cached_parts = distribution, parts
+        rank = dist.get_rank(self.parallelization_group) if dist.is_initialized() else 0
+        set_saving_ranks(sharded_state_dict, distribution, rank)
 
 
 class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
@@ -94,8 +117,18 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
     Args:
         strategy: loads.
         parallelization_group: ranks that share their work. Default: all.
-        do_cache_distribution: assign the parts once, and keep the assignment for later loads.
-        exchange_algo: ``"broadcast"``: the rank that has read a part sends it to all ranks of the group.
+        do_cache_distribution: assign the parts once, and keep the assignment for later loads, which then do not
+            exchange the parts of all ranks. The state must have the same parts then.
+        exchange_algo: how the ranks of the group exchange what they have read. ``"broadcast"``: the rank that has read
+            a part sends it to all, part after part. ``"gather_rounds"``: in each round, every rank sends one of its
+            parts to all; faster than ``"broadcast"`` for many parts of similar size. ``"gather_object"``: every rank
+            sends all its parts at once; needs the most memory.
+
+    Attributes:
+        cached_distribution: the assignment that is kept.
+
+    Raises:
+        CheckpointingException: ``exchange_algo`` has another value.
     """
 
     def __init__(
@@ -105,13 +138,16 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         do_cache_distribution: bool = False,
         exchange_algo: str = "broadcast",
     ) -> None:
-        if exchange_algo != "broadcast":
-            raise CheckpointingException(f"invalid exchange_algo {exchange_algo!r}: expected 'broadcast'")
+        if exchange_algo not in EXCHANGE_ALGOS:
+            expected = ", ".join(EXCHANGE_ALGOS)
+            raise CheckpointingException(f"invalid exchange_algo {exchange_algo!r}: expected one of {expected}")
         self.base_strategy = strategy
         self.timeout = strategy.timeout
-        self._group = parallelization_group
-        self._keeps = do_cache_distribution
-        self._assigned: dict[ShardId, int] | None = None
+        self.parallelization_group = parallelization_group
+        self.do_cache_distribution = do_cache_distribution
+        self.exchange_algo = exchange_algo
+        self.cached_distribution: ShardDistribution | None = None
+        self._cached_parts = frozenset[ShardId]()
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -136,38 +172,124 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
 
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: CheckpointDir) -> StateDict:
         """See ``LoadShardedStrategy``. Objects are read by every rank that wants them."""
-        ranks = Ranks(f"{checkpoint_dir} was not loaded", self.timeout, group=self._group)
+        ranks = Ranks(f"{checkpoint_dir} was not loaded", self.timeout, group=self.parallelization_group)
         if ranks.size == 1:
             return self.base_strategy.load(sharded_state_dict, checkpoint_dir)
         leaves = list(nested_values(sharded_state_dict))
+        distribution = self._distribution(leaves, ranks)
+        assigned = distribution.main_rank_for_shard
         parts = [shard_id(leaf) if isinstance(leaf, ShardedTensor) else None for leaf in leaves]
-        wanted = _exchanged(leaves, self._group, self.timeout)
-        _check_complex(wanted)
-        if self._assigned is None or not self._keeps:
-            self._assigned = _readers(wanted)
-        assigned = self._assigned
-        mine = {
-            number: leaf
+        mine: StateDict = {
+            str(number): leaf
             for number, (leaf, part) in enumerate(zip(leaves, parts, strict=True))
             if part is None or assigned[part] == ranks.rank
         }
-        loaded: dict[int, Any] = {}
-        ranks.stage(lambda: loaded.update(self.base_strategy.load(dict(mine), checkpoint_dir)))  # type: ignore[arg-type]
-        sent = {
-            shard_id(one): one
-            for reader, of_rank in enumerate(wanted)
-            for one in of_rank
-            if assigned[shard_id(one)] == reader
-        }
-        for part in sorted(_shared(wanted)):
-            own = [number for number, one in enumerate(parts) if one == part]
-            source = loaded[own[0]] if own and assigned[part] == ranks.rank else None
-            received = ranks.broadcast(source, assigned[part], sent[part].data_shape, sent[part].dtype)
-            for number in own:
-                loaded.setdefault(number, _put(received, leaves[number]))
+        found: StateDict = {}
+        ranks.stage(lambda: found.update(self.base_strategy.load(mine, checkpoint_dir)))
+        loaded = {int(number): value for number, value in found.items()}
+        read = {part: loaded[number] for number, part in enumerate(parts) if part is not None and number in loaded}
+        waiting: defaultdict[ShardId, list[int]] = defaultdict(list)
+        for number, part in enumerate(parts):
+            if part is not None and number not in loaded:
+                waiting[part].append(number)
+        for part, received in _EXCHANGES[self.exchange_algo](ranks, distribution, read):
+            loaded |= {number: _put(received, leaves[number]) for number in waiting[part]}
         numbers = {id(leaf): number for number, leaf in enumerate(leaves)}
         state: StateDict = dict_list_map_outplace(lambda leaf: loaded[numbers[id(leaf)]], sharded_state_dict)
         return state
+
+    def _distribution(self, leaves: Sequence[Any], ranks: Ranks) -> ShardDistribution:
+        """Return the ranks that read the parts. Every rank has the same."""
+        parts = _parts_of(leaves)
+        if self.cached_distribution is not None and self.do_cache_distribution:
+            _check_same(parts, self._cached_parts, "loaded")
+            return self.cached_distribution
+        distribution = self._assign(exchanged(leaves, self.parallelization_group, self.timeout), ranks)
+        if self.do_cache_distribution:
+            self.cached_distribution, self._cached_parts = distribution, parts
+        return distribution
+
+    def _assign(self, wanted: Sequence[Sequence[ShardedTensor]], ranks: Ranks) -> ShardDistribution:  # noqa: ARG002
+        """Return the ranks that read the parts.
+
+        Args:
+            wanted: tensors of each rank, without data.
+            ranks: those of the group, for a subclass that needs more to know.
+        """
+        _check_complex(wanted)
+        return distribution_of(wanted, ignore_groups=True)
+
+
+def _parts_of(leaves: Iterable[Any]) -> frozenset[ShardId]:
+    return frozenset(shard_id(leaf) for leaf in leaves if isinstance(leaf, ShardedTensor))
+
+
+def _check_same(parts: frozenset[ShardId], cached: frozenset[ShardId], done: str) -> None:
+    """Raise if an assignment was made for other parts: no rank, or several, would have the difference."""
+    if different := sorted(parts ^ cached):
+        raise CheckpointingException(
+            f"the state has not the same parts as the first that was {done} ({different[0][0]!r} at "
+            f"{different[0][1]}): with do_cache_distribution, its structure must not change; use another strategy "
+            f"object for another structure"
+        )
+
+
+def _shared(distribution: ShardDistribution) -> list[ShardId]:
+    """Return the parts that several ranks want, in the same order on all ranks."""
+    return sorted(part for part, ranks in distribution.all_ranks_for_shard.items() if len(ranks) > 1)
+
+
+def _by_broadcast(
+    ranks: Ranks, distribution: ShardDistribution, read: Mapping[ShardId, torch.Tensor]
+) -> Iterator[tuple[ShardId, torch.Tensor]]:
+    """Yield the shared parts. One rank has read each of them, in ``read``."""
+    for part in _shared(distribution):
+        reader, facts = distribution.main_rank_for_shard[part], distribution.shard_to_metadata[part]
+        source = read[part] if reader == ranks.rank else None
+        yield part, ranks.broadcast(source, reader, facts.data_shape, facts.dtype)
+
+
+def _by_rounds(
+    ranks: Ranks, distribution: ShardDistribution, read: Mapping[ShardId, torch.Tensor]
+) -> Iterator[tuple[ShardId, torch.Tensor]]:
+    """See ``_by_broadcast``. Large parts come first, so that those of a round have similar sizes."""
+    facts = distribution.shard_to_metadata
+    of_ranks: list[list[ShardId]] = [[] for _ in range(ranks.size)]
+    for part in sorted(_shared(distribution), key=lambda one: -facts[one].nbytes):
+        of_ranks[distribution.main_rank_for_shard[part]].append(part)
+    for parts in zip_longest(*of_ranks):
+        size = max(facts[one].nbytes for one in parts if one is not None)
+        sent = torch.zeros(size, dtype=torch.uint8, device=ranks.device)
+        own = parts[ranks.rank]
+        if own is not None:
+            sent[: facts[own].nbytes] = _bytes_of(read[own])
+        for part, received in zip(parts, ranks.all_gather(sent), strict=True):
+            if part is not None:
+                one = facts[part]
+                yield part, received[: one.nbytes].view(one.dtype).view(one.data_shape)
+
+
+def _by_gather(
+    ranks: Ranks, distribution: ShardDistribution, read: Mapping[ShardId, torch.Tensor]
+) -> Iterator[tuple[ShardId, torch.Tensor]]:
+    """See ``_by_broadcast``."""
+    shared, assigned = _shared(distribution), distribution.main_rank_for_shard
+    own = [_bytes_of(read[part]).cpu().numpy().tobytes() for part in shared if assigned[part] == ranks.rank]
+    for rank, received in enumerate(ranks.gather(b"".join(own))):
+        start = 0
+        for part in (one for one in shared if assigned[one] == rank):
+            facts = distribution.shard_to_metadata[part]
+            data = bytearray(received[start : start + facts.nbytes])
+            start += facts.nbytes
+            memory = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+            yield part, memory.view(facts.dtype).view(facts.data_shape)
+
+
+_EXCHANGES = dict(zip(EXCHANGE_ALGOS, (_by_broadcast, _by_rounds, _by_gather), strict=True))
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)  # groups do not send every dtype
 
 
 def _put(received: torch.Tensor, leaf: ShardedTensor) -> torch.Tensor:
@@ -179,8 +301,14 @@ def _put(received: torch.Tensor, leaf: ShardedTensor) -> torch.Tensor:
         return leaf.data.detach().copy_(received)
 
 
-def _exchanged(leaves: Iterable[Any], group: dist.ProcessGroup | None, timeout: timedelta) -> list[list[ShardedTensor]]:
-    """Return the tensors of each rank of the group, without data."""
+def exchanged(leaves: Iterable[Any], group: dist.ProcessGroup | None, timeout: timedelta) -> list[list[ShardedTensor]]:
+    """Return the tensors of each rank of the group, without data. Every rank of the group calls it.
+
+    Args:
+        leaves: those of this rank.
+        group: the ranks. Default: all.
+        timeout: time limit.
+    """
     rows = [row_of(leaf) for leaf in leaves if isinstance(leaf, ShardedTensor)]
     ranks = Ranks("parts were not assigned to ranks", timeout, group=group)
     return [[_tensor_of(row) for row in unpack_rows(one)] for one in ranks.gather(pack_rows(rows))]
@@ -201,20 +329,3 @@ def _check_complex(wanted: Sequence[Sequence[ShardedTensor]]) -> None:
                 raise CheckpointingException(
                     f"some ranks request {one.key!r} as complex numbers, others as real ones: request one dtype"
                 )
-
-
-def _readers(wanted: Sequence[Sequence[ShardedTensor]]) -> dict[ShardId, int]:
-    """Return the rank that reads each part."""
-    holders: dict[ShardId, set[int]] = {}
-    sizes: dict[ShardId, int] = {}
-    for rank, tensors in enumerate(wanted):
-        for tensor in tensors:
-            holders.setdefault(shard_id(tensor), set()).add(rank)
-            sizes[shard_id(tensor)] = tensor.nbytes
-    return distribute_shards_to_ranks(holders, sizes, len(wanted))
-
-
-def _shared(wanted: Sequence[Sequence[ShardedTensor]]) -> set[ShardId]:
-    """Return the parts that several ranks want."""
-    found = [shard_id(tensor) for tensors in wanted for tensor in {shard_id(one): one for one in tensors}.values()]
-    return {part for part, ranks in Counter(found).items() if ranks > 1}

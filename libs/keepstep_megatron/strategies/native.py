@@ -98,7 +98,7 @@ class NativeSaveStrategy(AsyncSaveShardedStrategy):
         target = open_target(checkpoint_dir, facts, timeout=self.timeout, token=self._token)
         what = f"{checkpoint_dir} was not saved"
         one = _OneSave(checkpoint_dir, target, parts, facts.world_size, Ranks(what, self.timeout), staged)
-        return AsyncRequest(one.write, (), [one.finalize], timeout=self.timeout, what=what)
+        return AsyncRequest(one.write, (), [one.finalize], timeout=self.timeout, what=what, abort_fn=one.abort)
 
 
 class _OneSave:
@@ -138,9 +138,19 @@ class _OneSave:
             with naming_outcome(self._dir):
                 self._commit()
         finally:
-            self._target.close()
-            if self._staged is not None:
-                self._staged.release()
+            self._release()
+
+    def abort(self) -> None:
+        """Give up. Speaks to no other rank."""
+        try:
+            self._target.fail("the save was aborted")
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        self._target.close()
+        if self._staged is not None:
+            self._staged.release()
 
     def _commit(self) -> None:
         try:

@@ -158,6 +158,65 @@ def ranks_share_what_they_hold_both() -> None:
         assert (loaded["o"], loaded["half"].tolist()) == ("state", [at, at])
 
 
+@contextmanager
+def counted(*names: str) -> Any:
+    """Count the calls of collectives of torch in a block."""
+    counts, usual = dict.fromkeys(names, 0), {name: getattr(dist, name) for name in names}
+
+    def counting(name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return usual[name](*args, **kwargs)
+
+        return call
+
+    for name in names:
+        setattr(dist, name, counting(name))
+    yield counts
+    for name, function in usual.items():
+        setattr(dist, name, function)
+
+
+def ranks_exchange_what_they_read_by_each_algorithm() -> None:
+    path = folder / "algorithms"
+    tensors = {str(n): torch.arange(n).to((torch.float32, torch.bfloat16, torch.bool)[n % 3]) for n in range(7)}
+    tensors["scalar"] = torch.tensor(4.0)
+    save({key: part(key, one, replicated=True) for key, one in tensors.items()}, path)
+    exchanges = {}
+    for algo in ("broadcast", "gather_rounds", "gather_object"):
+        loader = FullyParallelLoadStrategyWrapper(NativeLoadStrategy(), None, True, algo)
+        for has_memory in (True, False, True):
+            request = {key: part(key, torch.zeros_like(one), replicated=True) for key, one in tensors.items()}
+            wanted: Any = request if has_memory else {key: one.without_data() for key, one in request.items()}
+            with counted("broadcast", "all_gather") as counts:
+                loaded: Any = load(wanted, path, loader, validate_access_integrity=False)
+            assert all(torch.equal(loaded[key], one) for key, one in tensors.items()), (algo, has_memory)
+        exchanges[algo] = counts["broadcast"], counts["all_gather"]
+    assert exchanges == {"broadcast": (8, 2), "gather_rounds": (0, 2 + 5), "gather_object": (0, 2 + 2)}, exchanges
+    assert "expected one of broadcast, gather_rounds, gather_object" in refused(
+        lambda: FullyParallelLoadStrategyWrapper(NativeLoadStrategy(), exchange_algo="none")
+    )
+
+
+def a_kept_assignment_is_used_without_asking_the_other_rank() -> None:
+    at = dist.get_rank()
+    wrapper = FullyParallelSaveStrategyWrapper(NativeSaveStrategy(), do_cache_distribution=True)
+    state: Any = lambda: {key: part(key, torch.ones(4), replicated=True) for key in "abc"}  # noqa: E731
+    first = state()
+    wrapper.apply_saving_parallelization(first)
+    if at == 0:  # alone: the other rank would have to answer
+        again = state()
+        wrapper.apply_saving_parallelization(again)
+        assert [one.replica_id for one in again.values()] == [one.replica_id for one in first.values()] == [0, 1, 0]
+    dist.barrier()
+    for number in (1, 2):
+        save(state(), folder / f"kept-{number}", wrapper)
+    assert load_plain_tensors(folder / "kept-2")["b"].tolist() == [1.0] * 4
+    other = {"a": part("a", torch.ones(4), replicated=True), "b": part("b", torch.ones(4), replicated=True)}
+    text = refused(lambda: save(other, folder / "kept-3", wrapper))
+    assert "do_cache_distribution, its structure must not change" in text, text
+
+
 def complex_and_real_requests_of_one_part_are_refused_by_both() -> None:
     at, path = dist.get_rank(), folder / "complex"
     save({"c": part("c", torch.tensor([1 + 2j]), replicated=True)}, path)
@@ -216,6 +275,19 @@ def an_error_of_a_background_save_is_known_to_both() -> None:
     for work in (lambda: queue.maybe_finalize_async_calls(blocking=True), request.execute_sync):
         assert "no space left" in refused(work)
     assert not check_is_distributed_checkpoint(folder / "failed")
+
+
+def ranks_that_finalize_different_requests_are_told_so() -> None:
+    for blocking in (True, False):
+        queue = AsyncCallsQueue()
+        for _ in range(2 - dist.get_rank()):
+            queue.schedule_async_request(AsyncRequest(None, (), []))
+        if dist.get_rank() == 0:
+            assert queue.maybe_finalize_async_calls(no_dist=True, blocking=True) == [0, 1]
+            queue.schedule_async_request(AsyncRequest(None, (), []))
+        text = refused(partial(queue.maybe_finalize_async_calls, blocking=blocking))
+        assert "rank 0 finalizes request 2, but rank 1 request 0" in text, text
+        queue.close(abort=True)
 
 
 def a_save_in_the_background_is_finalized_by_both() -> None:
@@ -325,6 +397,9 @@ def main() -> None:
             every_rank_refuses_what_one_of_them_has_wrong()
             a_damaged_part_of_one_rank_is_an_error_of_both()
             ranks_share_what_they_hold_both()
+            ranks_exchange_what_they_read_by_each_algorithm()
+            a_kept_assignment_is_used_without_asking_the_other_rank()
+            ranks_that_finalize_different_requests_are_told_so()
             complex_and_real_requests_of_one_part_are_refused_by_both()
             ranks_share_layers_of_a_pipeline()
             a_save_in_the_background_is_finalized_by_both()

@@ -7,9 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keepstep.sharded import ShardedObject, ShardedTensor
+from keepstep.sharded import CheckpointingException, FullyParallelSaveStrategyWrapper, ShardedObject, ShardedTensor
 from keepstep.sharded.dict_utils import nested_values
-from keepstep_megatron.distribution import distribute_shards_to_ranks, saving_ranks, with_saving_ranks
+from keepstep.sharded.strategies import NativeSaveStrategy
+from keepstep_megatron.distribution import distribute_shards_to_ranks, distribution_of, set_saving_ranks
 
 
 @settings(max_examples=30)
@@ -51,15 +52,39 @@ def tensors(rank):
 
 
 def test_each_part_has_one_main_replica_after_the_distribution() -> None:
-    ranks = saving_ranks([tensors(0), tensors(1)])
-    changed = [with_saving_ranks(state(rank), ranks, rank) for rank in (0, 1)]
+    found = distribution_of([tensors(0), tensors(1)])
+    changed = [state(rank) for rank in (0, 1)]
+    for rank, one in enumerate(changed):
+        set_saving_ranks(one, found, rank)
     mains = [{leaf.key for leaf in nested_values(one) if leaf.replica_id == 0} for one in changed]
     assert mains == [{"a", "f", "rng"}, {"b", "f"}]
     assert {leaf.key for leaf in nested_values(changed[0]) if leaf.replica_id == (1, 0)} == {"e"}, "of another group"
-    assert all(leaf.replica_id in {(0, 1), (1, 1), 0} for leaf in tensors(1)), "the state of the caller was changed"
 
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_every_rank_computes_the_same(order) -> None:
     expected = {("a", (0,), ()): 0, ("b", (0,), ()): 1, ("f", (0,), (0, 2)): 0, ("f", (0,), (2, 4)): 1}
-    assert saving_ranks([tensors(0)[::order], tensors(1)[::order]]) == expected
+    found = distribution_of([tensors(0)[::order], tensors(1)[::order]])
+    assert found.main_rank_for_shard == expected
+    assert found.shards_in_this_group == set(expected)
+    assert found.all_ranks_for_shard["e", (0,), ()] == [0, 1]
+
+
+def test_a_load_assigns_parts_of_other_groups_last_and_only_to_ranks_that_store_them() -> None:
+    found = distribution_of([tensors(0), tensors(1)], ignore_groups=True)
+    assert found.main_rank_for_shard["e", (0,), ()] == 0, "both have read 24 bytes: the first of equal ranks"
+    assert list(found.main_rank_for_shard)[-1] == ("e", (0,), ())
+    stored = [{("a", (0,), ())}, {("e", (0,), ()), ("a", (0,), ())}]
+    found = distribution_of([tensors(0), tensors(1)], ignore_groups=True, stored=stored)
+    assert found.main_rank_for_shard == {("a", (0,), ()): 0, ("e", (0,), ()): 1}
+
+
+def test_no_part_is_saved_by_another_rank_if_the_state_has_other_parts_than_the_kept_assignment() -> None:
+    """The real strategies of one rank."""
+    wrapper = FullyParallelSaveStrategyWrapper(NativeSaveStrategy(), do_cache_distribution=True)
+    wrapper.apply_saving_parallelization(state(0))
+    assert wrapper.cached_distribution is not None
+    with pytest.raises(
+        CheckpointingException, match=r"not the same parts as the first that was saved \('e' at \(0,\)\)"
+    ):
+        wrapper.apply_saving_parallelization({"model": state(0)["model"][:2]})
