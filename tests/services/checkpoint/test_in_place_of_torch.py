@@ -1,4 +1,4 @@
-"""What torch's save and load do, keepstep's do in their place, and torch's with keepstep as storage."""
+"""Saves and loads of torch, those of keepstep in their place, and those of torch with keepstep as storage."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import pickle
 from datetime import timedelta
 
 import pytest
@@ -17,6 +18,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from keepstep import checkpoint
 from keepstep.checkpoint import RelayReader, RelayWriter
+from keepstep.checkpoint.torch_errors import join_torch
+from keepstep.state.errors import TransferTimeout, UnsupportedValue
 from tests.support.services.relay_driver import relay
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -115,6 +118,96 @@ def test_a_planner_of_ones_own_changes_what_is_stored(tmp_path):
     dcp.save({"s": "x"}, storage_writer=RelayWriter(tmp_path / "plain"))
     with pytest.raises(CheckpointException, match=r"s is a str, and OwnLoad\.load_bytes expects the bytes"):
         dcp.load(read, storage_reader=RelayReader(tmp_path / "plain"), planner=OwnLoad())
+
+
+def load_with(function, reader, state, place, planner):
+    if function is checkpoint.load:
+        function(state, place, planner=planner)
+    else:
+        function(state, storage_reader=reader(place), planner=planner)
+
+
+@pytest.mark.parametrize("load", [checkpoint.load, dcp.load])
+def test_a_planner_that_does_not_flatten_gets_all_values(tmp_path, load):
+    """torch 2.13 with its own storage puts values that are not tensors into a copy, which it drops."""
+    state = {"w": torch.ones(2), "inner": {"x": torch.ones(3)}, "step": 5}
+    checkpoint.save(state, tmp_path / "c", planner=DefaultSavePlanner(flatten_state_dict=False))
+    into = {"w": torch.zeros(2), "inner": None, "step": 0}
+    load_with(load, RelayReader, into, tmp_path / "c", DefaultLoadPlanner(flatten_state_dict=False))
+    assert (into["w"].tolist(), into["step"], into["inner"]["x"].tolist()) == ([1, 1], 5, [1, 1, 1])
+
+
+@pytest.mark.parametrize(
+    "save", [checkpoint.save, lambda *arguments, **more: checkpoint.async_save(*arguments, **more).result(60)]
+)
+def test_a_planner_a_storage_and_no_place_in_the_place_of_torch(tmp_path, save):
+    class Doubling(DefaultSavePlanner):
+        def resolve_data(self, write_item):
+            return super().resolve_data(write_item) * 2
+
+    class Halving(DefaultLoadPlanner):
+        def commit_tensor(self, read_item, tensor):
+            assert read_item.dest_index.fqn == "w"
+            tensor.div_(2)
+
+    save({"w": torch.ones(3)}, tmp_path / "double", planner=Doubling())
+    into = {"w": torch.zeros(3)}
+    checkpoint.load(into, tmp_path / "double")
+    assert into["w"].tolist() == [2, 2, 2]
+    checkpoint.load(into, tmp_path / "double", planner=Halving())
+    assert into["w"].tolist() == [1, 1, 1]
+
+    save({"w": torch.ones(3)}, storage_writer=dcp.FileSystemWriter(tmp_path / "torch"))
+    dcp.load(into := {"w": torch.zeros(3)}, checkpoint_id=tmp_path / "torch")
+    checkpoint.load(other := {"w": torch.zeros(3)}, storage_reader=dcp.FileSystemReader(tmp_path / "torch"))
+    assert into["w"].tolist() == other["w"].tolist() == [1, 1, 1]
+
+    for call in (lambda: save({"w": 1}), lambda: save({"w": 1}, planner=Doubling()), lambda: checkpoint.load({"w": 1})):
+        with pytest.raises(checkpoint.CheckpointError, match="the checkpoint has no place: pass checkpoint_id, or"):
+            call()
+
+
+def test_errors_are_those_of_torch_too_and_keep_their_class_text_and_fields(tmp_path):
+    checkpoint.save({"a": 1, "b": torch.ones(1)}, tmp_path / "c")
+    with pytest.raises(CheckpointException) as raised:
+        checkpoint.load({"b": torch.zeros(1), "missing": 0}, tmp_path / "c")
+    error = raised.value
+    assert isinstance(error, checkpoint.MissingKeys)
+    assert (error.missing, set(error.available)) == (("missing",), {"a", "b"})
+    assert str(error).startswith("the checkpoint does not have missing; ")
+    assert [(rank, why[0]) for rank, why in error.failures.items()] == [(0, error)]
+    assert type(error).__module__ == "keepstep.state.errors"
+    copied = pickle.loads(pickle.dumps(error))
+    assert type(copied) is checkpoint.MissingKeys
+    assert (str(copied), copied.missing) == (str(error), error.missing)
+
+    calls = {
+        checkpoint.CheckpointNotFound: lambda: checkpoint.load({"a": 1}, tmp_path / "none"),
+        checkpoint.CheckpointError: lambda: checkpoint.save({"a": 1}, tmp_path / "c"),
+        UnsupportedValue: lambda: checkpoint.save({"a": object()}, tmp_path / "d"),
+        checkpoint.CheckpointAborted: lambda: checkpoint.async_save(
+            {"a": 1}, tmp_path / "f", rank=0, world_size=2, timeout=timedelta(seconds=0.1)
+        ).result(60),
+    }
+    for kind, call in calls.items():
+        with pytest.raises(CheckpointException) as raised:
+            call()
+        assert isinstance(raised.value, kind)
+        assert isinstance(raised.value, Exception)
+        assert list(raised.value.failures) == [0]
+
+    join_torch(late := TransferTimeout("not received", torn=True), 3)
+    assert isinstance(late, CheckpointException)
+    assert isinstance(late, TimeoutError)
+    assert (str(late), late.torn, list(late.failures)) == ("not received", True, [3])
+
+
+def test_a_file_in_memory_comes_back_through_a_planner(tmp_path):
+    file = io.BytesIO(b"abc" * 1000)
+    file.seek(3)
+    dcp.save({"file": file}, storage_writer=RelayWriter(tmp_path / "c"))
+    dcp.load(into := {"file": None}, storage_reader=RelayReader(tmp_path / "c"))
+    assert (into["file"].tell(), into["file"].getvalue()) == (3, b"abc" * 1000)
 
 
 def test_a_value_that_cannot_be_stored_is_named_and_nothing_is_pickled(tmp_path):

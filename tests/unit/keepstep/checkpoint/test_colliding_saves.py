@@ -6,6 +6,7 @@ import errno
 import os
 from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from keepstep.checkpoint import CheckpointError
 from keepstep.checkpoint.places import rank_files
 from keepstep.checkpoint.places.directory import DirectoryTarget
 from keepstep.checkpoint.places.durable_files import create_whole
+from keepstep.checkpoint.planning import RankLayout
 from keepstep.checkpoint.saving import open_target, pack_of, save_facts
 from keepstep.checkpointing import UnsupportedValue
 from keepstep.connection.deadline import Deadline
@@ -54,6 +56,71 @@ def test_a_save_that_is_late_leaves_the_committed_checkpoint_as_it_is(tmp_path):
     late.fail("too late")
     assert loaded(tmp_path) == [1.0]
     assert {one.name for one in tmp_path.iterdir()} == {"checkpoint.json", "manifest-0", "pack-0"}
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_save_that_overwrites_replaces_the_checkpoint_also_of_more_ranks(tmp_path, world):
+    with ThreadPoolExecutor(4) as pool:
+        for ranks, value in ((4, 1.0), (world, 2.0), (world, 3.0)):
+            state = {"w": torch.full((3000,), value), "more": torch.ones(10)}
+            save = partial(checkpoint.save, state, tmp_path, world_size=ranks, overwrite=True, timeout=TIMEOUT)
+            assert [one.result() for one in [pool.submit(save, rank=rank) for rank in range(ranks)]] == [None] * ranks
+            assert loaded(tmp_path) == [value]
+            kept = {f"{kind}-{rank}" for kind in ("manifest", "pack") for rank in range(ranks)}
+            assert {one.name for one in tmp_path.iterdir()} == {"checkpoint.json"} | kept
+
+
+def test_the_earlier_checkpoint_is_whole_until_the_commit_of_one_that_overwrites_it(tmp_path):
+    checkpoint.save({"w": torch.ones(3000)}, tmp_path)
+    target = open_target(tmp_path, save_facts(0, 1, 0, "durable", overwrite=True), timeout=TIMEOUT)
+    target.begin()
+    target.store(pack_of(local_parts(flatten({"w": torch.full((3000,), 2.0)}))))
+    assert loaded(tmp_path) == [1.0]
+    target.fail("killed")
+    assert loaded(tmp_path) == [1.0]
+    with pytest.raises(UnsupportedValue):
+        checkpoint.save({"w": object()}, tmp_path, overwrite=True)
+    assert loaded(tmp_path) == [1.0]
+    assert {one.name for one in tmp_path.iterdir()} == {"checkpoint.json", "manifest-0", "pack-0"}
+
+
+def test_of_two_saves_that_overwrite_one_checkpoint_the_later_one_is_refused(tmp_path):
+    checkpoint.save({"w": torch.zeros(3000)}, tmp_path)
+    late = open_target(tmp_path, save_facts(0, 1, 0, "durable", overwrite=True), timeout=TIMEOUT)
+    late.begin()
+    checkpoint.save({"w": torch.ones(3000)}, tmp_path, overwrite=True)
+    with pytest.raises(CheckpointError, match="has a committed checkpoint, which is not overwritten"):
+        late.store(pack_of(local_parts(flatten({"w": torch.full((3000,), 2.0)}))))
+    late.fail("too late")
+    assert loaded(tmp_path) == [1.0]
+
+
+def test_a_rank_that_is_lost_after_the_commit_delays_the_others_but_not_for_long(tmp_path, monkeypatch):
+    monkeypatch.setattr(rank_files, "END_SECONDS", 0.2)
+    parts = local_parts(flatten({"w": torch.ones(3000)}))
+    lost = open_target(tmp_path, save_facts(1, 2, 0, "durable"), timeout=TIMEOUT)
+    with ThreadPoolExecutor(1) as pool:
+        saving = pool.submit(checkpoint.save, {"w": torch.ones(3000)}, tmp_path, rank=0, world_size=2, timeout=TIMEOUT)
+        lost.begin()
+        lost.exchange(RankLayout.of(parts, {}).pack())
+        lost.store(pack_of({}))
+        saving.result()
+    assert loaded(tmp_path) == [1.0]
+    assert not (tmp_path / ".saving").exists()
+    lost.commit()
+    moved = tmp_path.rename(tmp_path.with_name("moved"))
+    with pytest.raises(CheckpointError, match="was renamed or deleted before rank 1 saw a commit"):
+        lost.commit()
+    moved.rename(tmp_path)
+
+
+def test_rank_0_that_is_killed_after_the_commit_takes_nothing_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(rank_files, "END_SECONDS", 0.2)
+    monkeypatch.setattr(DirectoryTarget, "_tidy", lambda *_: None)
+    with ThreadPoolExecutor(2) as pool:
+        save = partial(checkpoint.save, {"w": torch.ones(3000)}, tmp_path, world_size=2, timeout=TIMEOUT)
+        assert [one.result() for one in [pool.submit(save, rank=rank) for rank in range(2)]] == [None, None]
+    assert loaded(tmp_path) == [1.0]
 
 
 def test_of_two_saves_that_commit_at_the_same_instant_one_wins_and_the_error_names_it(tmp_path, monkeypatch):

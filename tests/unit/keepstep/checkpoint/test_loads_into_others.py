@@ -31,6 +31,90 @@ def test_a_shorter_list_is_an_error(tmp_path, load, saved):
         load({"layers": [{"w": torch.zeros(1)}]}, tmp_path / "c")
 
 
+def load_what_fits(state, place):
+    checkpoint.load(state, place, strict=False)
+
+
+def load_what_fits_through_torch(state, place):
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load(state, storage_reader=RelayReader(place), planner=planner, no_dist=True)
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex values to real:UserWarning")
+@pytest.mark.parametrize("load", [load_what_fits, load_what_fits_through_torch])
+def test_a_load_that_may_be_partial_takes_what_fits(tmp_path, load):
+    layers = [torch.ones(1), torch.ones(1)]
+    _, optimizer = trained()[:2]
+    saved = {"layers": layers, "z": torch.ones(2, dtype=torch.complex64), "optim": optimizer.state_dict()}
+    checkpoint.save(saved, tmp_path / "c")
+    _, stateless = trained(steps=0)[:2]
+    into = {"layers": [torch.zeros(1)], "z": torch.zeros(2), "new": torch.zeros(1)}
+    into["optim"] = {
+        "state": {0: {"exp_avg": torch.zeros(3, 4)}},
+        "param_groups": stateless.state_dict()["param_groups"],
+    }
+    load(into, tmp_path / "c")
+    assert [into["layers"][0].item(), *into["z"].tolist(), into["new"].item()] == [1, 1, 1, 0]
+    assert into["optim"]["state"][0]["exp_avg"].equal(saved["optim"]["state"][0]["exp_avg"])
+
+
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("has", [[], [0]])
+def test_a_state_of_fewer_parameters_is_an_error(tmp_path, load, has):
+    _, optimizer, _ = trained()
+    checkpoint.save({"optim": optimizer.state_dict()}, tmp_path / "c")
+    into = optimizer.state_dict()
+    into["state"] = {number: into["state"][number] for number in has}
+    absent = "0, 1, 2, 3" if not has else "1, 2, 3"
+    empty = r"|optim\.state is empty here"
+    with pytest.raises(FAILURES, match=rf"optim\.state has no state of parameters {absent} here, but{empty}"):
+        load({"optim": into}, tmp_path / "c")
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_an_optimizer_of_some_of_the_parameters_loads_their_states(tmp_path, load):
+    """As one stage of a pipeline does."""
+    names = {name: torch.full((2,), float(at)) for at, name in enumerate(("first.w", "last.w"))}
+    groups = [{"lr": 0.1, "params": list(names)}]
+    state = {name: {"exp_avg": value} for name, value in names.items()}
+    checkpoint.save({"optim": {"state": state, "param_groups": groups}}, tmp_path / "c")
+    own = {"state": {"last.w": {"exp_avg": torch.zeros(2)}}, "param_groups": [{"lr": 0.0, "params": ["last.w"]}]}
+    load({"optim": own}, tmp_path / "c")
+    assert own["state"]["last.w"]["exp_avg"].tolist() == [1, 1]
+    assert own["param_groups"][0]["lr"] == 0.1
+
+
+def test_a_module_without_memory_is_named(tmp_path):
+    checkpoint.save({"model": nn.Linear(2, 2)}, tmp_path / "c")
+    with pytest.raises(CheckpointError, match=r"model\.weight has no memory \(device meta\): allocate the module"):
+        checkpoint.load({"model": nn.Linear(2, 2, device="meta")}, tmp_path / "c")
+
+
+def test_tensors_without_memory_get_it_also_without_a_process_group_which_torch_needs(tmp_path):
+    checkpoint.save({"list": [torch.ones(2), {"w": torch.ones(3)}]}, tmp_path / "c")
+    into = {"list": [torch.zeros(2, device="meta"), {"w": torch.zeros(3, device="meta")}]}
+    checkpoint.load(into, tmp_path / "c")
+    assert into["list"][1]["w"].tolist() == [1, 1, 1]
+    assert into["list"][0].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_a_dict_with_an_assignment_of_its_own_sees_each_value(tmp_path, load):
+    class Noting(dict):
+        def __setitem__(self, key, value):
+            super().__setitem__(key, value)
+            seen.append(key)
+
+    seen = []
+    into = Noting(plain=torch.zeros(1), inner={"x": 0}, model=nn.Linear(1, 1))
+    inner = into["inner"]
+    checkpoint.save({"plain": torch.ones(1), "inner": {"x": 3}, "model": nn.Linear(1, 1)}, tmp_path / "c")
+    load(into, tmp_path / "c")
+    assert set(seen) == {"plain", "inner"}
+    assert into["inner"] is inner
+    assert inner == {"x": 3}
+
+
 def test_a_longer_list_is_an_error_that_names_the_missing_keys(tmp_path):
     checkpoint.save({"layers": [torch.ones(1)]}, tmp_path / "c")
     with pytest.raises(CheckpointError, match=r"does not have layers\.1"):

@@ -100,6 +100,8 @@ async def test_a_relay_gives_back_what_the_ranks_saved(tmp_path):
         assert same(state, rank_state(1))
         with pytest.raises(CheckpointError, match="is committed already"):
             await asyncio.to_thread(checkpoint.save, {"a": 1}, place, rank=0, world_size=3, timeout=TIMEOUT)
+        with pytest.raises(CheckpointError, match=r"cannot be overwritten: .*keepstep checkpoint rm"):
+            await asyncio.to_thread(checkpoint.save, {"a": 1}, place, overwrite=True, timeout=TIMEOUT)
 
 
 def test_the_whole_state_is_restored_without_a_template(tmp_path):
