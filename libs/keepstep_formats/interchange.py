@@ -24,11 +24,11 @@ from keepstep.state.flattening import Leaf, build, flatten
 from keepstep.state.pack import Unread
 from keepstep.state.pack_layout import describe
 from keepstep_formats.dcp_directory import DcpDirectory
-from keepstep_formats.dcp_metadata import METADATA
 from keepstep_formats.finished_output import check_free
-from keepstep_formats.folders.safetensors_folders import find_safetensors, has_safetensors, read_safetensors_files
+from keepstep_formats.folders.known_folders import format_of, read_items, with_companions
+from keepstep_formats.folders.safetensors_folders import find_safetensors, read_safetensors_files
 from keepstep_formats.foreign_errors import CannotHold, ForeignCheckpointError, RefusedClass
-from keepstep_formats.pickled_items import load_pickled, save_pickled
+from keepstep_formats.pickled_items import load_file, save_pickled
 from keepstep_formats.safetensors_files import SUFFIX, write_safetensors
 from keepstep_mesh.protocol.stored_keys import key_of
 from keepstep_mesh.text import listed
@@ -179,7 +179,7 @@ def import_checkpoint(
     """
     path = Path(source)
     progress = progress or _ignore
-    form = form or _format_to_read(path)
+    form = form or Format(format_of(path))
     skipped: list[str] | None = [] if skip_objects else None
     safetensors = find_safetensors(path) if form is Format.SAFETENSORS else None
     files = path.rglob("*") if path.is_dir() else [path]
@@ -192,10 +192,11 @@ def import_checkpoint(
             assert safetensors is not None
             state, unread = read_safetensors_files(safetensors, report.add)
         case Format.TORCH:
-            state = load_pickled(path, str(path), allow_pickle=allow_pickle)
+            read = read_items if path.is_dir() else load_file
+            state = read(path, allow_pickle=allow_pickle)
         case Format.DCP:
             directory = DcpDirectory(path, skip_objects=skipped, report=report.add)
-            state, unread = directory.state, directory.unread
+            state, unread = with_companions(directory.state, path, skipped), directory.unread
     if not isinstance(state, Mapping):
         raise ForeignCheckpointError(f"{path} has a {type(state).__name__}, expected a dict: save a state_dict()")
     for step_of_path in reversed(part.split(".") if part else []):
@@ -208,8 +209,8 @@ def import_checkpoint(
         for key in [key for key, leaf in leaves.items() if not _can_store(leaf)]:
             skipped.append(key)
             del leaves[key]
-    done = _converted(form, leaves, skipped or [])
     describe({key: leaf.value for key, leaf in leaves.items()})  # raises before anything is written
+    done = _converted(form, leaves, skipped or [])
     if not unread:
         progress("writing", 0, 0)
     save_unread(build(leaves), checkpoint_id, unread, step=step, timeout=timeout, token=token)
@@ -237,14 +238,6 @@ def _format_to_write(path: Path, shard_bytes: int | None) -> Format:
     if path.suffix in (".pt", ".pth", ".bin"):
         return Format.TORCH
     return Format.SAFETENSORS if path.suffix == SUFFIX or shard_bytes is not None else Format.DCP
-
-
-def _format_to_read(path: Path) -> Format:
-    if not path.exists():
-        raise ForeignCheckpointError(f"{path} not found")
-    if path.is_dir():
-        return Format.DCP if (path / METADATA).exists() or not has_safetensors(path) else Format.SAFETENSORS
-    return Format.SAFETENSORS if path.suffix in (SUFFIX, ".json") else Format.TORCH
 
 
 class _Export:

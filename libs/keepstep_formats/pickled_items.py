@@ -38,7 +38,7 @@ VALUES_PER_BYTE = 64
 """More than a file has whose values are not shared many times."""
 _UNREADABLE = (
     *(pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, TypeError),
-    *(KeyError, IndexError, AttributeError, MemoryError),
+    *(KeyError, IndexError, AttributeError, MemoryError, AssertionError, ArithmeticError, struct.error),
 )
 BAD_ZIP = (
     *(zipfile.BadZipFile, EOFError, OSError, RuntimeError, ValueError),
@@ -65,6 +65,16 @@ _STORAGES = {
 _UNSUPPORTED = re.compile(r"\bGLOBAL ([\w.]+)")
 """The class in torch's message about a file in its format before 1.6."""
 _COLOR = re.compile(r"\x1b\[\d*m")
+_ADVICE = " In PyTorch 2.6"
+"""Where a message of torch begins to advise that the file be loaded with ``weights_only=False``."""
+_MAGIC = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
+"""A number at the start of each file in the format before torch 1.6."""
+_ARCHIVES = {
+    "constants.pkl": "a TorchScript archive",
+    "archive_format": "an archive of torch.export",
+    ".npy": "an archive of numpy",
+}
+"""Kinds of zip files that torch.save does not write, by the ends of their names."""
 
 
 def plain_values() -> AbstractContextManager[None]:
@@ -73,6 +83,16 @@ def plain_values() -> AbstractContextManager[None]:
         [*ALLOWED, datetime, date, time, timedelta, timezone, io.BytesIO, Namespace]
     )
     return allowed
+
+
+def load_file(path: Path, *, allow_pickle: bool = False) -> Any:
+    """Return the value in a file of torch.save. See ``load_pickled``."""
+    try:
+        return load_pickled(path, str(path), allow_pickle=allow_pickle)
+    except RefusedClass as error:
+        raise RefusedClass(
+            f"{error}. --allow-pickle runs the code of the file: only for a file of your own."
+        ) from error
 
 
 def load_pickled(data: bytes | Path, what: str, *, allow_pickle: bool = False) -> Any:
@@ -93,6 +113,10 @@ def load_pickled(data: bytes | Path, what: str, *, allow_pickle: bool = False) -
 
     with opened() as file:
         is_zip = check_sums(file, what)
+        file.seek(0)
+        if not is_zip and _MAGIC not in (start := file.read(64)):
+            kind = "a pickle, which is not run" if start[:1] == b"\x80" else "no file of torch.save"
+            raise ForeignCheckpointError(f"{what} cannot be read: it is {kind}: write it with torch.save")
     mapped = isinstance(data, Path) and is_zip
     source: Any = data if mapped else opened()
     try:
@@ -107,9 +131,15 @@ def load_pickled(data: bytes | Path, what: str, *, allow_pickle: bool = False) -
         if names:
             raise RefusedClass(
                 f"{what} has objects of {listed(names, MAX_NAMED)}, which is neither a tensor nor a plain value; "
-                f"nothing was run"
+                f"nothing was run. Load it in a program that knows them (torch.serialization.safe_globals), and save "
+                f"tensors and plain values"
             ) from error
-        reason = _COLOR.sub("", (str(error).splitlines() or [""])[0])[:300]
+        if not is_zip and isinstance(error, AttributeError):
+            raise ForeignCheckpointError(
+                f"{what} cannot be read: it has a dtype or a storage that torch does not read from its format before "
+                f"1.6: save it without _use_new_zipfile_serialization=False"
+            ) from error
+        reason = _COLOR.sub("", (str(error).splitlines() or [""])[0]).partition(_ADVICE)[0][:300]
         raise ForeignCheckpointError(f"{what} cannot be read: {type(error).__name__}: {reason}") from error
     finally:
         if not mapped:
@@ -174,6 +204,7 @@ def check_sums(file: IO[bytes], what: str) -> bool:
             return False
         file.seek(0)
         with zipfile.ZipFile(file) as archive:
+            names = archive.namelist()
             bad = archive.testzip()
     except BAD_ZIP as error:
         raise ForeignCheckpointError(f"{what} is damaged: {error}") from error
@@ -181,6 +212,12 @@ def check_sums(file: IO[bytes], what: str) -> bool:
         raise ForeignCheckpointError(
             f"{what} is damaged: part {bad} differs from its check sum (or was saved with "
             f"torch.serialization.set_crc32_options(False))"
+        )
+    kind = next((kind for end, kind in _ARCHIVES.items() if any(name.endswith(end) for name in names)), "")
+    if kind or not any(name.endswith("/data.pkl") for name in names):
+        kind = kind or "a zip file without data.pkl"
+        raise ForeignCheckpointError(
+            f"{what} is {kind}, and no file of torch.save: save a state_dict() with torch.save"
         )
     return True
 

@@ -1,7 +1,7 @@
 """Checkpoints of Megatron Core are read, and ours by it.
 
-``golden`` has directories that Megatron Core wrote: 0.16.1 on two tensor-parallel ranks, 0.15.3 on two data-parallel
-ranks with flattened ranges. tests/support/checkpoints/library_peer.py makes their state.
+``golden`` has directories that Megatron Core wrote: 0.14.0 and 0.16.1 on two tensor-parallel ranks, 0.15.3 on two
+data-parallel ranks with flattened ranges. tests/support/checkpoints/library_peer.py makes their state.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ VARIABLE = "KEEPSTEP_MEGATRON_PYTHON"
 PEERS = [one for one in os.environ.get(VARIABLE, "").split(os.pathsep) if one]
 SUPPORT = Path(checkpoints.__file__).parent
 PEER = SUPPORT / "library_peer.py"
-STORED = {"megatron-0.16.1-2x1": "1x1", "megatron-0.15.3-1x2f": "1x1f"}
+STORED = {"megatron-0.14.0-2x1": "1x1", "megatron-0.16.1-2x1": "1x1", "megatron-0.15.3-1x2f": "1x1f"}
 
 
 @pytest.fixture(params=STORED)
