@@ -23,6 +23,7 @@ import contextlib
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,6 +66,19 @@ REFUSED = (
 )
 """Arguments of torch's class that keepstep's does not take."""
 IGNORED = ("init_sync", "broadcast_buffers", "forward_sync_buffers", "find_unused_parameters")
+
+
+class _Expects(Enum):
+    """What a ``DistributedDataParallel`` expects, and what happens to the next backward pass.
+
+    A forward pass with gradients leads to ``FORWARD`` or ``REENTRANT``, the end of an averaged backward pass to
+    ``AGAIN``, that of a local one to ``NOTHING``. So does the begin of a forward pass: the pass before may have raised.
+    """
+
+    NOTHING = "the reducer expects no gradients: the pass is local"
+    FORWARD = "the reducer expects the gradients of a forward pass: the pass is averaged"
+    REENTRANT = "the forward pass had a reentrant checkpoint: all buckets are averaged at the end of the pass"
+    AGAIN = "the reducer expects gradients without a forward pass: the pass is averaged in the step of the last one"
 
 
 class DistributedDataParallel(parallel.DistributedDataParallel):
@@ -127,10 +141,9 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self._sparse_hooks: list[Any] = []
         self._averages_at_end = False
         """True from a forward pass through a reentrant checkpoint to the end of its backward pass."""
-        self._armed = self._armed_by_forward = False
-        """Whether the reducer expects gradients; and whether a forward pass came before the present backward pass."""
-        self._armed_in: int | None = None
-        """``Steps.open_number`` of the step, if the reducer does because a pass of this step was averaged before."""
+        self._expects = _Expects.NOTHING
+        self._averaged_in: int | None = None
+        """``Steps.open_number`` of the step of the last averaged pass; None: no step was open."""
         self._queued = False
         """Whether the end of the present pass calls ``_complete`` or ``_reduce_all``."""
         self._local = False
@@ -218,7 +231,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     def no_sync(self) -> Iterator[None]:
         """Keep the gradients of the forward passes in this context local, as in torch."""
         with super().no_sync():
-            if not self._armed_by_forward:
+            if self._expects in (_Expects.NOTHING, _Expects.AGAIN):
                 self._disarm()
             yield
 
@@ -227,9 +240,10 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         if not self.require_forward_param_sync:
             return output
         self._averages_at_end |= forward_pass.reentrant
-        self._armed_by_forward = True
-        if not self._averages_at_end:
-            self._arm()
+        if self._averages_at_end:
+            self._expects = _Expects.REENTRANT
+        else:
+            self._arm(_Expects.FORWARD)
             if not self._left_out:
                 return output
         tensors = [one for one in _find_tensors(output) if one.requires_grad]  # type: ignore[no-untyped-call]
@@ -243,13 +257,17 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             tensor.register_hook(self._pass_began)
         return output
 
-    def _arm(self) -> None:
+    def _arm(self, expects: _Expects) -> None:
         """Let the reducer expect gradients of all parameters."""
-        self._armed = True
+        self._expects = expects
         self.reducer.prepare_for_backward(self._reach)
 
+    @property
+    def _is_armed(self) -> bool:
+        return self._expects in (_Expects.FORWARD, _Expects.AGAIN)
+
     def _disarm(self) -> None:
-        self._armed = self._armed_by_forward = self._queued = False
+        self._expects, self._queued = _Expects.NOTHING, False
         self.reducer._reset_state()  # noqa: SLF001
 
     def _queue(self, end: Callable[[], None]) -> None:
@@ -261,7 +279,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         """At the beginning of a backward pass, outside of all checkpoints."""
         if self._averages_at_end:
             self._queue(self._reduce_all)
-        elif self._armed and not self._queued:
+        elif self._is_armed and not self._queued:
             try:
                 used = [torch._C._will_engine_execute_node(node) for node in self._nodes]  # noqa: SLF001
             except RuntimeError:  # of torch.autograd.grad, which accumulates no gradient
@@ -270,7 +288,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
                 self._mark(number for number, one in enumerate(used) if not one)
 
     def _sparse_gradient_came(self, _parameter: torch.Tensor) -> None:
-        if self._armed:
+        if self._is_armed:
             self._queue(self._complete)
 
     def _mark(self, numbers: Iterable[int]) -> None:
@@ -284,7 +302,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self._last_bucket_started = False
         # A pass without a forward pass of this step is the script's own: a group that joins would not average it.
         step = self._keepstep_manager.steps.open_number
-        self._local = not self._armed_by_forward and (step is None or step != self._armed_in)
+        follows_forward = self._expects in (_Expects.FORWARD, _Expects.REENTRANT)
+        self._local = not follows_forward and (step is None or step != self._averaged_in)
         self._queue(self._complete)
         if not self._local:
             self._synced.start()
@@ -340,8 +359,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self._usage.publish(failed=manager.errored() is not None)
         self._disarm()
         if not self._local:  # for a second pass over the same graph, or of the inner module
-            self._arm()
-            self._armed_in = manager.steps.open_number
+            self._arm(_Expects.AGAIN)
+            self._averaged_in = manager.steps.open_number
 
 
 def _average_bucket(state: DistributedDataParallel, bucket: GradBucket) -> Future[torch.Tensor]:
