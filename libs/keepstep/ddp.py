@@ -69,7 +69,7 @@ IGNORED = ("init_sync", "broadcast_buffers", "forward_sync_buffers", "find_unuse
 
 
 class _Expects(Enum):
-    """What a ``DistributedDataParallel`` expects, and what happens to the next backward pass.
+    """State of a ``DistributedDataParallel`` between two backward passes: the gradients that it expects next.
 
     A forward pass with gradients leads to ``FORWARD`` or ``REENTRANT``, the end of an averaged backward pass to
     ``AGAIN``, that of a local one to ``NOTHING``. So does the begin of a forward pass: the pass before may have raised.

@@ -176,6 +176,11 @@ class Attempt:
         """Number of collectives that were started."""
         return self.present.started
 
+    @property
+    def retries(self) -> int:
+        """Number of retries so far."""
+        return 0 if self._retries is None else self._retries.number
+
     def cancel(self) -> None:
         """End an attempt in which nothing was reduced and nothing failed, without a vote."""
         if self.plan is not None and self.error is None and not self.done and not self.collectives:
@@ -375,8 +380,7 @@ class Attempt:
         self._end(participation)
         if plan is not None:
             self.report_try(plan, committed=committed)
-        retries = 0 if self._retries is None else self._retries.number
-        end = StepEnd(context, self._times, plan, participation[1], self.present.nonfinite, retries)
+        end = StepEnd(context, self._times, plan, participation[1], self.present.nonfinite, self.retries)
         if committed and plan is not None:
             quorum.begin_to_follow(plan)
             end.commit(plan, behind=plan.behind and not quorum.healed, synchronized=self.synchronized)
