@@ -1,1 +1,7 @@
 """Training of a model that exists only once: members hold shards, and other members keep copies of them."""
+
+from __future__ import annotations
+
+from keepstep.one_copy.job import OneCopy, StateLost
+
+__all__ = ["OneCopy", "StateLost"]

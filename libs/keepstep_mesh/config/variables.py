@@ -41,6 +41,7 @@ OF_TRAINERS: Mapping[str, str] = {
     "KEEPSTEP_SPARES": "how many groups of the job stand by; they are part of NUM_REPLICA_GROUPS",
     "KEEPSTEP_NOTICE_SEC": "seconds from SIGTERM in which a spare may take the place of the group; default: it "
     "leaves at once",
+    "KEEPSTEP_DOMAIN": "failure domain of a member of a job with one copy, such as a rack (the name of its host)",
     "KEEPSTEP_NAME_FILE": "file to which the group writes its name; `keepstep run` sets it, to ask for bans",
     "KEEPSTEP_WATCHDOG_TIMEOUT_SEC": "ends the process when a deadline's callback takes longer than these seconds (30)",
 }

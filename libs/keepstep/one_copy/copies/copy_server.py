@@ -1,0 +1,206 @@
+"""Takes copies from the ranks that this process keeps, and serves shards to ranks that take them over."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from keepstep.one_copy.copies.frames import POLL_SECONDS, CopyError, Frames, packed_state
+from keepstep.one_copy.copies.keeper import Keeper
+from keepstep.one_copy.copies.rank_state import Boxes
+from keepstep.one_copy.core.holding import State
+from keepstep.transfer.direct.sending.http_server import listen
+from keepstep_mesh.config.logging import get_logger
+from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.net.fork_safety import claim
+from keepstep_mesh.security.tokens import ClientToken
+from keepstep_mesh.threads.starting import Thread
+
+log = get_logger("keepstep.one_copy")
+
+HELLO_SECONDS = 10.0
+Cuts = dict[str, list[list[int]]]
+"""For a parameter by name: first index and number of elements in each dimension of the shard, to read a part of it."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """The shard of this process, which does not change while it is served."""
+
+    world: int
+    """Number of its world."""
+    rank: int
+    state: State
+    slices: int
+    slice_of: Callable[[int], dict[str, Any]]
+    """Returns the state of a slice by its number."""
+    end: dict[str, Any]
+    """Options, buffers and random state."""
+    shared: dict[str, Any]
+    """State that all ranks have in common."""
+    boxes: Boxes
+
+
+class CopyServer:
+    """Listens on a port of its own, with a thread for each connection.
+
+    Args:
+        host: address to listen on.
+        token: of the job.
+        keeper: of the copies.
+        timeout: longest time without progress of a peer, and longest wait of a reader for a shard; seconds.
+    """
+
+    def __init__(self, host: str, token: ClientToken, keeper: Keeper, timeout: float) -> None:
+        self._token = token
+        self._keeper = keeper
+        self._timeout = timeout
+        self._changed = threading.Condition()
+        self._served: Served | None = None
+        self._closed = False
+        self._open: set[Frames] = set()
+        self._listener = listen(host)
+        self._listener.settimeout(POLL_SECONDS)
+        self.address = f"{f'[{host}]' if ':' in host else host}:{self._listener.getsockname()[1]}"
+        """``host:port`` that peers connect to."""
+        self._threads: list[Thread] = []
+        self._thread = Thread(target=self._accept, name="keepstep-copies", daemon=True)
+        self._thread.start()
+
+    def serve(self, served: Served | None) -> None:
+        """Serve this shard from now on; None: wait for one."""
+        with self._changed:
+            self._served = served
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End all connections and threads."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._listener.close()
+        for frames in list(self._open):
+            frames.close()
+        self._thread.join_or_end_process()
+        for thread in self._threads:
+            thread.join_or_end_process()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                connection, _ = self._listener.accept()
+            except TimeoutError:
+                continue
+            except OSError:
+                return
+            claim(connection)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            frames = Frames(connection, lambda: "this process ends" if self._closed else "")
+            self._open.add(frames)
+            thread = Thread(target=self._attend, args=(frames,), name="keepstep-copy", daemon=True)
+            self._threads = [*(one for one in self._threads if one.is_alive()), thread]
+            thread.start()
+
+    def _attend(self, frames: Frames) -> None:
+        try:
+            header, _ = frames.receive(HELLO_SECONDS)
+            if not self._token.accepts_peer(str(header.get("authorization", ""))):
+                frames.send({"kind": "refused", "reason": "wrong token"}, limit=HELLO_SECONDS)
+                return
+            header, _ = frames.receive(HELLO_SECONDS)
+            match header.get("kind"):
+                case "own":
+                    self._keep(frames, header)
+                case "read":
+                    self._send_shard(frames, header)
+                case other:
+                    raise CopyError(f"unknown request {other!r}")
+        except (KeepstepError, KeyError, TypeError, ValueError) as error:
+            if not self._closed:
+                log.info("connection of copies ended", reason=str(error))
+            with contextlib.suppress(CopyError):
+                frames.send({"kind": "refused", "reason": f"{error}"}, limit=1.0)
+        finally:
+            self._open.discard(frames)
+            frames.close()
+
+    # ---- copies that this process keeps
+
+    def _keep(self, frames: Frames, header: dict[str, Any]) -> None:
+        world, rank = int(header["world"]), int(header["rank"])
+        self._keeper.begin(
+            *(world, rank, int(header["slices"]), int(header["need"])),
+            whole=bool(header["whole"]),
+            fill=bool(header["fill"]),
+            boxes=header["boxes"],
+        )
+        frames.send({"kind": "begun"}, limit=self._timeout)
+        while True:
+            header, pack = frames.receive(float("inf"))
+            state = State(header["step"], header["lineage"])
+            if header["part"] == "commit":
+                self._keeper.commit(world, rank, state)
+                continue
+            self._keeper.take(world, rank, header, pack)
+            if header["part"] == "end":
+                frames.send({"kind": "kept", "step": state.step, "lineage": state.lineage}, limit=self._timeout)
+
+    # ---- shards
+
+    def _send_shard(self, frames: Frames, header: dict[str, Any]) -> None:
+        world, rank, state = int(header["world"]), int(header["rank"]), State(header["step"], header["lineage"])
+        cuts: Cuts | None = header.get("cuts")
+        served = self._copied(world, rank, state) if header["copy"] else self._wait_for(world, rank, state)
+        if header.get("boxes"):
+            frames.send({"kind": "boxes", "boxes": served.boxes}, limit=self._timeout)
+            return
+        for number in range(served.slices):
+            part = served.slice_of(number)
+            if cuts is not None:
+                part = {name: _cut(one, cuts[name]) for name, one in part.items() if name in cuts}
+            if part:
+                manifest, pack = packed_state(part)
+                frames.send({"kind": "slice", "manifest": manifest}, pack, limit=self._timeout)
+        manifest, pack = packed_state({"end": served.end, "shared": served.shared})
+        frames.send({"kind": "end", "manifest": manifest}, pack, limit=self._timeout)
+
+    def _copied(self, world: int, rank: int, state: State) -> Served:
+        keeper = self._keeper
+        return Served(
+            *(world, rank, state, keeper.slices_of(world, rank, state)),
+            slice_of=lambda number: keeper.rebuild(world, rank, state, number),
+            end=keeper.end_of(world, rank, state),
+            shared={},
+            boxes=keeper.boxes_of(world, rank),
+        )
+
+    def _wait_for(self, world: int, rank: int, state: State) -> Served:
+        """Wait until this process serves that shard: it may have to go a step forward first."""
+        deadline = time.monotonic() + self._timeout
+        with self._changed:
+            while True:
+                served = self._served
+                if served is not None and (served.world, served.rank, served.state) == (world, rank, state):
+                    return served
+                left = deadline - time.monotonic()
+                if left <= 0 or self._closed:
+                    raise CopyError(f"rank {rank} of world {world} at step {state.step} is not here")
+                self._changed.wait(left)
+
+
+def _cut(one: dict[str, Any], cut: list[list[int]]) -> dict[str, Any]:
+    """Return a part of the state of a parameter: of each tensor that has the shape of the parameter."""
+    shape = one["parameter"].shape
+    index = tuple(slice(first, first + count) for first, count in zip(*cut, strict=True))
+    state = {
+        key: value[index] if isinstance(value, torch.Tensor) and value.shape == shape and shape else value
+        for key, value in one["state"].items()
+    }
+    return {"parameter": one["parameter"][index], "group": one["group"], "state": state}

@@ -1,0 +1,201 @@
+"""The copies that this process keeps of ranks of other members, in main memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from keepstep.one_copy.copies.frames import CopyError, state_of
+from keepstep.one_copy.copies.rank_state import Boxes
+from keepstep.one_copy.copies.replay import replay
+from keepstep.one_copy.core.copy_ledger import CopyLedger
+from keepstep.one_copy.core.holding import Copy, State
+from keepstep_mesh.protocol.manifest import CHUNK_BYTES, chunk_digest, read_envelope
+
+Stored = tuple[bytes, memoryview]
+"""Manifest and pack of a state."""
+
+
+@dataclass
+class KeptRank:
+    """The copy of one rank."""
+
+    ledger: CopyLedger
+    whole: bool
+    """Whether a step brings the state after it, and not gradients: the optimizer cannot be replayed."""
+    boxes: Boxes
+    bases: dict[int, Stored] = field(default_factory=dict)
+    gradients: dict[tuple[int, State], Stored] = field(default_factory=dict)
+    """By slice, and by the state to which they lead."""
+    ends: dict[State, Stored] = field(default_factory=dict)
+    """Options, buffers and random state by the state that they belong to."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        stored = (*self.bases.values(), *self.gradients.values(), *self.ends.values())
+        return sum(pack.nbytes + len(manifest) for manifest, pack in stored)
+
+
+class Keeper:
+    """Keeps copies of several ranks. Safe to use from any thread.
+
+    Args:
+        kind: makes an optimizer of the class of the job.
+        device: on which replayed steps are computed.
+        limit: returns how many more bytes may be kept.
+    """
+
+    def __init__(self, kind: Callable[..., Optimizer], device: torch.device, limit: Callable[[], int]) -> None:
+        self._kind = kind
+        self._device = device
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._ranks: dict[tuple[int, int], KeptRank] = {}
+        self._filling: dict[tuple[int, int], KeptRank] = {}
+        """Copies that are not complete. Those that they replace are kept until then."""
+
+    def begin(self, world: int, rank: int, slices: int, need: int, *, whole: bool, fill: bool, boxes: Boxes) -> None:
+        """Keep copies of a rank from now on.
+
+        Args:
+            world: number of the world.
+            rank: in that world.
+            slices: number of slices of its parameters.
+            need: bytes that the copies will have.
+            whole: see ``KeptRank``.
+            fill: a whole base comes. The copy that is kept of this rank is void when it is complete.
+            boxes: of the shard of the rank.
+
+        Raises:
+            CopyError: no memory is left for it.
+        """
+        with self._lock:
+            if not fill and (world, rank) in self._ranks:
+                return
+        room = self._limit()
+        if need > room:
+            raise CopyError(f"copies of {need / 1e6:.0f} MB do not fit into the {room / 1e6:.0f} MB that are free here")
+        with self._lock:
+            self._filling[world, rank] = KeptRank(CopyLedger(world, rank, slices), whole, boxes)
+
+    def take(self, world: int, rank: int, header: dict[str, Any], pack: memoryview) -> None:
+        """Keep a frame of the owner of a rank.
+
+        Args:
+            world: number of the world.
+            rank: in that world.
+            header: with ``part`` (``base``, ``gradients`` or ``end``), ``slice``, ``step``, ``lineage``, ``manifest``.
+            pack: bytes of the state.
+
+        Raises:
+            CopyError: the bytes are damaged, the copy was not begun, or no memory is left for it.
+        """
+        state, number, manifest = State(header["step"], header["lineage"]), header.get("slice", 0), header["manifest"]
+        verify(manifest, pack)
+        with self._lock:
+            kept = self._filling.get((world, rank)) or self._ranks.get((world, rank))
+            if kept is None:
+                raise CopyError(f"the copy of rank {rank} was not begun")
+            match header["part"]:
+                case "base":
+                    for one in kept.ledger.add_base(number, state):
+                        kept.gradients.pop((number, one), None)
+                    kept.bases[number] = manifest, pack
+                case "gradients":
+                    for one in kept.ledger.add_gradients(number, state):
+                        kept.gradients.pop((number, one), None)
+                    kept.gradients[number, state] = manifest, pack
+                case "end":
+                    for one in kept.ledger.end_step(state):
+                        kept.ends.pop(one, None)
+                    kept.ends[state] = manifest, pack
+                    if kept.ledger.complete and self._filling.pop((world, rank), None) is not None:
+                        self._ranks[world, rank] = kept
+                case other:
+                    raise CopyError(f"unknown part {other!r} of a copy")
+
+    def commit(self, world: int, rank: int, state: State) -> None:
+        """Note that ``state`` was committed. If steps bring whole states, it becomes the base."""
+        with self._lock:
+            kept = self._ranks.get((world, rank))
+            if kept is None or not kept.whole:
+                return
+            for number in range(len(kept.bases)):
+                if (stored := kept.gradients.get((number, state))) is not None:
+                    kept.bases[number] = stored
+                    for one in kept.ledger.add_base(number, state):
+                        kept.gradients.pop((number, one), None)
+
+    def copies(self) -> tuple[Copy, ...]:
+        """Return what can be rebuilt."""
+        with self._lock:
+            return tuple(one.ledger.copy() for one in self._ranks.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all copies."""
+        with self._lock:
+            return sum(one.nbytes for one in (*self._ranks.values(), *self._filling.values()))
+
+    def forget(self, *, but: set[tuple[int, int]]) -> None:
+        """Free all copies but those of these worlds and ranks."""
+        with self._lock:
+            self._ranks = {key: one for key, one in self._ranks.items() if key in but}
+            self._filling = {key: one for key, one in self._filling.items() if key in but}
+
+    def rebuild(self, world: int, rank: int, state: State, number: int) -> dict[str, Any]:
+        """Return a slice of a rank at ``state``.
+
+        Raises:
+            CopyError: it cannot be rebuilt.
+        """
+        with self._lock:
+            kept = self._kept(world, rank, state)
+            _, steps = kept.ledger.steps_to(number, state)
+            base = kept.bases[number]
+            if kept.whole and steps:
+                base, steps = kept.gradients[number, steps[-1]], []
+            log = [(kept.ends[one], kept.gradients[number, one]) for one in steps]
+        entries = ((state_of(*end)["options"], state_of(*gradients)) for end, gradients in log)
+        return replay(self._kind, state_of(*base), entries, self._device)
+
+    def end_of(self, world: int, rank: int, state: State) -> dict[str, Any]:
+        """Return options, buffers and random state of a rank at ``state``. CopyError: they are not kept."""
+        with self._lock:
+            end = self._kept(world, rank, state).ends[state]
+        found: dict[str, Any] = state_of(*end)
+        return found
+
+    def slices_of(self, world: int, rank: int, state: State) -> int:
+        """Return the number of slices of a rank. CopyError: it cannot be rebuilt."""
+        with self._lock:
+            return len(self._kept(world, rank, state).bases)
+
+    def boxes_of(self, world: int, rank: int) -> Boxes:
+        """Return the boxes of the shard of a rank. CopyError: it is not kept."""
+        with self._lock:
+            if (world, rank) not in self._ranks:
+                raise CopyError(f"no copy of rank {rank} of world {world} is kept here")
+            return self._ranks[world, rank].boxes
+
+    def _kept(self, world: int, rank: int, state: State) -> KeptRank:
+        kept = self._ranks.get((world, rank))
+        if kept is None or state not in kept.ledger.states():
+            raise CopyError(f"no copy of rank {rank} of world {world} at step {state.step} is kept here")
+        return kept
+
+
+def verify(manifest: bytes, pack: memoryview) -> None:
+    """Raise CopyError if the bytes of a state do not fit its manifest."""
+    envelope = read_envelope(manifest)
+    if envelope.pack_bytes != pack.nbytes:
+        raise CopyError(f"a copy has {pack.nbytes} bytes instead of {envelope.pack_bytes}")
+    for chunk, digest in enumerate(envelope.chunk_digests):
+        if chunk_digest(pack[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]) != digest:
+            raise CopyError(f"chunk {chunk} of a copy is damaged")

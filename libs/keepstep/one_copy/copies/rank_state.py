@@ -1,0 +1,186 @@
+"""The state of one rank, cut into slices of parameters, and the gradients of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from keepstep.one_copy.core.copy_ledger import cut, slice_count
+from keepstep.state.values.sharding import is_dtensor, sharding_of
+from keepstep_mesh.errors import KeepstepError
+
+Boxes = dict[str, list[list[int]]]
+"""For a parameter by name: the shape of the whole parameter, and the offset and the shape of the shard in it."""
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of a tensor that this rank holds, in the same memory."""
+    found: torch.Tensor = tensor.detach()
+    return found.to_local() if is_dtensor(found) else found
+
+
+class RankState:
+    """The model and the optimizer of one rank.
+
+    Args:
+        model: its parameters may be DTensors or plain tensors.
+        optimizer: of parameters of the model.
+
+    Raises:
+        KeepstepError: the optimizer has a parameter that is not of the model.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.names = [name for name, _ in model.named_parameters()]
+        self.parameters = [one for _, one in model.named_parameters()]
+        known = {id(one): index for index, one in enumerate(self.parameters)}
+        self._group_of: dict[int, int] = {}
+        for number, group in enumerate(optimizer.param_groups):
+            for one in group["params"]:
+                if id(one) not in known:
+                    raise KeepstepError(
+                        f"the optimizer has a parameter of shape {tuple(one.shape)} that is not of the model which "
+                        f"build() returns; return the module that has it"
+                    )
+                self._group_of[known[id(one)]] = number
+        sizes = [self._bytes(index) for index in range(len(self.parameters))]
+        self.nbytes = sum(sizes)
+        """Bytes of the parameters and their optimizer state on this rank; before the first step an estimate."""
+        gradients = sum(_nbytes(self.parameters[index]) for index in self._group_of)
+        self.slices = cut(sizes, slice_count(self.nbytes, gradients))
+        """Indices into ``parameters`` of each slice."""
+
+    def _bytes(self, index: int) -> int:
+        state = self.optimizer.state.get(self.parameters[index], {})
+        kept = sum(_nbytes(one) for one in state.values() if isinstance(one, torch.Tensor))
+        own = _nbytes(self.parameters[index])
+        return own + (kept or (2 * own if index in self._group_of else 0))  # before the first step, as Adam's
+
+    def boxes(self) -> Boxes:
+        """Return the box of each shard in its parameter."""
+        found = {}
+        for name, one in zip(self.names, self.parameters, strict=True):
+            own = list(local(one).shape)
+            if is_dtensor(one):
+                sharding = sharding_of(one)
+                found[name] = [list(sharding.global_shape), list(sharding.global_offset), own]
+            else:
+                found[name] = [own, [0] * len(own), own]
+        return found
+
+    # ---- for the keeper
+
+    def base(self, number: int) -> dict[str, Any]:
+        """Return the state of a slice, in the memory of the model and the optimizer."""
+        return {self.names[index]: self._of_parameter(index) for index in self.slices[number]}
+
+    def _of_parameter(self, index: int) -> dict[str, Any]:
+        parameter = self.parameters[index]
+        state = {
+            key: local(value) if isinstance(value, torch.Tensor) else value
+            for key, value in self.optimizer.state.get(parameter, {}).items()
+        }
+        return {"parameter": local(parameter), "group": self._group_of.get(index), "state": state}
+
+    def gradients(self, number: int) -> dict[str, torch.Tensor]:
+        """Return the gradients of a slice, in their memory; those that are None are left out."""
+        found = {}
+        for index in self.slices[number]:
+            gradient = self.parameters[index].grad
+            if gradient is not None and index in self._group_of:
+                found[self.names[index]] = local(gradient)
+        return found
+
+    def options(self) -> list[dict[str, Any]]:
+        """Return the options of each parameter group, such as the learning rate."""
+        return [
+            {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            for group in self.optimizer.param_groups
+        ]
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Return the buffers of the model, also those that a state dict leaves out."""
+        return {name: local(one) for name, one in self.model.named_buffers()}
+
+    # ---- for a rank that takes a state over
+
+    def load(self, states: Iterable[dict[str, Any]], options: list[dict[str, Any]]) -> None:
+        """Load the state of all parameters.
+
+        Args:
+            states: of slices, as ``base`` returns them; those of this rank's shard, in any cut.
+            options: of the parameter groups.
+
+        Raises:
+            KeepstepError: names, shapes or groups differ from those of this model.
+        """
+        given: dict[str, Any] = {}
+        for state in states:
+            given.update(state)
+        if set(given) != set(self.names) or len(options) != len(self.optimizer.param_groups):
+            odd = sorted(set(given) ^ set(self.names))
+            raise KeepstepError(
+                f"build() returns another model than that of the job: {', '.join(odd[:3]) or 'the parameter groups'} "
+                f"differ; build must return the same model in all processes"
+            )
+        with torch.no_grad():
+            for index, name in enumerate(self.names):
+                self._load(index, given[name])
+        for group, values in zip(self.optimizer.param_groups, options, strict=True):
+            group.update(values)
+
+    def _load(self, index: int, given: dict[str, Any]) -> None:
+        parameter, name = self.parameters[index], self.names[index]
+        own, value = local(parameter), given["parameter"]
+        if own.shape != value.shape or own.dtype != value.dtype or given["group"] != self._group_of.get(index):
+            raise KeepstepError(
+                f"build() returns another model than that of the job: the shard of {name!r} is {tuple(own.shape)} "
+                f"{own.dtype}, and in the job {tuple(value.shape)} {value.dtype}; build must return the same model in "
+                f"all processes"
+            )
+        own.copy_(value)
+        if not given["state"]:
+            self.optimizer.state.pop(parameter, None)
+            return
+        self.optimizer.state[parameter] = {
+            key: self._like(parameter, one) if isinstance(one, torch.Tensor) else one
+            for key, one in given["state"].items()
+        }
+
+    @staticmethod
+    def _like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Return a state tensor on the device of its parameter, and sharded like it."""
+        own = local(parameter)
+        if value.shape != own.shape:  # a counter of steps stays where the optimizer has it
+            return value.clone()
+        moved = value.to(own.device, copy=True)
+        if not is_dtensor(parameter):
+            return moved
+        from torch.distributed.tensor import DTensor  # noqa: PLC0415  loads slowly
+
+        return DTensor.from_local(
+            moved,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+
+    def load_buffers(self, given: dict[str, torch.Tensor]) -> None:
+        """Copy ``given`` into the buffers of the same names."""
+        with torch.no_grad():
+            for name, one in self.model.named_buffers():
+                if name in given:
+                    local(one).copy_(given[name])
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    own = local(tensor)
+    return own.numel() * own.element_size()

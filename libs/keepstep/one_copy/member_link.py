@@ -1,0 +1,184 @@
+"""The place of one rank in its job: its group, the lighthouse, and what they push."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch.distributed import Store
+
+from keepstep.group.compared_layout import ComparedLayout
+from keepstep.group.group_link import LinkSettings, connect_group
+from keepstep.group.group_server import LEAVE_SECONDS
+from keepstep.group.quorum_plan import QuorumPlan
+from keepstep.group.ranks.rank_link import Leaving, RankLink
+from keepstep.runtime.exits import EvictedExit, JobClosedExit, MismatchExit, TerminationFlag, end_process, leave_cause
+from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS, LoopThread
+from keepstep.session.session_events import Push
+from keepstep_mesh.config.logging import get_logger
+from keepstep_mesh.errors import Banned, Drained, JobClosed, KeepstepError, LayoutMismatch
+from keepstep_mesh.protocol.group_messages import RankAsk
+from keepstep_mesh.protocol.messages import Drain, Evicted, Healing, MemberLost, RoundBroken
+
+log = get_logger("keepstep.one_copy")
+
+REMEMBERED = 64
+"""Number of quorums whose loss is kept: it may arrive before the answer of its quorum is handled."""
+
+
+class MemberLink:
+    """Asks for quorums, and hears of losses.
+
+    Args:
+        settings: of the link.
+        arithmetic: settings that all members must share, as text.
+        on_lost: called with a quorum_id and the reason, from another thread, when that quorum has lost a member.
+
+    Raises:
+        TimeoutError, KeepstepError, EvictedExit: as ``Manager``.
+    """
+
+    def __init__(self, settings: LinkSettings, arithmetic: str, on_lost: Callable[[int, str], None]) -> None:
+        self._settings = settings
+        self._on_lost = on_lost
+        self._leaving = ""
+        self._fatal: SystemExit | None = None
+        self._requests = 0
+        self._ended = False
+        self._lost: dict[int, str] = {}
+        self.loop_thread = LoopThread()
+        with contextlib.ExitStack() as closing:
+            closing.callback(self.loop_thread.stop)
+            try:
+                self.link, self._store = self._connect()
+            except Banned as error:
+                raise EvictedExit(str(error)) from error
+            closing.pop_all()
+        self.compared = ComparedLayout(self.loop_thread, self.link, settings.token, arithmetic)
+        self._termination = TerminationFlag(self.request_leave)
+
+    def _connect(self) -> tuple[RankLink, Store | None]:
+        return connect_group(self.loop_thread, self._settings, self._on_group_failed, self._on_push)
+
+    @property
+    def replica_id(self) -> str:
+        """Of this member."""
+        return self.link.replica_id
+
+    @property
+    def fatal(self) -> SystemExit | None:
+        """The exit that the lighthouse has ordered; None: none."""
+        return self._fatal
+
+    def loss_of(self, quorum_id: int) -> str:
+        """Return why a quorum has ended; empty: it has not."""
+        return self._lost.get(quorum_id, "")
+
+    # ---- pushes, on the event-loop thread
+
+    def _on_group_failed(self, reason: str) -> None:
+        if not self._ended and self._settings.world_size > 1:
+            end_process(reason)
+
+    def _on_push(self, push: Push) -> None:
+        match push:
+            case MemberLost():
+                log.warning("member lost", member=push.replica_id, quorum_id=push.quorum_id, reason=push.reason)
+                self._note_loss(push.quorum_id, f"{push.replica_id} is lost: {push.reason}")
+            case RoundBroken():
+                log.warning("round broken", quorum_id=push.quorum_id, reason=push.reason)
+                self._note_loss(push.quorum_id, push.reason)
+            case Drain():
+                self.request_leave(push.reason or "drained")
+            case Evicted():
+                self._fatal = EvictedExit(push.reason)
+                self._note_loss(-1, f"evicted: {push.reason}")
+            case _:
+                pass
+
+    def _note_loss(self, quorum_id: int, reason: str) -> None:
+        self._lost[quorum_id] = reason
+        while len(self._lost) > REMEMBERED:
+            del self._lost[next(iter(self._lost))]
+        self._on_lost(quorum_id, reason)
+
+    def request_leave(self, reason: str) -> None:
+        """Leave at the begin of the next step. From any thread, and from a signal handler."""
+        if not self._leaving and not self._ended:
+            self._leaving = reason
+            self.loop_thread.loop.call_soon_threadsafe(self.link.request_leave, reason)
+
+    # ---- quorums
+
+    def ask(self, ask: RankAsk, timeout: float) -> QuorumPlan:
+        """Return the quorum of the next step.
+
+        Args:
+            ask: number, time limit, layout and leave are filled in here.
+            timeout: seconds.
+
+        Raises:
+            TimeoutError: no quorum formed in time.
+            SystemExit: training ends in this process.
+            KeepstepError: the reason why no quorum forms.
+        """
+        if self._fatal is not None:
+            raise self._fatal
+        if self._leaving and self._settings.world_size == 1:
+            self._leave()
+        self._requests += 1
+        self.compared.read()
+        asked = replace(
+            ask,
+            request=self._requests,
+            timeout_ms=max(1, round(timeout * 1000)),
+            leaving=self._leaving,
+            layout=self.compared.digest,
+            settings=self.compared.settings,
+        )
+        tries = 1 + self._settings.quorum_retries
+        try:
+            return self.loop_thread.call(self.link.ask(asked), 2 * timeout * tries + CALL_MARGIN_SECONDS)
+        except Leaving as error:
+            raise Drained(str(error)) from error
+        except Banned as error:
+            raise EvictedExit(str(error)) from error
+        except JobClosed as error:
+            if error.finished:
+                raise
+            raise JobClosedExit(str(error)) from error
+        except LayoutMismatch as error:
+            difference = ""
+            if error.peer_address:
+                with contextlib.suppress(KeepstepError, OSError, TimeoutError):
+                    difference = f"; {self.compared.difference_from(error.peer_address)[1]}"
+            raise MismatchExit(f"{error}{difference}") from error
+
+    def _leave(self) -> None:
+        self.leave(self._leaving, leave_cause(self._leaving), None)
+        raise Drained(self._leaving)
+
+    def committed(self) -> None:
+        """Note that a step has ended."""
+        self.link.finished_step()
+
+    def recovering(self, progress: Healing) -> None:
+        """Report how far this rank has read its shard."""
+        self.loop_thread.loop.call_soon_threadsafe(self.link.healing, progress)
+
+    def leave(self, reason: str, cause: str, step: int | None) -> None:
+        """Say goodbye to the lighthouse."""
+        goodbye = self.link.leave(reason, LEAVE_SECONDS, cause=cause, step=step)
+        with contextlib.suppress(TimeoutError, KeepstepError, OSError):  # the member leaves without confirmation
+            self.loop_thread.call(goodbye, LEAVE_SECONDS + 1.0)
+
+    def close(self) -> None:
+        """End the link and the thread."""
+        self._ended = True
+        self._termination.restore()
+        with contextlib.suppress(TimeoutError, concurrent.futures.CancelledError):
+            self.loop_thread.call(self.link.close(), CALL_MARGIN_SECONDS)
+        self.loop_thread.stop()
+        self._store = None

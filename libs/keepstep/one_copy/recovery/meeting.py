@@ -1,0 +1,128 @@
+"""The meeting of all ranks of a quorum: they tell each other what they have, and build their process groups there."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import astuple, fields
+from datetime import timedelta
+from typing import Any
+
+import msgpack
+
+from keepstep.group.quorum_plan import QuorumPlan
+from keepstep.one_copy.core.holding import Copy, Holding, State
+from keepstep.one_copy.core.world import Seat, World
+from keepstep.rendezvous.key_value_server import KeyValueServer, Table
+from keepstep.rendezvous.store_client import RendezvousStore
+from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.security.tokens import ClientToken
+
+HOLDINGS, GROUPS = 0, 1
+"""Numbers of the tables of a quorum: for the holdings, and from where those of process groups begin."""
+
+
+class Meeting:
+    """One quorum's place of rendezvous, at the group server of one of its members.
+
+    Args:
+        plan: of the quorum.
+        job: its name.
+        token: of the job.
+        key_values: the server of this process; None: it has none.
+        own_address: of the group server of this member.
+        timeout: of each wait.
+    """
+
+    def __init__(
+        self,
+        plan: QuorumPlan,
+        *,
+        job: str,
+        token: ClientToken,
+        key_values: KeyValueServer | None,
+        own_address: str,
+        timeout: timedelta,
+    ) -> None:
+        self._plan = plan
+        self._job = job
+        self._token = token
+        self._server = key_values if plan.store_address == own_address else None
+        self._timeout = timeout
+        self._lock = threading.Lock()
+        self._stores: list[RendezvousStore] = []
+        self._ended = ""
+
+    def store(self, number: int) -> RendezvousStore:
+        """Return the store with a number, which all ranks share. An ended meeting raises in its waits."""
+        table = Table(self._job, self._plan.epoch, self._plan.quorum_id, number)
+        store = RendezvousStore(
+            self._plan.store_address, table, timeout=self._timeout, token=self._token, server=self._server
+        )
+        with self._lock:
+            self._stores.append(store)
+            if self._ended:
+                store.abort(self._ended)
+        return store
+
+    def exchange(self, mine: Holding, ranks_per_seat: int) -> list[Holding]:
+        """Return the holdings of all ranks: members in the order of the quorum, and their ranks in order.
+
+        Raises:
+            Exception: a member is lost, or does not come in time.
+        """
+        store = self.store(HOLDINGS)
+        store.set(_key(mine.replica_id, mine.group_rank), packed(mine))
+        keys = [_key(one, rank) for one in self._plan.replica_ids for rank in range(ranks_per_seat)]
+        return [unpacked(data) for data in store.multi_get(keys)]
+
+    def end(self, reason: str) -> None:
+        """End all waits. From any thread."""
+        with self._lock:
+            self._ended = reason
+            for store in self._stores:
+                store.abort(reason)
+
+    def close(self) -> None:
+        """Close the connections."""
+        with self._lock:
+            for store in self._stores:
+                store.close()
+
+
+def _key(replica_id: str, group_rank: int) -> str:
+    return f"{replica_id}/{group_rank}"
+
+
+def packed(holding: Holding) -> bytes:
+    """Return a holding as bytes."""
+    data: bytes = msgpack.packb(astuple(holding))
+    return data
+
+
+def unpacked(data: bytes) -> Holding:
+    """Return the holding of another rank. KeepstepError: it runs another keepstep."""
+    try:
+        values = dict(zip((one.name for one in fields(Holding)), msgpack.unpackb(data), strict=True))
+        values["world"], values["rebuilt"] = _world(values["world"]), _world(values["rebuilt"])
+        values["state"] = _state(values["state"])
+        values["copies"] = tuple(
+            Copy(world, rank, tuple(State(*one) for one in states), _state(committed))
+            for world, rank, states, committed in values["copies"]
+        )
+        return Holding(**values)
+    except (ValueError, TypeError, msgpack.exceptions.UnpackException) as error:
+        raise KeepstepError(
+            f"another rank tells what it has in a form that this keepstep does not know ({error}): run the same "
+            f"version in all members"
+        ) from error
+
+
+def _state(value: Any) -> State | None:
+    return None if value is None else State(*value)
+
+
+def _world(value: Any) -> World | None:
+    if value is None:
+        return None
+    number, formed, seats, ranks_per_seat = value
+    return World(number, formed, tuple(Seat(*one) for one in seats), ranks_per_seat)
