@@ -8,12 +8,13 @@ import math
 import pickle
 import re
 import struct
+import threading
 import zipfile
 import zlib
 from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta, timezone
 from functools import lru_cache
@@ -64,6 +65,7 @@ _STORAGES = {
 """Classes that torch.save names for dtypes. Of others, such as float8, it names the dtype."""
 _UNSUPPORTED = re.compile(r"\bGLOBAL ([\w.]+)")
 """The class in torch's message about a file in its format before 1.6."""
+_allowing = threading.RLock()
 _COLOR = re.compile(r"\x1b\[\d*m")
 _ADVICE = " In PyTorch 2.6"
 """Where a message of torch begins to advise that the file be loaded with ``weights_only=False``."""
@@ -77,12 +79,37 @@ _ARCHIVES = {
 """Kinds of zip files that torch.save does not write, by the ends of their names."""
 
 
-def plain_values() -> AbstractContextManager[None]:
-    """Allow numpy arrays, times, bytes in memory, and arguments of a command in ``torch.load(weights_only=True)``."""
-    allowed: AbstractContextManager[None] = torch.serialization.safe_globals(
-        [*ALLOWED, datetime, date, time, timedelta, timezone, io.BytesIO, Namespace]
-    )
-    return allowed
+@contextmanager
+def plain_values(arrays: Sequence[Any] = ALLOWED) -> Iterator[None]:
+    """Allow numpy arrays, times, bytes in memory, and arguments of a command in ``torch.load(weights_only=True)``.
+
+    What the process has allowed itself is allowed too. torch has one list for all threads, and takes any of two entries
+    of one name.
+
+    Args:
+        arrays: stand-ins for names of numpy, which hide what the process has allowed under these names.
+    """
+    names = {name for _, name in arrays}
+    with _allowing:
+        before = torch.serialization.get_safe_globals()
+        kept = [one for one in before if _name_of(one) not in names]
+        own = [*arrays, datetime, date, time, timedelta, timezone, io.BytesIO, Namespace]
+        try:
+            torch.serialization.clear_safe_globals()
+            torch.serialization.add_safe_globals([*kept, *own])
+            yield
+        finally:
+            torch.serialization.clear_safe_globals()
+            torch.serialization.add_safe_globals(before)
+
+
+def _name_of(allowed: Any) -> str:
+    return str(allowed[1]) if isinstance(allowed, tuple) else f"{allowed.__module__}.{allowed.__qualname__}"
+
+
+def _allows_arrays() -> bool:
+    """Return whether the process has allowed functions of numpy, which read arrays that this module does not."""
+    return any(_name_of(one).startswith("numpy.") for one in torch.serialization.get_safe_globals())
 
 
 def load_file(path: Path, *, allow_pickle: bool = False) -> Any:
@@ -118,12 +145,25 @@ def load_pickled(data: bytes | Path, what: str, *, allow_pickle: bool = False) -
             kind = "a pickle, which is not run" if start[:1] == b"\x80" else "no file of torch.save"
             raise ForeignCheckpointError(f"{what} cannot be read: it is {kind}: write it with torch.save")
     mapped = isinstance(data, Path) and is_zip
-    source: Any = data if mapped else opened()
-    try:
-        with plain_values():
-            value = torch.load(source, map_location="cpu", weights_only=not allow_pickle, mmap=mapped or None)
+
+    def loaded(arrays: Sequence[Any]) -> Any:
+        source: Any = data if mapped else opened()
+        try:
+            with plain_values(arrays):
+                value = torch.load(source, map_location="cpu", weights_only=not allow_pickle, mmap=mapped or None)
+        finally:
+            if not mapped:
+                source.close()
         size = data.stat().st_size if isinstance(data, Path) else len(data)
         return value if allow_pickle else with_arrays(value, VALUES_PER_BYTE * size)
+
+    try:
+        try:
+            return loaded(ALLOWED)
+        except _UNREADABLE:
+            if allow_pickle or not _allows_arrays():
+                raise
+            return loaded(())
     except RecursionError as error:
         raise ForeignCheckpointError(f"{what} has a value that is nested too deep, or contains itself") from error
     except _UNREADABLE as error:
@@ -141,9 +181,6 @@ def load_pickled(data: bytes | Path, what: str, *, allow_pickle: bool = False) -
             ) from error
         reason = _COLOR.sub("", (str(error).splitlines() or [""])[0]).partition(_ADVICE)[0][:300]
         raise ForeignCheckpointError(f"{what} cannot be read: {type(error).__name__}: {reason}") from error
-    finally:
-        if not mapped:
-            source.close()
 
 
 def _other_classes(opened: Any) -> list[str]:

@@ -65,9 +65,10 @@ def load_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig:
         with path.open("rb") as file:
             text = file.read(MAX_CONFIG_BYTES + 1)
     except (FileNotFoundError, NotADirectoryError) as error:
+        if not path.parent.is_dir():
+            raise CheckpointingException(f"Checkpoint directory {path.parent} does not exist") from error
         raise CheckpointingException(
-            f"{os.fspath(checkpoint_dir)!r} is not a sharded checkpoint: it has no {CONFIG_FNAME}, which a complete "
-            f"save writes last"
+            f"{path.parent} is not a distributed checkpoint: it has no {CONFIG_FNAME}, which is written last"
         ) from error
     if len(text) > MAX_CONFIG_BYTES:
         raise CheckpointingException(f"invalid {path}: larger than {MAX_CONFIG_BYTES} bytes")

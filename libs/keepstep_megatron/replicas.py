@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -13,10 +13,14 @@ from keepstep.state.local_parts import ObjectPart, TensorPart
 from keepstep_megatron.core import CheckpointingException
 from keepstep_megatron.mapping import ShardedBase, StateDict
 from keepstep_megatron.validation import ShardRow
+from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.protocol.boxes import Box, whole
 from keepstep_mesh.text import listed
 
 MAX_NAMED = 5
+log = get_logger("keepstep.sharded")
+CommonValue: TypeAlias = tuple[Sequence[str], str, bytes]
+"""A value that is not sharded: the keys to it, its type, and its digest, which is empty if it has none."""
 
 
 def digest(value: Any) -> bytes:
@@ -36,9 +40,9 @@ def digests_of(leaves: Iterable[ShardedBase]) -> dict[int, bytes]:
     return {number: digest(leaf.data) for number, leaf in enumerate(leaves)}
 
 
-def common_digests(state: StateDict) -> dict[str, bytes]:
-    """Return the digest of each value of a state without sharded leaves, by its path."""
-    return {".".join(map(str, path)): digest(value) for path, value in _leaves(state, ())}
+def common_values(state: StateDict) -> list[CommonValue]:
+    """Return the place, type and digest of each value of a state without sharded leaves."""
+    return [([repr(key) for key in path], str(type(value)), digest(value)) for path, value in _leaves(state, ())]
 
 
 def _leaves(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -49,13 +53,48 @@ def _leaves(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...]
         yield path, value
 
 
-def different_paths(first: Mapping[str, bytes], other: Mapping[str, bytes]) -> list[str]:
-    """Return the paths that only one state has, or whose values differ."""
-    return sorted(
-        path
-        for path in first.keys() | other.keys()
-        if path not in first or path not in other or (first[path] and other[path] and first[path] != other[path])
+def common_difference(first: Iterable[CommonValue], other: Iterable[CommonValue], rank: int) -> str:
+    """Return how the common values of a rank differ from those of rank 0; empty: not at all."""
+    ours, theirs = ({tuple(path): (kind, digest) for path, kind, digest in one} for one in (first, other))
+    changed = [
+        f"({_shown(path)}, {kind}, {theirs[path][0]})"
+        for path, (kind, found) in ours.items()
+        if path in theirs and found != theirs[path][1] and found and theirs[path][1]
+    ]
+    only_first, only_other = _only(ours, theirs), _only(theirs, ours)
+    if not (changed or only_first or only_other):
+        return ""
+    lists = [f"[{listed(one, MAX_NAMED)}]" for one in (only_first, only_other, changed)]
+    return (
+        f"Rank {rank} common state dict differs from rank 0 common state dict. Keys only on rank 0: {lists[0]}, Keys "
+        f"only on {rank}: {lists[1]}, Mismatched keys: {lists[2]}"
     )
+
+
+def log_common_difference(values: Sequence[Iterable[CommonValue]], rank: int) -> None:
+    """Log how the common values of this rank differ from those of rank 0.
+
+    Args:
+        values: of each rank.
+        rank: this one.
+    """
+    if difference := common_difference(values[0], values[rank], rank):
+        log.warning(difference)
+
+
+def _only(here: Iterable[tuple[str, ...]], there: Iterable[tuple[str, ...]]) -> list[str]:
+    """Return the shortest beginnings of paths that only the first has."""
+    known = {path[:length] for path in there for length in range(len(path) + 1)}
+    found = {
+        next(path[:length] for length in range(len(path) + 1) if path[:length] not in known): None
+        for path in here
+        if path not in known
+    }
+    return [_shown(path) for path in found]
+
+
+def _shown(path: tuple[str, ...]) -> str:
+    return f"({', '.join(path)}{',' if len(path) == 1 else ''})"
 
 
 def check_equal(rows: Sequence[Sequence[ShardRow]], digests: Sequence[Mapping[int, bytes]]) -> None:
@@ -75,3 +114,14 @@ def check_equal(rows: Sequence[Sequence[ShardRow]], digests: Sequence[Mapping[in
                 problems.append(f"{row.key!r} {Box(*row.chunk)} differs between ranks {first} and {rank}")
     if problems:
         raise CheckpointingException(f"replicas differ: {listed(problems, MAX_NAMED)}")
+
+
+def check_equal_common(values: Sequence[Sequence[CommonValue]]) -> None:
+    """Raise ``CheckpointingException`` if the common values of a rank differ from those of rank 0.
+
+    Args:
+        values: of each rank.
+    """
+    for rank, found in enumerate(values):
+        if difference := common_difference(values[0], found, rank):
+            raise CheckpointingException(difference)

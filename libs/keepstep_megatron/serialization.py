@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
+import msgpack
+
 from keepstep_megatron.dict_utils import dict_list_map_inplace, nested_values
-from keepstep_megatron.mapping import ShardedBase, ShardedObject, ShardedStateDict, StateDict
+from keepstep_megatron.mapping import CommonStateDict, ShardedObject, ShardedStateDict, StateDict
+from keepstep_megatron.replicas import common_values, log_common_difference
 from keepstep_megatron.sharded_load import Loaded, load, stored_leaves
 from keepstep_megatron.sharded_save import CONTENT_METADATA_KEY, save
 from keepstep_megatron.stages import Ranks
-from keepstep_megatron.strategies.chosen import get_default_strategy, load_strategies
+from keepstep_megatron.state_parts import parts_to_save
+from keepstep_megatron.strategies.chosen import default_backend, get_default_strategy, load_strategies
 from keepstep_megatron.strategies.interfaces import (
     CheckpointDir,
     LoadCommonStrategy,
@@ -21,9 +25,11 @@ from keepstep_megatron.strategies.interfaces import (
     ShardedMetadata,
     StrategyAction,
 )
-from keepstep_megatron.validation import check_integrity, pack_rows, row_of, unpack_rows
+from keepstep_megatron.validation import check_leaves, determine_global_metadata
+from keepstep_megatron.validation.leaf_checks import GlobalMetadata
 
 __all__ = [
+    "CkptShardedMetadata",
     "Loaded",
     "get_default_load_sharded_strategy",
     "get_default_save_common_strategy",
@@ -37,9 +43,11 @@ __all__ = [
     "load_tensors_metadata",
     "remove_sharded_tensors",
     "save",
+    "save_preprocess",
     "validate_sharding_integrity",
 ]
 
+CkptShardedMetadata = ShardedMetadata
 T = TypeVar("T")
 
 
@@ -176,28 +184,61 @@ def remove_sharded_tensors(checkpoint_dir: CheckpointDir, key_prefix: str) -> No
     load_strategies(checkpoint_dir).sharded.remove_sharded_tensors(checkpoint_dir, key_prefix)
 
 
-def validate_sharding_integrity(sharded_tensors: Iterable[ShardedBase]) -> None:
-    """Check that the main replicas of all ranks have each element of each value exactly once. Every rank calls it.
+def validate_sharding_integrity(
+    global_metadata: GlobalMetadata, common_state_dict: CommonStateDict | None = None
+) -> None:
+    """Check that the main replicas of all ranks have each element of each value exactly once.
 
     Args:
-        sharded_tensors: those of this rank.
+        global_metadata: for each rank, its leaves; see ``determine_global_metadata``.
+        common_state_dict: values without sharding. Those that differ from the ones of rank 0 are logged. Every rank
+            passes them, or none.
 
     Raises:
-        CheckpointingException: they do not; the error, on every rank, names key and chunk.
+        CheckpointingException: the main replicas do not; the error, on every rank, names key and chunk.
     """
-    ranks = Ranks("the sharding was not validated")
-    rows = ranks.stage(lambda: pack_rows(row_of(leaf) for leaf in sharded_tensors))
-    check_integrity([unpack_rows(one) for one in rows])
+    if common_state_dict is not None:
+        ranks = Ranks("the values without sharding were not compared")
+        packed = ranks.stage(lambda: msgpack.packb(common_values(common_state_dict)))
+        log_common_difference([msgpack.unpackb(one) for one in packed], ranks.rank)
+    check_leaves(global_metadata)
 
 
-def get_default_save_sharded_strategy(backend: str = "keepstep", version: int = 1) -> SaveShardedStrategy:
+def save_preprocess(
+    sharded_state_dict: ShardedStateDict,
+    validate_access_integrity: bool = True,
+    preprocess_common_before_consistancy_check: Callable[[CommonStateDict], StateDict] | None = None,
+) -> tuple[ShardedStateDict, CommonStateDict]:
+    """Apply factories, leave local values out, and split the rest, as the first step of a save.
+
+    Args:
+        sharded_state_dict: nested dicts and lists; not changed.
+        validate_access_integrity: see ``save``. Every rank calls it then.
+        preprocess_common_before_consistancy_check: see ``save``.
+
+    Returns:
+        The sharded leaves, and the values without sharding.
+
+    Raises:
+        CheckpointingException: the state is invalid.
+    """
+    parts = parts_to_save(sharded_state_dict)
+    if validate_access_integrity:
+        preprocess = preprocess_common_before_consistancy_check
+        common = preprocess(parts.common) if preprocess is not None else parts.common
+        validate_sharding_integrity(determine_global_metadata(parts.sharded)[1], common)
+    return parts.sharded, parts.common
+
+
+def get_default_save_sharded_strategy(backend: str | None = None, version: int = 1) -> SaveShardedStrategy:
     """Return the registered strategy that saves sharded leaves.
 
     Args:
-        backend: its format.
+        backend: its format. Default: that of saves that name none.
         version: of the format.
     """
-    strategy: SaveShardedStrategy = get_default_strategy(StrategyAction.SAVE_SHARDED, backend, version)
+    chosen = default_backend() if backend is None else (backend, version)
+    strategy: SaveShardedStrategy = get_default_strategy(StrategyAction.SAVE_SHARDED, *chosen)
     return strategy
 
 

@@ -174,16 +174,15 @@ def _with_elements(sharded: ShardedStateDict) -> list[Any]:
 
 
 def _loaded(strategies: LoadStrategies, sharded: ShardedStateDict, checkpoint_dir: CheckpointDir) -> StateDict:
-    """Return the structure of ``sharded`` with loaded values."""
-    leaves: StateDict = {str(number): leaf for number, leaf in enumerate(_with_elements(sharded))}
-    objects: StateDict = {}
+    """Return the structure of ``sharded`` with loaded values. Strategies get it without empty ranges."""
+    rest, _ = extract_matching_values(sharded, lambda leaf: not is_empty_range(leaf))
+    values: dict[int, Any] = {}
     if not strategies.sharded.can_handle_sharded_objects:
-        objects = {number: leaf for number, leaf in leaves.items() if isinstance(leaf, ShardedObject)}
-    tensors = {number: leaf for number, leaf in leaves.items() if number not in objects}
-    found = strategies.sharded.load(tensors, checkpoint_dir)
-    if objects:
-        found = {**found, **strategies.common.load_sharded_objects(objects, checkpoint_dir)}
-    values = {id(leaf): found[number] for number, leaf in leaves.items()}
+        objects, rest = extract_matching_values(rest, lambda leaf: isinstance(leaf, ShardedObject))
+        asked = dict_list_map_outplace(lambda leaf: leaf, objects)  # a strategy may load in place
+        _assign(values, objects, strategies.common.load_sharded_objects(asked, checkpoint_dir) if objects else {})
+    asked = dict_list_map_outplace(lambda leaf: leaf, rest)
+    _assign(values, rest, strategies.sharded.load(asked, checkpoint_dir))
 
     def value(leaf: Any) -> Any:
         if not is_empty_range(leaf):
@@ -192,6 +191,22 @@ def _loaded(strategies: LoadStrategies, sharded: ShardedStateDict, checkpoint_di
 
     state: StateDict = dict_list_map_outplace(value, sharded)
     return state
+
+
+def _assign(values: dict[int, Any], leaves: Any, loaded: Any) -> None:
+    """Note the loaded value of each leaf, by its identity."""
+    for place, leaf in leaves.items() if isinstance(leaves, dict) else enumerate(leaves):
+        try:
+            value = loaded[place]
+        except (KeyError, IndexError, TypeError) as error:
+            raise CheckpointingException(
+                f"the strategy returned no value for {getattr(leaf, 'key', place)!r}: it must return the "
+                f"structure that it was given"
+            ) from error
+        if isinstance(leaf, dict | list):
+            _assign(values, leaf, value)
+        else:
+            values[id(leaf)] = value
 
 
 def _without(factories: Any, requested: Any, left: Any) -> Any:

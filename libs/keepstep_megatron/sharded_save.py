@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgpack
@@ -12,7 +12,14 @@ from keepstep.checkpoint.places.location import InDirectory, parse
 from keepstep_megatron.core import CheckpointingException
 from keepstep_megatron.dict_utils import extract_matching_values, nested_values
 from keepstep_megatron.mapping import CommonStateDict, ShardedObject, ShardedStateDict, StateDict
-from keepstep_megatron.replicas import check_equal, common_digests, different_paths, digests_of
+from keepstep_megatron.replicas import (
+    CommonValue,
+    check_equal,
+    check_equal_common,
+    common_values,
+    digests_of,
+    log_common_difference,
+)
 from keepstep_megatron.stages import TIMEOUT, Ranks
 from keepstep_megatron.state_parts import SavedParts, parts_to_save
 from keepstep_megatron.strategies.async_requests import AsyncRequest
@@ -26,13 +33,8 @@ from keepstep_megatron.strategies.interfaces import (
 from keepstep_megatron.strategies.outcome import naming_outcome
 from keepstep_megatron.strategies.stored_state import common_object
 from keepstep_megatron.validation import check_integrity, pack_rows, row_of, unpack_rows
-from keepstep_mesh.config.logging import get_logger
-from keepstep_mesh.text import listed
 
 CONTENT_METADATA_KEY = "content_metadata"
-MAX_NAMED = 5
-
-log = get_logger("keepstep.sharded")
 
 
 def save(
@@ -57,7 +59,7 @@ def save(
         checkpoint_dir: directory that all ranks see; for keepstep's format also a place at a relay. It has no complete
             checkpoint.
         sharded_strategy: a strategy, or ``(backend, version)`` of a registered one: ``("keepstep", 1)`` or
-            ``("torch_dist", 1)``. Default: keepstep's format.
+            ``("torch_dist", 1)``. Default: keepstep's format; see ``set_default_backend``.
         common_strategy: saves the values without sharding, unless ``sharded_strategy`` does. Default: ``common.pt``.
         validate_access_integrity: check that each element of each value has exactly one main replica, and log values
             without sharding that differ from those of rank 0.
@@ -78,16 +80,16 @@ def save(
     one = _Save(checkpoint_dir, ranks)
 
     def prepare() -> bytes:
-        strategies = one.strategies = save_strategies(sharded_strategy, common_strategy)
+        strategies = one.strategies = save_strategies(checkpoint_dir, sharded_strategy, common_strategy)
         if async_sharded_save and not isinstance(strategies.sharded, AsyncSaveShardedStrategy):
             raise CheckpointingException(
-                f"{strategies.sharded} cannot save in the background: pass async_sharded_save=False"
+                f"Cannot apply async_save to non-async strategy {strategies.sharded}: pass async_sharded_save=False"
             )
         one.prepare(parts_to_save(sharded_state_dict), content_metadata)
         preprocess = preprocess_common_before_consistancy_check
-        common: Mapping[str, bytes] = {}
+        common: Sequence[CommonValue] = ()
         if validate_access_integrity or check_replicas:
-            common = common_digests(preprocess(one.parts.common) if preprocess is not None else one.parts.common)
+            common = common_values(preprocess(one.parts.common) if preprocess is not None else one.parts.common)
         leaves = list(nested_values(one.parts.sharded))
         rows = pack_rows(row_of(leaf) for leaf in leaves)
         place = [os.fsencode(checkpoint_dir), os.fsencode(os.path.realpath(checkpoint_dir))]
@@ -99,9 +101,11 @@ def save(
     rows = [unpack_rows(packed) for _, packed, _, _ in found]
     if validate_access_integrity:
         check_integrity(rows)
+    common = [one for *_, one in found]
     if check_replicas:
         check_equal(rows, [digests for *_, digests, _ in found])
-    _compare_common([common for *_, common in found], ranks.rank, raises=check_replicas)
+        check_equal_common(common)
+    log_common_difference(common, ranks.rank)
     return one.begin(in_background=async_sharded_save)
 
 
@@ -160,8 +164,7 @@ class _Save:
                         f"ShardedObject {leaf.key!r} has the key of the values without sharding: rename it"
                     )
             return {"sharded": self.parts.sharded, "common": whole}
-        if self._ranks.rank == 0:
-            common.save_common(self.parts.common, self._dir)
+        common.save_common(self.parts.common, self._dir)
         if strategy.can_handle_sharded_objects:
             return self.parts.sharded
         objects, tensors = extract_matching_values(self.parts.sharded, lambda leaf: isinstance(leaf, ShardedObject))
@@ -188,13 +191,3 @@ def _check_same_place(places: Sequence[Sequence[bytes]]) -> None:
             raise CheckpointingException(
                 f"rank 0 saves to {first!r}, but rank {rank} to {other!r}: pass the same place on all ranks"
             )
-
-
-def _compare_common(digests: Sequence[Mapping[str, bytes]], rank: int, *, raises: bool) -> None:
-    for other, found in enumerate(digests):
-        if paths := different_paths(digests[0], found):
-            text = f"values without sharding differ between ranks 0 and {other}: {listed(paths, MAX_NAMED)}"
-            if raises:
-                raise CheckpointingException(text)
-            if other == rank:
-                log.warning("rank 0 saves its values without sharding", reason=text)

@@ -5,8 +5,11 @@ The ranks are those of the default process group of torch.distributed. Without o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import cache
+from traceback import extract_tb
+from typing import Any, Self
 
 import msgpack
 import torch
@@ -19,7 +22,35 @@ TIMEOUT = timedelta(minutes=10)
 
 
 class StageFailed(CheckpointingException):
-    """A rank failed, or was lost. Every rank that is alive raises it."""
+    """A rank failed, or was lost. Every rank that is alive raises it.
+
+    Each of them is a ``torch.distributed.checkpoint.CheckpointException`` too, which is what scripts for Megatron Core
+    catch. It has ``failures``: the errors by rank.
+    """
+
+    def __new__(cls, *args: Any) -> Self:
+        """Return an instance of a class that is one of torch's errors too."""
+        made: Self = super().__new__(_also_of_torch(cls), *args)  # type: ignore[arg-type]
+        return made
+
+    def __init__(self, message: str, failures: Mapping[int, BaseException] | None = None) -> None:
+        super().__init__(message)
+        self._failures = {rank: (one, extract_tb(one.__traceback__)) for rank, one in (failures or {}).items()}
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StageFailed, self.args[:1]
+
+
+@cache
+def _also_of_torch(kind: Any) -> Any:
+    from torch.distributed.checkpoint import CheckpointException  # noqa: PLC0415  slow import
+
+    if issubclass(kind, CheckpointException):
+        return kind
+    return type(kind.__name__, (kind, CheckpointException), {"__doc__": kind.__doc__, "__module__": kind.__module__})
 
 
 class Ranks:
@@ -38,7 +69,6 @@ class Ranks:
         self._what = what
         self._deadline = Deadline(timeout.total_seconds(), what)
         self._group = group
-        self._failure = StageFailed if group is None else CheckpointingException  # ranks outside of it do not know
         self._is_group = not alone and dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank(group) if self._is_group else 0
         self.size = dist.get_world_size(group) if self._is_group else 1
@@ -60,18 +90,18 @@ class Ranks:
             problem = error
         try:
             found = self._gather(msgpack.packb([None if problem is None else _described(problem), mine]))
-        except self._failure:
+        except CheckpointingException:
             if problem is None:
                 raise
             found = []
         if problem is not None:
             if not isinstance(problem, Exception):
                 raise problem
-            raise self._failure(f"{self._what}: {_described(problem)}") from problem
+            raise self._failed(f"{self._what}: {_described(problem)}", {self.rank: problem}) from problem
         results = [msgpack.unpackb(one) for one in found]
         for rank, (failure, _) in enumerate(results):
             if failure is not None:
-                raise self._failure(f"{self._what}: rank {rank} failed: {failure}")
+                raise self._failed(f"{self._what}: rank {rank} failed: {failure}", {rank: RuntimeError(failure)})
         return [result for _, result in results]
 
     def gather(self, mine: bytes) -> list[bytes]:
@@ -136,7 +166,12 @@ class Ranks:
             assert work is not None
             work.wait(timedelta(seconds=self._deadline.remaining()))
         except (RuntimeError, TimeoutError) as error:  # torch has no narrower error for a lost rank
-            raise self._failure(f"{self._what}: a rank was lost: {str(error).splitlines()[0]}") from error
+            raise self._failed(f"{self._what}: a rank was lost: {str(error).splitlines()[0]}", {}) from error
+
+    def _failed(self, message: str, failures: Mapping[int, BaseException]) -> CheckpointingException:
+        if self._group is None:
+            return StageFailed(message, failures)
+        return CheckpointingException(message)  # ranks outside of the group do not know
 
 
 def _described(error: BaseException) -> str:

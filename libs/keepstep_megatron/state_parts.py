@@ -53,12 +53,27 @@ def parts_to_save(sharded_state_dict: ShardedStateDict) -> SavedParts:
     _check_places(state)
     _, state = extract_nonpersistent(state)
     sharded, common = extract_sharded_base(state)
-    own_leaves = dict_list_map_outplace(copy, _without_empty_ranges(sharded))  # strategies may change their replicas
+    own_leaves = dict_list_map_outplace(copy, without_empty_ranges(sharded))  # strategies may change their replicas
     return SavedParts(own_leaves, common)
 
 
 def parts_to_load(sharded_state_dict: ShardedStateDict) -> RequestedParts:
     """Apply factories, and split the state. Values without sharding are left out: the checkpoint has its own."""
+    state, nonpersistent, factories = load_preprocess(sharded_state_dict)
+    sharded, _ = extract_sharded_base(state)
+    return RequestedParts(sharded, nonpersistent, factories)
+
+
+def load_preprocess(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, StateDict, ShardedStateDict]:
+    """Apply factories, and take out what no checkpoint has, as the first step of a load.
+
+    Args:
+        sharded_state_dict: nested dicts and lists; not changed.
+
+    Returns:
+        The rest of the state; the values of ``LocalNonpersistentObject``; and the factories without data, in which
+        lists are dicts from positions to values.
+    """
     state = _copied(sharded_state_dict)
     factories, _ = extract_matching_values(
         state, lambda leaf: isinstance(leaf, ShardedTensorFactory), return_lists_as_dicts=True
@@ -67,8 +82,7 @@ def parts_to_load(sharded_state_dict: ShardedStateDict) -> RequestedParts:
     dict_list_map_inplace(lambda factory: factory.without_data(), factories)
     nonpersistent, state = extract_nonpersistent(state)
     dict_list_map_inplace(lambda leaf: leaf.unwrap(), nonpersistent)
-    sharded, _ = extract_sharded_base(state)
-    return RequestedParts(sharded, nonpersistent, factories)
+    return state, nonpersistent, factories
 
 
 def _check_places(state: ShardedStateDict) -> None:
@@ -101,8 +115,8 @@ def _copied(state: ShardedStateDict) -> Any:
     return dict_list_map_outplace(lambda leaf: leaf, state)
 
 
-def _without_empty_ranges(state: ShardedStateDict) -> Any:
-    """Leave out flattened tensors of which this rank has no element."""
+def without_empty_ranges(state: ShardedStateDict) -> Any:
+    """Return a state without flattened tensors of which this rank has no element."""
     _, rest = extract_matching_values(state, is_empty_range)
     return rest
 

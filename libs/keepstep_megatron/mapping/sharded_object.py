@@ -57,6 +57,9 @@ class ShardedObject(ShardedBase):
                     f"{self.global_shape}: expected 0 <= offset < size for each axis"
                 )
 
+    def __str__(self) -> str:
+        return f"{type(self).__name__}(key={self.key!r})"
+
     def without_data(self) -> Self:
         """Return a copy with ``data=None``."""
         return replace(self, data=None)

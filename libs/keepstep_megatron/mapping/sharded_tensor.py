@@ -215,9 +215,10 @@ class ShardedTensor(ShardedBase):
 
         Raises:
             CheckpointingException: a rank offset is invalid.
+            ValueError: ``flattened_range`` is not None.
         """
         if flattened_range is not None:
-            raise CheckpointingException(
+            raise ValueError(
                 f"ShardedTensor {key!r}: from_rank_offsets has flattened_range {flattened_range}: call "
                 f"from_rank_offsets_flat instead"
             )

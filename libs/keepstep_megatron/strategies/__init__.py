@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from keepstep_megatron.strategies.async_requests import AsyncCallsQueue, AsyncRequest
-from keepstep_megatron.strategies.chosen import get_default_strategy, register_default_strategy
+from keepstep_megatron.strategies.chosen import (
+    get_default_strategy,
+    register_default_strategy,
+    set_default_backend,
+)
 from keepstep_megatron.strategies.common_file import CommonFileLoad, CommonFileSave
 from keepstep_megatron.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
@@ -49,4 +53,5 @@ __all__ = [
     "ZarrLoadShardedStrategy",
     "get_default_strategy",
     "register_default_strategy",
+    "set_default_backend",
 ]

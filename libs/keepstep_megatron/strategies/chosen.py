@@ -59,7 +59,7 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
     if found is None:
         known = ", ".join(f"({name!r}, {number})" for one, name, number in _strategies if one is action)
         raise CheckpointingException(
-            f"no strategy to {action.value} with backend ({backend!r}, {version}); registered: {known}"
+            f"Cannot find a default strategy for: ({action.value!r}, {backend!r}, {version}); registered: {known}"
         )
     return found() if callable(found) else found
 
@@ -74,6 +74,28 @@ def register_default_strategy(action: StrategyAction, backend: str, version: int
         strategy: the strategy.
     """
     _strategies[action, backend, version] = strategy
+
+
+_default_save = [(BACKEND, 1)]
+
+
+def set_default_backend(backend: str, version: int = 1) -> None:
+    """Choose the format of saves to a directory that name none.
+
+    Args:
+        backend: ``"keepstep"``, which is the default, or ``"torch_dist"``, which Megatron Core writes.
+        version: of the format.
+
+    Raises:
+        CheckpointingException: no strategy saves it.
+    """
+    get_default_strategy(StrategyAction.SAVE_SHARDED, backend, version)
+    _default_save[0] = (backend, version)
+
+
+def default_backend() -> tuple[str, int]:
+    """Return the format of saves to a directory that name none."""
+    return _default_save[0]
 
 
 @dataclass(frozen=True)
@@ -109,9 +131,12 @@ class LoadStrategies:
         return LoadStrategies(native, native)
 
 
-def save_strategies(sharded: SaveShardedStrategy | tuple[str, int] | None, common: Any) -> SaveStrategies:
+def save_strategies(
+    checkpoint_dir: CheckpointDir, sharded: SaveShardedStrategy | tuple[str, int] | None, common: Any
+) -> SaveStrategies:
     """Return the strategies of a save. Raises ``CheckpointingException`` if one is not registered."""
-    saver: SaveShardedStrategy = _chosen(StrategyAction.SAVE_SHARDED, sharded, (BACKEND, 1), SaveShardedStrategy)
+    default = default_backend() if isinstance(parse(checkpoint_dir), InDirectory) else (BACKEND, 1)
+    saver: SaveShardedStrategy = _chosen(StrategyAction.SAVE_SHARDED, sharded, default, SaveShardedStrategy)
     if saver.can_handle_common_state:
         if common is not None:
             raise CheckpointingException(f"{saver} saves the values without sharding too: leave common_strategy out")
@@ -138,6 +163,25 @@ def load_strategies(
         strategy.check_backend_compatibility(backend)
         strategy.check_version_compatibility(version)
     return LoadStrategies(loader, common_loader)
+
+
+def verify_checkpoint_and_load_strategy(
+    checkpoint_dir: CheckpointDir,
+    sharded_strategy: LoadShardedStrategy | tuple[str, int] | None = None,
+    common_strategy: LoadCommonStrategy | tuple[str, int] | None = None,
+) -> tuple[LoadShardedStrategy, LoadCommonStrategy]:
+    """Return the strategies that load a checkpoint: that of sharded leaves, and that of the other values.
+
+    Args:
+        checkpoint_dir: see ``save``.
+        sharded_strategy: see ``load``.
+        common_strategy: see ``load``.
+
+    Raises:
+        CheckpointingException: the checkpoint does not exist or is not complete, or a strategy cannot load it.
+    """
+    found = load_strategies(checkpoint_dir, sharded_strategy, common_strategy)
+    return found.sharded, found.common
 
 
 def config_of(checkpoint_dir: CheckpointDir) -> CheckpointingConfig:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import os
 import re
@@ -21,7 +20,7 @@ from keepstep_megatron.core import CheckpointingException
 from keepstep_megatron.dict_utils import nested_values
 from keepstep_megatron.mapping import ShardedObject, ShardedStateDict, ShardedTensor, is_main_replica
 from keepstep_megatron.pieces import local_data, pieces_of
-from keepstep_megatron.strategies.common_file import COMMON_STATE_FNAME
+from keepstep_megatron.strategies.common_file import COMMON_STATE_FNAME, pickled
 from keepstep_mesh.protocol.boxes import Box, Sizes
 from keepstep_mesh.threads.starting import ThreadPoolExecutor
 
@@ -59,16 +58,18 @@ class Written:
     where: ByteRange
 
 
-def items_of(sharded_state_dict: ShardedStateDict) -> list[Item]:
-    """Return what this rank writes: its main replicas."""
+def items_of(sharded_state_dict: ShardedStateDict, *, allow_pickle: bool = False) -> list[Item]:
+    """Return what this rank writes: its main replicas.
+
+    Raises:
+        UnsupportedValue: a load without ``allow_pickle`` would refuse an object.
+    """
     found: list[Item] = []
     for leaf in nested_values(sharded_state_dict):
         if not is_main_replica(leaf.replica_id):
             continue
         if isinstance(leaf, ShardedObject):
-            buffer = io.BytesIO()
-            write_pickled([leaf.data], buffer)
-            found.append(Item(leaf.unique_key, buffer.getvalue()))
+            found.append(Item(leaf.unique_key, pickled([leaf.data], leaf.unique_key, allow_pickle=allow_pickle)))
         elif isinstance(leaf, ShardedTensor):
             found += _items_of(leaf)
     return found

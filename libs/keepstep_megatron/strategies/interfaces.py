@@ -42,7 +42,10 @@ class LoadStrategyBase:
         return False
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
-        """Raise ``CheckpointingException`` if it cannot load a checkpoint of that backend. Default: it can."""
+        """Raise ``CheckpointingException`` if it cannot load a checkpoint of that backend. Default: it can.
+
+        Called as ``check_backend_compatibility(backend)``, so that a subclass may name the parameter otherwise.
+        """
 
     def check_version_compatibility(self, loaded_version: int) -> None:
         """Raise ``CheckpointingException`` if it cannot load a checkpoint of that version. Default: it can."""
@@ -81,11 +84,13 @@ class LoadCommonStrategy(LoadStrategyBase, ABC):
     def load_common(self, checkpoint_dir: CheckpointDir) -> StateDict:
         """Return that part."""
 
-    def load_sharded_objects(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: CheckpointDir) -> StateDict:
-        """Return the structure of ``sharded_state_dict``, which has only objects, with loaded values."""
+    def load_sharded_objects(
+        self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: CheckpointDir
+    ) -> StateDict:
+        """Return the structure of ``sharded_objects_state_dict``, which has only objects, with loaded values."""
         raise CheckpointingException(
-            f"{type(self).__name__} loads no ShardedObject from {checkpoint_dir}, but {list(sharded_state_dict)} has "
-            f"some: pass another strategy"
+            f"{type(self).__name__} loads no ShardedObject from {checkpoint_dir}, but "
+            f"{list(sharded_objects_state_dict)} has some: pass another strategy"
         )
 
     def load_sharded_metadata(self, checkpoint_dir: CheckpointDir) -> ShardedMetadata:
@@ -102,13 +107,13 @@ class SaveCommonStrategy(SaveStrategyBase, ABC):
 
     @abstractmethod
     def save_common(self, common_state_dict: StateDict, checkpoint_dir: CheckpointDir) -> None:
-        """Save that part. Called by rank 0 only."""
+        """Save that part, if this is rank 0. Every rank calls it."""
 
-    def save_sharded_objects(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: CheckpointDir) -> None:
-        """Save the main replicas of ``sharded_state_dict``, which has only objects."""
+    def save_sharded_objects(self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: CheckpointDir) -> None:
+        """Save the main replicas of ``sharded_objects_state_dict``, which has only objects."""
         raise CheckpointingException(
-            f"{type(self).__name__} saves no ShardedObject to {checkpoint_dir}, but {list(sharded_state_dict)} has "
-            f"some: pass another strategy"
+            f"{type(self).__name__} saves no ShardedObject to {checkpoint_dir}, but {list(sharded_objects_state_dict)} "
+            f"has some: pass another strategy"
         )
 
 

@@ -11,10 +11,9 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
@@ -24,7 +23,7 @@ import torch
 
 from keepstep_formats.foreign_errors import ForeignCheckpointError
 from keepstep_formats.pickled_items import load_pickled
-from keepstep_megatron.mapping import ShardedObject
+from keepstep_megatron.strategies.common_file import object_files
 from keepstep_megatron.strategies.directory_loading import DirectoryLoadStrategy, read_all
 from keepstep_megatron.strategies.stored_state import Destination, StoredState, StoredTensorFacts
 from keepstep_mesh.protocol.boxes import Box, Sizes
@@ -49,7 +48,6 @@ DTYPES = {
     "<V2": torch.bfloat16,
     "|V2": torch.bfloat16,
 }
-_OBJECT = re.compile(r"shard_[\d.]+_[\d.]+\.pt")
 PLAIN = {"zarr_format": 2, "compressor": None, "filters": None, "order": "C"}
 """What Megatron Core wrote for every tensor."""
 
@@ -104,13 +102,11 @@ class ZarrState:
         self._directory = directory
         self._allow_pickle = allow_pickle
         self._arrays: dict[str, _Array] = {}
-        self._files: dict[str, list[Path]] = defaultdict(list)
         for folder, folders, files in os.walk(directory):
             key = Path(folder).relative_to(directory).as_posix()
             if ARRAY in files:
                 folders.clear()  # with separator "/", parts are in folders
                 self._arrays[key] = _read_array(Path(folder), key)
-            self._files[key] += [Path(folder, name) for name in files if _OBJECT.fullmatch(name)]
 
     @cached_property
     def tensors(self) -> Mapping[str, StoredTensorFacts]:
@@ -124,19 +120,7 @@ class ZarrState:
 
     @cached_property
     def _objects(self) -> dict[str, Path]:
-        """Files of the objects by unique key.
-
-        Old versions of Megatron Core left the size of the last axis out of the name.
-        """
-        found = {}
-        for key, files in self._files.items():
-            pairs = [(ShardedObject.empty_from_unique_key(f"{key}/{one.stem}"), one) for one in files]
-            last = max((one.global_offset[-1] for one, _ in pairs if one.global_offset), default=0) + 1
-            for one, file in pairs:
-                shape = one.global_shape
-                whole = replace(one, global_shape=(*shape[:-1], last)) if -1 in shape else one
-                found[whole.unique_key] = file
-        return found
+        return object_files(self._directory)
 
     def read(self, destinations: list[Destination]) -> None:
         """See ``StoredState``. Reads each stored part once."""

@@ -37,6 +37,7 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
         cached_metadata: no effect. Megatron Core then keeps its plan for later saves; keepstep plans each one.
         separation_hint: must be None: tensors with a prefix are not separated into files of their own.
         timeout: time limit of a save.
+        allow_pickle: save objects of other classes too, which only a load with ``allow_pickle`` reads.
 
     Raises:
         CheckpointingException: an argument has another value than the one that is possible.
@@ -52,6 +53,7 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
         separation_hint: str | None = None,
         *,
         timeout: timedelta = TIMEOUT,
+        allow_pickle: bool = False,
     ) -> None:
         super().__init__(backend, version)
         if not keep_only_main_replica:
@@ -66,6 +68,7 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
                 f"their own: pass None"
             )
         self.timeout = timeout
+        self._allow_pickle = allow_pickle
         self._thread_count = thread_count
 
     @property
@@ -80,12 +83,18 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
         remove_files(path)
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: CheckpointDir) -> None:
-        """See ``SaveShardedStrategy``."""
-        self._request(items_of(sharded_state_dict), checkpoint_dir).execute_sync()
+        """See ``SaveShardedStrategy``. A subclass that has an ``async_save`` of its own saves with it."""
+        if type(self).async_save is not TorchDistSaveShardedStrategy.async_save:
+            super().save(sharded_state_dict, checkpoint_dir)
+        else:
+            self._request(self._items(sharded_state_dict), checkpoint_dir).execute_sync()
 
     def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: CheckpointDir) -> AsyncRequest:
         """See ``AsyncSaveShardedStrategy``."""
-        return self._request([one.copied() for one in items_of(sharded_state_dict)], checkpoint_dir)
+        return self._request([one.copied() for one in self._items(sharded_state_dict)], checkpoint_dir)
+
+    def _items(self, sharded_state_dict: ShardedStateDict) -> list[Item]:
+        return items_of(sharded_state_dict, allow_pickle=self._allow_pickle)
 
     def _request(self, items: list[Item], checkpoint_dir: CheckpointDir) -> AsyncRequest:
         one = _OneSave(directory_of(checkpoint_dir), items, self._thread_count, self.timeout)

@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 from keepstep_megatron.validation.integrity import check_integrity, integrity_problems
+from keepstep_megatron.validation.leaf_checks import (
+    adjust_non_strict_load,
+    check_leaves,
+    determine_global_metadata,
+    maybe_report_missing_and_unexpected_keys,
+    validate_integrity_and_strict_load,
+    validate_sharded_objects_handling,
+)
 from keepstep_megatron.validation.shard_rows import ShardRow, pack_rows, row_of, unpack_rows
 from keepstep_megatron.validation.strict_handling import (
     KeyMismatch,
@@ -15,11 +23,17 @@ __all__ = [
     "KeyMismatch",
     "ShardRow",
     "StrictHandling",
+    "adjust_non_strict_load",
     "check_integrity",
+    "check_leaves",
     "compare_keys",
+    "determine_global_metadata",
     "integrity_problems",
+    "maybe_report_missing_and_unexpected_keys",
     "pack_rows",
     "parse_strict_flag",
     "row_of",
     "unpack_rows",
+    "validate_integrity_and_strict_load",
+    "validate_sharded_objects_handling",
 ]

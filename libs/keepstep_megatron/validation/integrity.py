@@ -48,7 +48,7 @@ def check_integrity(rows_of_ranks: Sequence[Sequence[ShardRow]]) -> None:
     """
     problems = integrity_problems(rows_of_ranks)
     if problems:
-        raise CheckpointingException(f"invalid sharding: {listed(problems, MAX_NAMED, '; ')}")
+        raise CheckpointingException(f"Invalid access pattern: {listed(problems, MAX_NAMED, '; ')}")
 
 
 def integrity_problems(rows_of_ranks: Sequence[Sequence[ShardRow]]) -> list[str]:
@@ -87,7 +87,8 @@ def _coverage_problems(parts: _Parts) -> Iterator[str]:
         return  # no element to store
     for (offset, box), mains in parts.mains.items():
         if problem := _range_problem(math.prod(box), mains):
-            yield f"{_named(parts.row, offset, box)} {problem}"
+            kind = "" if parts.row.dtype else "Duplicate ShardedObject keys: "
+            yield f"{kind}{_named(parts.row, offset, box)} {problem}"
     boxes = [Box(offset, box) for offset, box in parts.mains if math.prod(box)]
     if not parts.row.is_regular and (pair := overlapping(boxes)):
         (first, _), (second, _) = (parts.mains[one.offset, one.shape][0] for one in pair)

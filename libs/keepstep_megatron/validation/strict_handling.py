@@ -7,6 +7,7 @@ them.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from enum import Enum
 
@@ -73,7 +74,7 @@ def parse_strict_flag(strict: str | StrictHandling) -> StrictHandling:
         return StrictHandling(strict)
     except ValueError:
         allowed = ", ".join(one.value for one in StrictHandling)
-        raise ValueError(f"invalid strict flag {strict!r}: expected one of {allowed}") from None
+        raise ValueError(f"Invalid strict flag {strict!r}: expected one of {allowed}") from None
 
 
 @dataclass(frozen=True)
@@ -108,15 +109,16 @@ def compare_keys(
     known, everyone = frozenset(stored), frozenset(requested_by_all)
     unexpected, of_all = frozenset(requested) - known, everyone - known
     missing = known - everyone if strict in _ALL else frozenset[str]()
-    raised = _described(missing, of_all) if strict in _RAISE else ""
-    logged = _described(missing, unexpected) if strict in _LOG else ""
+    raised = described(missing, of_all) if strict in _RAISE else ""
+    logged = described(missing, unexpected) if strict in _LOG else ""
     return KeyMismatch(missing, unexpected, raised, logged)
 
 
-def _described(missing: frozenset[str], unexpected: frozenset[str]) -> str:
+def described(missing: AbstractSet[str], unexpected: AbstractSet[str]) -> str:
+    """Return the keys that only one side has, for an error; empty: none."""
     parts = []
     if unexpected:
-        parts.append(f"keys that the checkpoint does not have: {listed(sorted(unexpected), MAX_NAMED)}")
+        parts.append(f"Unexpected keys, which the checkpoint does not have: {listed(sorted(unexpected), MAX_NAMED)}")
     if missing:
-        parts.append(f"keys of the checkpoint that no rank requests: {listed(sorted(missing), MAX_NAMED)}")
+        parts.append(f"Missing keys, which no rank requests: {listed(sorted(missing), MAX_NAMED)}")
     return "; ".join(parts)

@@ -39,6 +39,7 @@ from keepstep.sharded.strategies import (
     TorchDistLoadShardedStrategy,
     TorchDistSaveShardedStrategy,
 )
+from keepstep.sharded.validation import determine_global_metadata
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # a script, which may start without the tests' folder
 
@@ -87,22 +88,24 @@ def every_rank_refuses_what_one_of_them_has_wrong() -> None:
     uncovered = lambda: save({"w": part("w", torch.ones(4), replica=at)}, folder / "bad", form)  # noqa: E731
     assert "'w': chunk [4:8] has no main replica" in refused(uncovered), refused(uncovered)
     twice = [part("v", torch.ones(4), replicated=True, replica=0)]
-    assert "'v': chunk [0:4] has 2 main replicas, on ranks 0, 1" in refused(lambda: validate_sharding_integrity(twice))
+    everyone = determine_global_metadata({"v": twice})[1]
+    shared = refused(partial(validate_sharding_integrity, everyone))
+    assert "'v': chunk [0:4] has 2 main replicas, on ranks 0, 1" in shared, shared
     for one in FORMATS:
         copies = {"w": part("w", torch.full((4,), float(at)), replicated=True)}
         save(copies, folder / f"copies-{one[0]}", one)
         differing = refused(partial(save, copies, folder / "bad", one, check_replicas=True))
         assert "'w' [0:4] differs between ranks 0 and 1" in differing, differing
         differing = refused(partial(save, {"step": at}, folder / "bad", one, check_replicas=True))
-        assert "values without sharding differ between ranks 0 and 1: step" in differing, differing
+        assert "Mismatched keys: [(('step',), <class 'int'>, <class 'int'>)]" in differing, differing
         local = {"w": part("w", torch.ones(4)), "o": ShardedObject("o", lambda: 0 if at else 1, (2,), (at,))}
         failed = refused(partial(save, local, folder / "bad", one))
         assert "o/shard_" in failed or "local object" in failed, failed
         assert not check_is_distributed_checkpoint(folder / "bad")
         unknown = refused(partial(save, {}, folder / "bad", ("none", 1) if at else one))
-        assert "no strategy to save_sharded with backend ('none', 1)" in unknown, unknown
+        assert "Cannot find a default strategy for: ('save_sharded', 'none', 1)" in unknown, unknown
         invalid: Any = partial(load, {}, folder / f"copies-{one[0]}", strict="none" if at else "raise_all")
-        assert "invalid strict flag 'none'" in refused(invalid)
+        assert "Invalid strict flag 'none'" in refused(invalid)
         elsewhere = partial(save, {}, "http://127.0.0.1:1/v1/none" if at else folder / "bad")
         assert "but rank 1 to 'http://127.0.0.1:1/v1/none'" in refused(elsewhere)
         apart = refused(partial(save, {}, folder / f"apart-{at}", one))

@@ -61,7 +61,7 @@ def test_a_folder_without_a_record_is_no_checkpoint(tmp_path) -> None:
     assert not check_is_distributed_checkpoint(tmp_path)
     assert not check_is_distributed_checkpoint(tmp_path / "absent")
     assert maybe_load_config("") is None
-    with pytest.raises(CheckpointingException, match=r"is not a sharded checkpoint: it has no metadata\.json"):
+    with pytest.raises(CheckpointingException, match=r"is not a distributed checkpoint: it has no metadata"):
         load_config(tmp_path)
 
 

@@ -15,7 +15,7 @@ SIGNATURES = {
         load_sharded_objects(sharded_state_dict, checkpoint_dir)
         load_tensors_metadata(checkpoint_dir, sharded_strategy)
         save(sharded_state_dict, checkpoint_dir, sharded_strategy, common_strategy, validate_access_integrity)
-        validate_sharding_integrity(sharded_tensors)
+        validate_sharding_integrity(global_metadata, common_state_dict)
     """,
     "mapping": """
         LocalNonpersitentObject(obj)

@@ -6,12 +6,15 @@ import argparse
 import json
 import pickle
 import warnings
+from argparse import Namespace
+from functools import partial
 from itertools import pairwise
-from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from numpy._core import multiarray
 
 from keepstep.checkpoint.places.durable_files import write_file
 from keepstep.sharded import (
@@ -30,6 +33,12 @@ from keepstep.sharded import (
     load_sharded_objects,
     load_tensors_metadata,
     save,
+)
+from keepstep.sharded.strategies import (
+    CommonFileLoad,
+    CommonFileSave,
+    TorchDistLoadShardedStrategy,
+    TorchDistSaveShardedStrategy,
 )
 from keepstep_megatron.pieces import boxes_of_range
 from keepstep_mesh.protocol.boxes import whole as whole_box
@@ -148,7 +157,7 @@ def test_keys_of_one_side_are_handled_as_told(tmp_path, form) -> None:
     for strict in ("assume_ok_unexpected", "raise_unexpected", "raise_all"):
         with pytest.raises(CheckpointingException, match=r"does not have:? c\b"):
             asked(strict)
-    with pytest.raises(CheckpointingException, match="that no rank requests: b"):
+    with pytest.raises(CheckpointingException, match="which no rank requests: b"):
         asked("raise_all")
     assert set(asked("ignore_all")) == set(asked("log_all")) == {"a"}
     state, missing, unexpected = asked("return_all")
@@ -192,7 +201,7 @@ def test_a_complete_checkpoint_is_never_overwritten_and_an_incomplete_one_is_nev
             save({"w": whole("w", torch.zeros(4))}, tmp_path / "one", other)
     for name in ("metadata.json", "checkpoint.json"):
         (tmp_path / "one" / name).unlink(missing_ok=True)
-    with pytest.raises(CheckpointingException, match=r"is not a sharded checkpoint: it has no metadata\.json"):
+    with pytest.raises(CheckpointingException, match=r"is not a distributed checkpoint: it has no metadata"):
         load_plain_tensors(tmp_path / "one")
     save({"w": whole("w", torch.zeros(4))}, tmp_path / "one", form)
     assert torch.equal(load_plain_tensors(tmp_path / "one")["w"], torch.zeros(4))
@@ -242,10 +251,49 @@ def test_padding_that_was_not_stored_is_an_error_only_if_it_is_wanted(tmp_path) 
         load_plain_tensors(tmp_path)
 
 
-def test_code_in_a_checkpoint_is_not_run(tmp_path) -> None:
-    save({"w": whole("w", torch.ones(2)), "path": Path("x")}, tmp_path, TORCH_DIST)
-    with pytest.raises(CheckpointingException, match="pathlib"):
+@pytest.mark.parametrize("value", [frozenset({1}), partial(sum, [1])], ids=["frozenset", "partial"])
+@pytest.mark.parametrize("is_object", [True, False], ids=["object", "common"])
+def test_a_value_that_a_load_would_refuse_is_refused_by_the_save(tmp_path, value, is_object) -> None:
+    state = {"v": ShardedObject("v", value, (1,), (0,)) if is_object else value}
+    with pytest.raises(CheckpointingException, match=r"load would refuse what is saved.*add_safe_globals"):
+        save(state, tmp_path, TORCH_DIST)
+    assert not check_is_distributed_checkpoint(tmp_path)
+
+
+def test_code_in_a_checkpoint_is_run_only_if_the_load_allows_it(tmp_path) -> None:
+    state = {"common": partial(sum, [1]), "o": ShardedObject("o", partial(sum, [2]), (1,), (0,))}
+    trusting = TorchDistSaveShardedStrategy(allow_pickle=True), CommonFileSave(allow_pickle=True)
+    save(state, tmp_path, *trusting)
+    with pytest.raises(CheckpointingException, match=r"functools\.partial"):
         load_common_state_dict(tmp_path)
+    request = {"o": ShardedObject("o", None, (1,), (0,))}
+    loaded = load(request, tmp_path, TorchDistLoadShardedStrategy(allow_pickle=True), CommonFileLoad(allow_pickle=True))
+    assert (loaded["common"](), loaded["o"]()) == (1, 2)
+
+
+def test_numpy_values_are_loaded_whatever_the_process_allows_torch(tmp_path) -> None:
+    known = torch.serialization.get_safe_globals()
+    objects = np.array([{"a": 1}, None], dtype=object)
+    named = np.array([(1, 2.5)], dtype=[("a", "i4"), ("b", "f8")])
+    plain = {"array": np.arange(3), "scalar": np.float64(2.5), "state": np.random.RandomState(0).get_state()}
+    allowed = [multiarray._reconstruct, multiarray.scalar, np.ndarray, np.dtype, Namespace]
+    allowed += [type(np.dtype(one)) for one in ("i4", "f8", "O", named.dtype)]
+    try:
+        torch.serialization.add_safe_globals(allowed)
+        save({"o": ShardedObject("o", [objects, named], (1,), (0,)), **plain}, tmp_path, TORCH_DIST)
+        loaded = load({"o": ShardedObject("o", None, (1,), (0,))}, tmp_path)
+        assert set(allowed) <= set(torch.serialization.get_safe_globals()), "a load took back what the process allows"
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(known)
+    assert loaded["o"][0].tolist() == objects.tolist()
+    assert loaded["o"][1] == named
+    assert loaded["array"].tolist() == [0, 1, 2]
+    assert type(loaded["scalar"]) is np.float64
+    assert loaded["scalar"] == 2.5
+    assert np.array_equal(loaded["state"][1], plain["state"][1])
+    with pytest.raises(CheckpointingException, match="numpy"):
+        load({"o": ShardedObject("o", None, (1,), (0,))}, tmp_path)
 
 
 def test_a_value_that_cannot_be_stored_is_named_and_nothing_is_visible(tmp_path) -> None:
@@ -263,7 +311,7 @@ def test_a_damaged_record_is_an_error(tmp_path) -> None:
 
 def test_a_backend_that_is_not_registered_is_named(tmp_path) -> None:
     with pytest.raises(
-        CheckpointingException, match=r"no strategy to save_sharded with backend \('zip', 1\); registered"
+        CheckpointingException, match=r"Cannot find a default strategy for: \('save_sharded', 'zip', 1\); registered"
     ):
         save({}, tmp_path, ("zip", 1))
 

@@ -56,5 +56,5 @@ def test_the_example_of_an_optimizer_shards_its_state() -> None:
 
 
 def test_megatrons_name_of_the_module_of_prefixes_works() -> None:
-    assert sharded.utils is prefixes
+    assert sharded.utils.add_prefix_for_sharding is prefixes.add_prefix_for_sharding
     assert add_prefix_for_sharding is prefixes.add_prefix_for_sharding

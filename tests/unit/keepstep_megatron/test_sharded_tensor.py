@@ -168,7 +168,7 @@ def test_an_axis_is_cut_once() -> None:
 
 
 def test_flat_and_whole_parts_have_a_constructor_each() -> None:
-    with pytest.raises(CheckpointingException, match="call from_rank_offsets_flat instead"):
+    with pytest.raises(ValueError, match="call from_rank_offsets_flat instead"):
         ShardedTensor.from_rank_offsets("w", torch.zeros(2), flattened_range=slice(0, 2))
     with pytest.raises(CheckpointingException, match="pass a slice"):
         ShardedTensor.from_rank_offsets_flat("w", torch.zeros(2), (2,))

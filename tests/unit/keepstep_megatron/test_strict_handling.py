@@ -7,8 +7,8 @@ import pytest
 from keepstep.sharded.validation import StrictHandling, compare_keys, parse_strict_flag
 
 STORED, MINE, ALL = {"a", "b", "c"}, {"a", "x"}, {"a", "b", "x", "y"}
-UNEXPECTED = "keys that the checkpoint does not have: "
-MISSING = "keys of the checkpoint that no rank requests: c"
+UNEXPECTED = "Unexpected keys, which the checkpoint does not have: "
+MISSING = "Missing keys, which no rank requests: c"
 
 
 @pytest.mark.parametrize(
@@ -36,6 +36,6 @@ def test_a_flag_is_parsed_from_its_value() -> None:
         assert parse_strict_flag(one.value) is parse_strict_flag(one) is one
     for invalid in ("strict", None, True):
         with pytest.raises(
-            ValueError, match=f"invalid strict flag {invalid!r}: expected one of assume_ok_unexpected, "
+            ValueError, match=f"Invalid strict flag {invalid!r}: expected one of assume_ok_unexpected, "
         ):
             parse_strict_flag(invalid)

@@ -97,5 +97,5 @@ def test_an_array_that_megatron_did_not_write_is_refused_by_name(directory, chan
 
 
 def test_zarr_is_not_written(tmp_path) -> None:
-    with pytest.raises(CheckpointingException, match=r"no strategy to save_sharded with backend \('zarr', 1\); regist"):
+    with pytest.raises(CheckpointingException, match=r"default strategy for: \('save_sharded', 'zarr', 1\); regist"):
         save({"w": whole("w", torch.ones(2))}, tmp_path, ("zarr", 1))
