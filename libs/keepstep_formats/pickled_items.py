@@ -83,8 +83,8 @@ _ARCHIVES = {
 def plain_values(arrays: Sequence[Any] = ALLOWED) -> Iterator[None]:
     """Allow numpy arrays, times, bytes in memory, and arguments of a command in ``torch.load(weights_only=True)``.
 
-    What the process has allowed itself is allowed too. torch has one list for all threads, and takes any of two entries
-    of one name.
+    Classes that the process allows are allowed too. torch has one list for all threads, and takes any of two entries of
+    one name.
 
     Args:
         arrays: stand-ins for names of numpy, which hide what the process has allowed under these names.

@@ -24,7 +24,7 @@ class _Refused(type):
 
 
 def refusing(module: str, instead: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return the ``__getattr__`` of a module that lacks some names of Megatron Core.
+    """Return the ``__getattr__`` of a module without some names of Megatron Core.
 
     Args:
         module: its name.

@@ -135,7 +135,9 @@ def save_strategies(
     checkpoint_dir: CheckpointDir, sharded: SaveShardedStrategy | tuple[str, int] | None, common: Any
 ) -> SaveStrategies:
     """Return the strategies of a save. Raises ``CheckpointingException`` if one is not registered."""
-    default = default_backend() if isinstance(parse(checkpoint_dir), InDirectory) else (BACKEND, 1)
+    default = default_backend()
+    if default[0] != BACKEND and sharded is None and not isinstance(parse(checkpoint_dir), InDirectory):
+        default = BACKEND, 1
     saver: SaveShardedStrategy = _chosen(StrategyAction.SAVE_SHARDED, sharded, default, SaveShardedStrategy)
     if saver.can_handle_common_state:
         if common is not None:

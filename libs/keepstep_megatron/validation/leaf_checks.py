@@ -116,7 +116,7 @@ def adjust_non_strict_load(
 def maybe_report_missing_and_unexpected_keys(
     missing_keys: AbstractSet[str], unexpected_keys: AbstractSet[str], raise_error: bool = True
 ) -> None:
-    """Report keys that only one side has, if there are any.
+    """Report keys that only one side has.
 
     Args:
         missing_keys: in the checkpoint only.
