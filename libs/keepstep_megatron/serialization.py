@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import msgpack
+import torch.distributed as dist
 
 from keepstep_megatron.dict_utils import dict_list_map_inplace, nested_values
 from keepstep_megatron.mapping import CommonStateDict, ShardedObject, ShardedStateDict, StateDict
@@ -25,12 +26,13 @@ from keepstep_megatron.strategies.interfaces import (
     ShardedMetadata,
     StrategyAction,
 )
-from keepstep_megatron.validation import check_leaves, determine_global_metadata
-from keepstep_megatron.validation.leaf_checks import GlobalMetadata
+from keepstep_megatron.validation import check_leaves, pack_leaves, unpack_leaves
+from keepstep_megatron.validation.leaf_checks import GlobalMetadata, LocalMetadata
 
 __all__ = [
     "CkptShardedMetadata",
     "Loaded",
+    "determine_global_metadata",
     "get_default_load_sharded_strategy",
     "get_default_save_common_strategy",
     "get_default_save_sharded_strategy",
@@ -182,6 +184,26 @@ def remove_sharded_tensors(checkpoint_dir: CheckpointDir, key_prefix: str) -> No
         CheckpointingException: the strategy cannot. Those of keepstep cannot: a complete checkpoint never changes.
     """
     load_strategies(checkpoint_dir).sharded.remove_sharded_tensors(checkpoint_dir, key_prefix)
+
+
+def determine_global_metadata(
+    sharded_state_dict: ShardedStateDict, process_group: dist.ProcessGroup | None = None
+) -> tuple[LocalMetadata, GlobalMetadata]:
+    """Send the sharded leaves of every rank, without data, to all ranks. Every rank calls it.
+
+    Args:
+        sharded_state_dict: nested dicts and lists of sharded leaves.
+        process_group: the ranks. Default: all.
+
+    Returns:
+        The leaves of this rank, and for each rank its leaves.
+
+    Raises:
+        CheckpointingException: a rank failed or was lost.
+    """
+    ranks = Ranks("the leaves of the ranks were not exchanged", group=process_group)
+    found = [unpack_leaves(one) for one in ranks.stage(lambda: pack_leaves(sharded_state_dict))]
+    return found[ranks.rank], found
 
 
 def validate_sharding_integrity(

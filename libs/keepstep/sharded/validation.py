@@ -1,8 +1,11 @@
 """Public: the names of ``keepstep_megatron.validation``."""
 
 from keepstep.sharded.refused import refusing
-from keepstep_megatron.serialization import validate_sharding_integrity  # noqa: F401
-from keepstep_megatron.strategies.chosen import verify_checkpoint_and_load_strategy  # noqa: F401
+from keepstep_megatron.serialization import determine_global_metadata as determine_global_metadata  # noqa: PLC0414
+from keepstep_megatron.serialization import validate_sharding_integrity as validate_sharding_integrity  # noqa: PLC0414
+from keepstep_megatron.strategies.chosen import (
+    verify_checkpoint_and_load_strategy as verify_checkpoint_and_load_strategy,  # noqa: PLC0414
+)
 from keepstep_megatron.validation import *  # noqa: F403
 
 __getattr__ = refusing(

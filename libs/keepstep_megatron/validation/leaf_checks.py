@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import fields
 from typing import Any, TypeAlias
 
-import torch.distributed as dist
+import msgpack
 
+from keepstep.state.values.leaves import TORCH_DTYPE_NAMES, TORCH_DTYPES
 from keepstep_megatron.core import CheckpointingException
 from keepstep_megatron.dict_utils import extract_matching_values, nested_values
 from keepstep_megatron.mapping import ShardedBase, ShardedObject, ShardedStateDict, ShardedTensor
@@ -23,24 +25,44 @@ GlobalMetadata: TypeAlias = list[LocalMetadata]
 log = get_logger("keepstep.sharded")
 
 
-def determine_global_metadata(
-    sharded_state_dict: ShardedStateDict, process_group: dist.ProcessGroup | None = None
-) -> tuple[LocalMetadata, GlobalMetadata]:
-    """Send the sharded leaves of every rank, without data, to all ranks. Every rank calls it.
+def pack_leaves(sharded_state_dict: ShardedStateDict) -> bytes:
+    """Return the sharded leaves of a rank, without data, as bytes.
 
     Args:
         sharded_state_dict: nested dicts and lists of sharded leaves.
-        process_group: the ranks. Default: all.
-
-    Returns:
-        The leaves of this rank, and for each rank its leaves.
     """
-    local: LocalMetadata = [leaf.without_data() for leaf in nested_values(sharded_state_dict)]
-    if not dist.is_available() or not dist.is_initialized():
-        return local, [local]
-    found: list[Any] = [None] * dist.get_world_size(group=process_group)
-    dist.all_gather_object(found, local, group=process_group)
-    return local, found
+    packed: bytes = msgpack.packb([_fields(leaf) for leaf in nested_values(sharded_state_dict)])
+    return packed
+
+
+def _fields(leaf: ShardedBase) -> dict[str, Any]:
+    if not isinstance(leaf, ShardedTensor | ShardedObject):
+        raise CheckpointingException(f"cannot describe {leaf}: expected ShardedTensor or ShardedObject")
+    found = {one.name: getattr(leaf, one.name) for one in fields(leaf) if one.name != "data"}
+    if isinstance(leaf, ShardedTensor):
+        part = leaf.flattened_range
+        found |= {
+            "dtype": TORCH_DTYPE_NAMES[leaf.dtype],
+            "flattened_range": None if part is None else (part.start, part.stop),
+        }
+    return found
+
+
+def unpack_leaves(data: bytes) -> LocalMetadata:
+    """Read the leaves of another rank.
+
+    Args:
+        data: from ``pack_leaves``.
+    """
+    return [_leaf(found) for found in msgpack.unpackb(data, use_list=False)]
+
+
+def _leaf(found: dict[str, Any]) -> ShardedTensor | ShardedObject:
+    if "dtype" not in found:
+        return ShardedObject(data=None, **found)
+    part = found.pop("flattened_range")
+    dtype = TORCH_DTYPES[found.pop("dtype")]
+    return ShardedTensor(data=None, dtype=dtype, flattened_range=None if part is None else slice(*part), **found)
 
 
 def check_leaves(global_metadata: GlobalMetadata) -> None:

@@ -32,7 +32,7 @@ FRAGMENT_LINES = 60
 FRAGMENTS = {
     "keepstep": {
         *("core", "dict_utils", "mapping", "optimizer", "prefixes"),  # public
-        *("serialization", "strategies", "tensor_aware_state_dict", "validation"),  # public
+        *("exchange_utils", "serialization", "state_dict_utils", "tensor_aware_state_dict", "validation"),  # public
         *("quantized", "two_bit", "padding"),  # public
         *("permutation", "retry_rules", "scalars"),  # pure
         *("callback_state", "module_layout"),
