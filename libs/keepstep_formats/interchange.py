@@ -160,7 +160,8 @@ def import_checkpoint(
     """Save a checkpoint of another program as one of keepstep. Runs no code from the files.
 
     Args:
-        source: a file of torch.save, a safetensors file, index or folder, or a directory of DCP.
+        source: a file of torch.save, a safetensors file, index or folder, a directory of DCP, or a folder of
+            torch_checkpointing. docs/interchange.md says what is read.
         checkpoint_id: see ``keepstep.checkpoint.save``. It must be new.
         form: format of the source. Default: found from its files.
         part: key below which the values are stored, such as ``model``.
