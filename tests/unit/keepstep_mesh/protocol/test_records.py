@@ -17,6 +17,11 @@ class Step:
     groups: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class NamedStep(Step):
+    name: str = ""
+
+
 @dataclass
 class NoSlots:
     number: int
@@ -44,6 +49,19 @@ def test_a_made_record_is_one_of_its_class_with_its_defaults_and_frozen() -> Non
         made.number = 4  # type: ignore[misc]
     with pytest.raises(TypeError, match="number"):
         make()  # type: ignore[call-arg]
+
+
+def test_a_made_record_of_a_class_with_a_base_has_the_fields_of_both_and_is_frozen() -> None:
+    made = maker(NamedStep)(3, groups=("a",), name="night")
+    assert made == NamedStep(3, "new", ("a",), "night")
+    assert copier(Step, NamedStep)(made) == Step(3, groups=("a",))
+    for change in (
+        lambda: setattr(made, "number", 4),
+        lambda: setattr(made, "name", ""),
+        lambda: delattr(made, "name"),
+    ):
+        with pytest.raises(FrozenInstanceError):
+            change()
 
 
 @pytest.mark.parametrize("cls", [NoSlots, Checked, Collecting, int])
