@@ -48,6 +48,7 @@ from keepstep.data_parallel.torch_reducer import (
     notice_reentrant_checkpoints,
 )
 from keepstep.data_parallel.trained_parameters import TrainedParameters, left_out
+from keepstep.lifecycle.manager_like import as_manager
 from keepstep_mesh.errors import KeepstepError
 
 if TYPE_CHECKING:
@@ -133,6 +134,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         for name in IGNORED:
             kwargs.pop(name, None)
         kwargs.setdefault("gradient_as_bucket_view", True)
+        manager = as_manager(manager)
         buffers = SyncedBuffers(manager, module, sync=sync_buffers, average=average_buffers, ignore=ignore_buffers)
         self._trained = TrainedParameters(module, getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self._keepstep_manager = manager
@@ -402,6 +404,7 @@ class PureDistributedDataParallel(nn.Module):
         should_quantize: bool = False,
     ) -> None:
         super().__init__()
+        manager = as_manager(manager)
         self._synced = SyncedBuffers(manager, module, sync=sync_buffers, average=average_buffers, ignore=ignore_buffers)
         self._trained = TrainedParameters(module)
         self.module = module

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
+from keepstep.lifecycle.manager_like import as_manager
 from keepstep.manager import Manager
 from keepstep.process_group import ManagedProcessGroup
 from keepstep.state.values.sharding import is_dtensor, sharding_of
@@ -58,6 +59,7 @@ def average_over_groups(model: nn.Module, manager: Manager) -> None:
             f"{len(missed)} parameters are in no sharded module, such as {missed[0]!r}, and their gradients would not "
             "be averaged: call fully_shard on the whole model too, and freeze what its ignored_params name"
         )
+    manager = as_manager(manager)
     if manager.retry_allreduce:
         _check_repeatable(model, sharded)
     hook = all_reduce_hook(manager)

@@ -518,6 +518,9 @@ class Manager:
         this group. Prefer ``committing``: an error or a Ctrl-C between this and the end of the change of the weights
         leaves a step that counts and weights that did not move.
 
+        Another call without a ``start_quorum`` in between begins a step of its own, with the arguments of the last one:
+        nothing is reduced in it, it takes a quorum of its own, and it is discarded if the last one was.
+
         Args:
             timeout: of the vote; default: ``timeout`` of the Manager.
 
@@ -530,6 +533,7 @@ class Manager:
                 with the same error of this group, which is the cause of this one.
         """
         committed = False
+        self._steps.begin_again()
         try:
             with self.committing(timeout) as committed:
                 pass

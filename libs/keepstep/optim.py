@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 
+from keepstep.lifecycle.manager_like import as_manager
 from keepstep_mesh.config.logging import get_logger
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class OptimizerWrapper(Optimizer):
         catch_up_memory: int | None = None,
     ) -> None:
         self.manager = manager
+        self._manager = manager = as_manager(manager)
         self.optim = optim
         self._after_commit = tuple(after_commit)
         if catch_up_memory is not None and catch_up_memory < 1:
@@ -106,7 +108,7 @@ class OptimizerWrapper(Optimizer):
         Args:
             set_to_none: as in ``torch.optim.Optimizer.zero_grad``.
         """
-        self.manager.start_quorum()
+        self._manager.start_quorum()
         self.optim.zero_grad(set_to_none)
 
     def step(  # type: ignore[override]
@@ -137,8 +139,8 @@ class OptimizerWrapper(Optimizer):
             )
         if grad_scaler is not None:
             return self._step_scaled(grad_scaler)
-        with self.manager.committing() as committed:
-            follows = self._follower is not None and self.manager.catching_up
+        with self._manager.committing() as committed:
+            follows = self._follower is not None and self._manager.catching_up
             if committed and not follows:
                 self._step()
         if not committed:
@@ -152,19 +154,19 @@ class OptimizerWrapper(Optimizer):
         return True
 
     def _inner_step_begins(self, *_: object) -> None:
-        if self.manager.steps.rehearsing:
+        if self._manager.steps.rehearsing:
             return
-        if self.manager.steps.open_number is None:
-            self.manager.steps.change_begins()
+        if self._manager.steps.open_number is None:
+            self._manager.steps.change_begins()
         elif type(self.optim).step.__module__.startswith("torch.optim"):
             raise self._too_early()
         # another class may call `step` of this wrapper in its own, as torchtitan's container does
 
     def _inner_step_ended(self, *_: object) -> None:
-        if self.manager.steps.open_number is not None and not self.manager.steps.rehearsing:
-            self.manager.mark_torn()
+        if self._manager.steps.open_number is not None and not self._manager.steps.rehearsing:
+            self._manager.mark_torn()
             raise self._too_early()
-        self.manager.steps.change_ended()
+        self._manager.steps.change_ended()
 
     def _too_early(self) -> RuntimeError:
         name = type(self.optim).__name__
@@ -175,7 +177,7 @@ class OptimizerWrapper(Optimizer):
         )
 
     def _discarded(self) -> None:
-        if self.manager.steps.rehearsing:
+        if self._manager.steps.rehearsing:
             self.optim.step()  # undone at the end of the rehearsal
 
     def _step(self) -> None:
@@ -188,7 +190,7 @@ class OptimizerWrapper(Optimizer):
             raise ValueError(
                 "a GradScaler does not work with catch_up=True, which cannot replay its scales: use bfloat16"
             )
-        if self.manager.refuse_nonfinite:
+        if self._manager.refuse_nonfinite:
             raise ValueError(
                 "a GradScaler needs steps with infinities, to lower its scale, and Manager(refuse_nonfinite=True) "
                 "refuses them: use one of the two"
@@ -201,10 +203,10 @@ class OptimizerWrapper(Optimizer):
             )
         seen = states[id(self)]
         unscaled_by = scaler.get_scale() if seen["stage"] is OptState.UNSCALED else None
-        self.manager.steps.expect_overflow()
+        self._manager.steps.expect_overflow()
         used = overflow = False
         try:
-            with self.manager.committing() as committed:
+            with self._manager.committing() as committed:
                 used = committed and unscaled_by in (None, scaler.get_scale())
                 if used:
                     if unscaled_by is None:
@@ -214,7 +216,7 @@ class OptimizerWrapper(Optimizer):
                         self._step()
                 elif committed:  # the script used the unscaled gradients already, to clip them for example
                     log.info("scale changed by a heal after unscale_; the group heals again", scale=unscaled_by)
-                    self.manager.mark_torn()
+                    self._manager.mark_torn()
         except BaseException:
             if used and seen["found_inf_per_device"]:
                 scaler.update()  # belongs to the step, and the script does not come to it

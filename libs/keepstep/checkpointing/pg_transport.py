@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import NoReturn, TypeVar
 
@@ -16,7 +17,8 @@ import torch
 from torch.distributed.distributed_c10d import Work
 
 from keepstep.checkpointing.transport import CheckpointTransport
-from keepstep.process_group.base import ProcessGroup, ProcessGroupError
+from keepstep.process_group.base import ProcessGroup
+from keepstep.process_group.errors import ProcessGroupError
 from keepstep.state.errors import StateMismatch, TransferError, TransferTimeout
 from keepstep.state.restoring import Destination
 from keepstep.state.staging import StagingArea
@@ -31,8 +33,26 @@ VERSION = 1
 HEAD_LENGTH = 3
 """int64: version, step, bytes of the manifest (``NOT_SENT``, ``NEVER_SENT``: the source cannot send its state)."""
 NOT_SENT, NEVER_SENT = -1, -2
+NO_TIMEOUT = timedelta(0)
+"""Tells a work to use the timeout of its process group."""
 WINDOW = 2
 """Chunks in flight to each joiner: one is verified while the next arrives."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """Time limits of one transfer."""
+
+    message: timedelta
+    """Of each message; 0: that of the process group."""
+    deadline: float | None
+    """Of the whole transfer, on ``time.monotonic``."""
+
+    def of_message(self) -> timedelta:
+        """Return the limit of the next wait."""
+        if self.deadline is None:
+            return self.message
+        return timedelta(seconds=max(0.001, self.deadline - time.monotonic()))
 
 
 class PGTransport(CheckpointTransport[T]):
@@ -43,7 +63,7 @@ class PGTransport(CheckpointTransport[T]):
 
     Args:
         pg: the process group of the Manager.
-        timeout: longest time for one chunk of 8 MiB.
+        timeout: of a transfer whose call passes none: longest time for the first message, and for each chunk of 8 MiB.
         device: device of the tensors that ``pg`` sends: ``torch.device("cpu")`` for Gloo, the device of the rank for
             NCCL.
         state_dict: returns the state to receive into if the caller passes no ``into``. None: receive into new memory.
@@ -60,7 +80,7 @@ class PGTransport(CheckpointTransport[T]):
         if timeout <= timedelta(0):
             raise ValueError(f"timeout must be positive, not {timeout}")
         self._pg = pg
-        self._timeout = timeout.total_seconds()
+        self._timeout = timeout
         self._device = device
         self._state_dict = state_dict
         self._staging = StagingArea(lambda _: None)
@@ -73,40 +93,44 @@ class PGTransport(CheckpointTransport[T]):
         """A constant: a joiner finds the source by its rank."""
         return "process group"
 
-    def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
+    def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta | None = None) -> None:
         """See ``CheckpointTransport``. Returns when all of ``dst_ranks`` have the state.
+
+        Args:
+            timeout: time limit of the whole transfer; 0: none but that of the process group. Default: ``timeout`` of
+                this transport for each chunk.
 
         Raises:
             UnsupportedValue: the state has a value that cannot be stored; the error names its path.
             TransferTimeout: a joiner is too slow.
             TransferError: a joiner is gone.
         """
-        deadline = time.monotonic() + timeout.total_seconds()
+        limits = self._limits(timeout)
         snapshot = self._staging.stage(step, state_dict)
         manifest = snapshot.build_manifest(Origin(step=step))
         parts = [snapshot.pack[start : start + CHUNK_BYTES] for start in range(0, len(snapshot.pack), CHUNK_BYTES)]
         chunks = [torch.frombuffer(part, dtype=torch.uint8) for part in parts]
         packed = torch.frombuffer(bytearray(manifest), dtype=torch.uint8)
-        self._send(dst_ranks, [_head(step, len(manifest)), packed, *chunks], deadline)
+        self._send(dst_ranks, [_head(step, len(manifest)), packed, *chunks], limits)
 
     def refuse_checkpoint(self, dst_ranks: list[int], step: int, reason: str, *, lasting: bool = False) -> None:
         """See ``CheckpointTransport``. The error of a joiner refers to the log of the source."""
         del reason
         if self._pg.errored() is None:  # else no joiner receives
             head = _head(step, NEVER_SENT if lasting else NOT_SENT)
-            self._send(dst_ranks, [head], time.monotonic() + self._timeout)
+            self._send(dst_ranks, [head], self._limits(None))
 
-    def _send(self, dst_ranks: list[int], messages: list[torch.Tensor], deadline: float) -> None:
+    def _send(self, dst_ranks: list[int], messages: list[torch.Tensor], limits: _Limits) -> None:
         pending: deque[tuple[Work, torch.Tensor]] = deque()
         try:
             for message in messages:
                 there = message.to(self._device)
                 while len(pending) > WINDOW * len(dst_ranks):
-                    self._wait(pending.popleft()[0], deadline)
+                    self._wait(pending.popleft()[0], limits)
                 for rank in dst_ranks:
                     pending.append((self._pg.send([there], rank), there))
             for work, _ in pending:
-                self._wait(work, deadline)
+                self._wait(work, limits)
         except (ProcessGroupError, TimeoutError) as error:
             self._fail(f"the state was not sent to all of {dst_ranks}", error)
 
@@ -115,36 +139,37 @@ class PGTransport(CheckpointTransport[T]):
         src_rank: int,
         metadata: str,
         step: int,
-        timeout: timedelta,
+        timeout: timedelta | None = None,
         *,
         into: T | None = None,
         progress: Progress | None = None,
         limit: timedelta | None = None,
     ) -> T:
-        """See ``CheckpointTransport``. ``timeout`` is the time limit of the whole transfer: the source waits no longer.
+        """See ``CheckpointTransport``.
 
         Args:
             src_rank: rank of the source in the process group.
+            timeout: time limit of the whole transfer, because the source waits no longer; 0 and default: as in
+                ``send_checkpoint``.
         """
         del metadata, limit
-        deadline = time.monotonic() + timeout.total_seconds()
+        limits = self._limits(timeout)
         if into is None and self._state_dict is not None:
             into = self._state_dict()
         torn = False
         try:
-            manifest = self._receive_manifest(src_rank, step, deadline)
+            manifest = self._receive_manifest(src_rank, step, limits)
             destination = Destination(manifest.content, into)
             torn = destination.in_place_bytes > 0
-            self._receive_chunks(src_rank, manifest, destination, deadline, progress)
+            self._receive_chunks(src_rank, manifest, destination, limits, progress)
             state: T = destination.result()
         except (ProcessGroupError, TimeoutError, TransferError, ManifestError) as error:
             self._fail(f"step {step} was not received from rank {src_rank}", error, torn=torn)
         return state
 
-    def _receive_manifest(self, src_rank: int, step: int, deadline: float) -> Manifest:
+    def _receive_manifest(self, src_rank: int, step: int, limits: _Limits) -> Manifest:
         head = torch.zeros(HEAD_LENGTH, dtype=torch.int64, device=self._device)
-        # no limit per chunk: the source sends the head only after its part of the step
-        self._wait(self._pg.recv([head], src_rank), deadline, patient=True)
+        self._wait(self._pg.recv([head], src_rank), limits)
         version, sent_step, length = head.tolist()
         if version != VERSION:
             raise TransferError(f"unsupported version {version} of the source (supported: {VERSION})")
@@ -156,11 +181,11 @@ class PGTransport(CheckpointTransport[T]):
         if not 0 < length <= MAX_MANIFEST_BYTES:
             raise ManifestError(f"invalid length of the manifest: {length} bytes (limit {MAX_MANIFEST_BYTES})")
         packed = torch.empty(length, dtype=torch.uint8, device=self._device)
-        self._wait(self._pg.recv([packed], src_rank), deadline)
+        self._wait(self._pg.recv([packed], src_rank), limits)
         return read_manifest(packed.cpu().numpy().tobytes())
 
     def _receive_chunks(
-        self, src_rank: int, manifest: Manifest, destination: Destination, deadline: float, progress: Progress | None
+        self, src_rank: int, manifest: Manifest, destination: Destination, limits: _Limits, progress: Progress | None
     ) -> None:
         digests, done = manifest.chunk_digests, 0
         coming: deque[tuple[Work, torch.Tensor, list[memoryview]]] = deque()
@@ -171,7 +196,7 @@ class PGTransport(CheckpointTransport[T]):
             if chunk < 0:
                 continue
             work, landing, segments = coming.popleft()
-            self._wait(work, deadline)
+            self._wait(work, limits)
             received = landing.cpu().numpy().data
             if chunk_digest(received) != digests[chunk]:
                 raise TransferError(f"chunk {chunk} arrived damaged")
@@ -189,9 +214,13 @@ class PGTransport(CheckpointTransport[T]):
         size = sum(len(segment) for segment in segments)
         return torch.empty(size, dtype=torch.uint8, device=self._device), segments
 
-    def _wait(self, work: Work, deadline: float, *, patient: bool = False) -> None:
-        left = max(0.001, deadline - time.monotonic())
-        work.wait(timedelta(seconds=left if patient else min(left, self._timeout)))
+    def _limits(self, timeout: timedelta | None) -> _Limits:
+        if timeout is None:
+            return _Limits(self._timeout, None)
+        return _Limits(NO_TIMEOUT, time.monotonic() + timeout.total_seconds() if timeout > NO_TIMEOUT else None)
+
+    def _wait(self, work: Work, limits: _Limits) -> None:
+        work.wait(limits.of_message())
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 

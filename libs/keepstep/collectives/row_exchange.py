@@ -68,7 +68,9 @@ class Exchange:
         if self._end is None:
             self._end = now + self._timeout.total_seconds()
         if now >= self._end:
-            raise TimeoutError(f"a quantized collective took longer than {self._timeout}: {_CAUSES}")
+            raise TimeoutError(
+                f"a quantized collective timed out after {self._timeout.total_seconds():g} seconds: {_CAUSES}"
+            )
         options.timeout = max(timedelta(seconds=self._end - now), _SHORTEST)
         return options
 
@@ -89,7 +91,7 @@ class Arrival:
         try:
             self._work.wait()
         except TimeoutError as error:
-            raise TimeoutError(f"a quantized collective took too long ({error}): {_CAUSES}") from None
+            raise TimeoutError(f"a quantized collective timed out ({error}): {_CAUSES}") from None
 
 
 class Reduction(Protocol):

@@ -45,6 +45,11 @@ class Connections(Generic[K, C]):
                 one = self._opened[key] = self._loop_thread.spawn(self._open_one(key))
         return one.result(timeout)
 
+    def forget(self, key: K) -> None:
+        """Let the next ``get`` of ``key`` open another connection. The caller closes this one."""
+        with self._lock:
+            self._opened.pop(key, None)
+
     def leave_all(self, reason: str) -> None:
         """Leave and close every connection; cancel those that are still being opened."""
         with self._lock:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import collections
+import contextlib
 import functools
+import threading
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from keepstep.coordination.connections import Connections
+from keepstep.coordination.connections import CLOSE_LEAVE_SECONDS, Connections
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS, LoopThread
 from keepstep.session.lighthouse_session import LighthouseSession
 from keepstep.session.session_settings import SessionSettings
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.config.settings import Settings, bind_address, split_addresses
+from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.protocol import codec
 from keepstep_mesh.protocol.membership import Data, Member, MemberInfo
 from keepstep_mesh.protocol.messages import Quorum as MeshQuorum
@@ -35,7 +41,7 @@ START_SECONDS = 30.0
 class QuorumMember:
     """One participant of a quorum.
 
-    Attributes:
+    Args:
         replica_id, address, store_address, step, world_size, shrink_only, data: what this participant passed to
             ``LighthouseClient.quorum``.
     """
@@ -84,9 +90,9 @@ class _Participants:
 
 
 class Quorum:
-    """A quorum.
+    """A quorum. ``participants`` has its members.
 
-    Attributes:
+    Args:
         quorum_id: changes whenever the members change.
         created: Unix time in seconds at which this quorum_id was formed.
     """
@@ -194,11 +200,29 @@ def _interfaces(listen: ListenSettings) -> str:
 
 
 class _Replica:
-    """The last values of one replica_id, so that a round without a change builds no objects."""
+    """The calls of one replica_id, and its last values, so that a round without a change builds no objects."""
 
     def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.calls = 0
+        """Number of calls that have not returned."""
+        self.last_call = 0.0
+        """End of the last one, on ``time.monotonic``."""
+        self.left: asyncio.Task[None] | None = None
+        """Leaves with the session of a silent replica_id."""
         self._info = MemberInfo()
         self._participants = _Participants((), None)
+
+    @contextlib.contextmanager
+    def calling(self) -> Iterator[None]:
+        with self.lock:
+            self.calls += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.calls -= 1
+                self.last_call = time.monotonic()
 
     def info(self, address: str, store_address: str, world_size: int, data: Data) -> MemberInfo:
         """Return the same object while the values are equal."""
@@ -220,6 +244,9 @@ class _Replica:
 class LighthouseClient:
     """Ask a lighthouse for quorums, under any replica_id. Each replica_id has a session of its own.
 
+    A replica_id is alive while ``quorum`` waits, and until the heartbeat timeout of the job (5 s) after the last call
+    with it. Then its session leaves the job; the next call opens another one.
+
     Safe to share between threads: each thread blocks in its own ``quorum``.
 
     Args:
@@ -239,8 +266,27 @@ class LighthouseClient:
             SessionSettings.from_environment(self._addresses, replica_id, connect_timeout=self._connect_timeout),
             lambda _: None,
         )
+        replica = self._replicas[replica_id]
+        if replica.left is not None:
+            await replica.left
         await session.start()
+        replica.left = asyncio.get_running_loop().create_task(self._leave_when_silent(replica_id, replica, session))
         return session
+
+    async def _leave_when_silent(self, replica_id: str, replica: _Replica, session: LighthouseSession) -> None:
+        replica.last_call = time.monotonic()
+        while True:
+            limit = session.liveness.timeout
+            await asyncio.sleep(limit if replica.calls else max(0.0, replica.last_call + limit - time.monotonic()))
+            with replica.lock:
+                if not replica.calls and time.monotonic() >= replica.last_call + limit:
+                    self._sessions.forget(replica_id)
+                    break
+        try:
+            await session.leave(f"{replica_id} is silent for {limit:g} s", CLOSE_LEAVE_SECONDS)
+        except (TimeoutError, KeepstepError) as error:
+            log.info("closed without a graceful leave", reason=f"{type(error).__name__}: {error}")
+        await session.close()
 
     def _session(self, replica_id: str) -> LighthouseSession:
         return self._sessions.get(replica_id, self._connect_timeout + CALL_MARGIN_SECONDS)
@@ -275,7 +321,6 @@ class LighthouseClient:
             TimeoutError: no quorum within ``timeout``; the message has the lighthouse's reason.
             RuntimeError: any other failure.
         """
-        session = self._session(replica_id)
         replica = self._replicas[replica_id]
         seconds = timeout.total_seconds()
         request = QuorumRequest(
@@ -287,11 +332,13 @@ class LighthouseClient:
             timeout_ms=max(1, round(seconds * 1000)),
             info=replica.info(address or "", store_address or "", world_size or 0, data),
         )
-        answer = self._loop_thread.wait_for(lambda: session.request_quorum(request), seconds + CALL_MARGIN_SECONDS)
+        with replica.calling():
+            session = self._session(replica_id)
+            answer = self._loop_thread.wait_for(lambda: session.request_quorum(request), seconds + CALL_MARGIN_SECONDS)
         return Quorum(answer.quorum_id, replica.participants(answer), answer.created_ms / 1000)
 
     def heartbeat(self, replica_id: str, timeout: timedelta = timedelta(seconds=5)) -> None:
-        """Report ``replica_id`` as alive; its session then sends heartbeats by itself.
+        """Report ``replica_id`` as alive. Call it more often than the heartbeat timeout of the job.
 
         Args:
             replica_id: name of the replica.
@@ -301,7 +348,8 @@ class LighthouseClient:
             TimeoutError: no lighthouse answered.
         """
         seconds = timeout.total_seconds()
-        self._loop_thread.call(self._session(replica_id).probe(seconds), seconds + CALL_MARGIN_SECONDS)
+        with self._replicas[replica_id].calling():
+            self._loop_thread.call(self._session(replica_id).probe(seconds), seconds + CALL_MARGIN_SECONDS)
 
     def shutdown(self) -> None:
         """Leave with all replica_ids, close their sessions and stop the thread."""

@@ -26,6 +26,12 @@ from keepstep.step.catching_up.catch_up import CatchUp
 from keepstep.step.context import StepContext
 from keepstep.step.evidence.repeated_error import LIMIT, OwnError, RepeatedError
 from keepstep.step.step_quorum import HealRules
+from keepstep_mesh.errors import KeepstepError
+
+NOTHING_TO_COMMIT = (
+    "should_commit was called again after a step that was discarded: begin the next one with start_quorum "
+    "(Optimizer.zero_grad does)"
+)
 
 
 class Steps:
@@ -290,6 +296,20 @@ class Steps:
 
     # ---- end
 
+    def begin_again(self) -> None:
+        """Begin a step in which nothing is reduced, if the last one ended with ``should_commit``.
+
+        Scripts for torchft count steps so. The group cannot commit it if it discarded the last one: the script may
+        change the weights after it.
+        """
+        last = self.attempt
+        if last is None or last.committed is None or self.rehearsing:
+            return
+        allow_heal, shrink_only = last.arguments[:2]
+        self.start(allow_heal=bool(allow_heal), shrink_only=bool(shrink_only), timeout=None)
+        if not last.committed:
+            self.current().report(KeepstepError(NOTHING_TO_COMMIT))
+
     def conclude(self, limit: timedelta) -> bool:
         """End the step, and return whether it commits. ``limit``: of the vote."""
         attempt = self.current()
@@ -309,7 +329,9 @@ class Steps:
         self._end_if_repeated(None if committed else attempt.own_error)
         failures, most = context.progress.commit_failures, self._settings.max_retries
         if not committed and most is not None and failures > most:
-            raise RuntimeError(f"{failures} steps in a row failed (max_retries={most}); the last one: {attempt.error}")
+            raise RuntimeError(
+                f"{failures} steps in a row failed, exceeding max_retries={most}; the last one: {attempt.error}"
+            )
         return committed
 
     def _end_if_repeated(self, own: OwnError | None) -> None:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from keepstep.collectives.codecs import Quantized
 from keepstep.data_parallel.synced_buffers import SyncedBuffers
+from keepstep.lifecycle.manager_like import as_manager
 from keepstep.local_sgd.buckets import BUCKET_CAP_MB, size_in_bytes
 from keepstep.local_sgd.decoupled import Decoupled
 from keepstep.local_sgd.fragment import Fragment
@@ -117,6 +118,7 @@ class DiLoCo(OuterSteps):
         codec: Codec | None = None,
         decoupled: Decoupled | None = None,
     ) -> None:
+        manager = as_manager(manager)
         if manager.use_async_quorum:
             raise ValueError(
                 "DiLoCo needs a synchronous quorum, in which a group heals before it computes its pseudo-gradient: "

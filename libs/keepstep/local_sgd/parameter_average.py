@@ -10,6 +10,7 @@ from torch.distributed import Work
 from torch.optim import Optimizer
 
 from keepstep.data_parallel.synced_buffers import SyncedBuffers
+from keepstep.lifecycle.manager_like import as_manager
 from keepstep.local_sgd.buckets import BUCKET_CAP_MB, allocate, size_in_bytes
 from keepstep.local_sgd.layout import order_lines, parameter_lines, parameters_of_model
 from keepstep.local_sgd.local_tensors import local_tensor
@@ -53,6 +54,7 @@ class LocalSGD(OuterSteps):
     def __init__(
         self, manager: Manager, model: nn.Module, optimizer: Optimizer, sync_every: int, *, sync_buffers: bool = True
     ) -> None:
+        manager = as_manager(manager)
         schedule = Schedule(sync_every)
         parameters = parameters_of_model(model, optimizer)
         self._buffers = SyncedBuffers(manager, model, sync=sync_buffers, average=(), ignore=())

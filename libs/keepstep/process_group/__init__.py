@@ -6,7 +6,8 @@ from keepstep.process_group.baby.baby_group import (
     ProcessGroupBabyNCCL,
     ProcessGroupBabyXCCL,
 )
-from keepstep.process_group.base import ProcessGroup, ProcessGroupAbortedError, ProcessGroupError
+from keepstep.process_group.base import ProcessGroup
+from keepstep.process_group.errors import ProcessGroupAbortedError, ProcessGroupError, ProcessGroupTimeoutError
 from keepstep.process_group.reconfiguration import ReconfigureOptions
 from keepstep.process_group.store_exchange import reconfigure_with_store
 from keepstep.process_group.torch_backends.gloo import ProcessGroupGloo
@@ -33,6 +34,7 @@ __all__ = [
     "ProcessGroupError",
     "ProcessGroupGloo",
     "ProcessGroupNCCL",
+    "ProcessGroupTimeoutError",
     "ProcessGroupWrapper",
     "ProcessGroupXCCL",
     "ReconfigureOptions",

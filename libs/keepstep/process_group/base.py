@@ -27,10 +27,10 @@ from torch.distributed.distributed_c10d import (
     Work,
 )
 
+from keepstep.process_group.errors import ProcessGroupError
 from keepstep.process_group.reconfiguration import Handle, ReconfigureOptions
 from keepstep.process_group.sequence import Sequence, Task
 from keepstep.process_group.works import CompletedWork, StreamWork
-from keepstep_mesh.errors import KeepstepError
 
 DEFAULT_TIMEOUT = timedelta(seconds=60)
 
@@ -38,18 +38,6 @@ Tensors = list[torch.Tensor]
 Plain = ReduceOp | ReduceOp.RedOpType | timedelta | int | None
 """A reduce op, a timeout, or a root."""
 O = TypeVar("O")  # noqa: E741
-
-
-class ProcessGroupError(KeepstepError):
-    """A collective failed, or the group is not configured. The next ``configure`` makes the group usable again."""
-
-
-class UnsupportedCollectiveError(ProcessGroupError):
-    """The backend does not have this operation for tensors of this dtype. No peer caused it."""
-
-
-class ProcessGroupAbortedError(ProcessGroupError):
-    """``abort`` ended the operation."""
 
 
 class ProcessGroup(TorchProcessGroup):  # its metaclass is not ABCMeta: abstract methods raise here

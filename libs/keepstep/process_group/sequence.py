@@ -16,6 +16,7 @@ from functools import partial
 import torch
 from torch.distributed.distributed_c10d import Work
 
+from keepstep.process_group.errors import timed_out
 from keepstep.process_group.works import PendingWork, writing
 from keepstep.runtime.exits import must_succeed
 from keepstep_mesh.net.fork_safety import tell_children
@@ -106,6 +107,7 @@ class TaskWork(PendingWork):
         return timeout.total_seconds() if timeout > timedelta(0) else None
 
     def _time_out(self, timeout: timedelta) -> None:
-        self._abort(f"an operation took longer than {timeout}")
+        error = timed_out("the operation", timeout)
+        self._abort(str(error))
         self._over.wait()
-        raise TimeoutError(f"the operation took longer than {timeout}: a peer is stuck, slow or disconnected")
+        raise error

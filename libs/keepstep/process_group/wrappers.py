@@ -8,13 +8,14 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch.distributed.distributed_c10d import Store, Work
+from torch.distributed.distributed_c10d import ReduceOp, Store, Work
 from torch.futures import Future
 
-from keepstep.process_group.base import ProcessGroup, ProcessGroupError, Tensors
+from keepstep.process_group.base import ProcessGroup, Tensors
+from keepstep.process_group.errors import ProcessGroupError
 from keepstep.process_group.reconfiguration import ReconfigureOptions
 from keepstep.process_group.sequence import Task
-from keepstep.process_group.works import CompletedWork, JointWork
+from keepstep.process_group.works import CompletedWork, JointWork, writing
 from keepstep_mesh.config.logging import get_logger
 
 log = get_logger("keepstep.process_group")
@@ -279,16 +280,48 @@ class ManagerLike(Protocol):
 
     def allreduce(self, tensor: torch.Tensor, should_quantize: bool = False, *, reduce_op: Any) -> Work: ...
     def num_participants(self) -> int: ...
+    def participating_rank(self) -> int | None: ...
+
+
+class _CopyingWork(Work):
+    """A reduction whose result is copied to ``outputs``, from the bytes of each in ``pieces``, if it succeeded."""
+
+    def __init__(self, work: Work, outputs: Tensors, pieces: Tensors) -> None:
+        super().__init__()
+        self._work = work
+        self._outputs = outputs
+        self._pieces = pieces
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        succeeded = self._work.wait(timeout)
+        if succeeded:
+            self._copy()
+        return succeeded
+
+    def get_future(self) -> Future[Any]:
+        def copy(_: Future[Any]) -> Tensors:
+            if self._work.wait():
+                self._copy()
+            return self._outputs
+
+        return self._work.get_future().then(copy)
+
+    def _copy(self) -> None:
+        with writing(self._outputs), torch.no_grad():
+            for output, piece in zip(self._outputs, self._pieces, strict=True):
+                output.copy_(piece.view(output.dtype).view(output.shape))
 
 
 class ManagedProcessGroup(ProcessGroup):
     """All-reduces through a Manager, which averages over the participating groups and receives the errors.
 
-    ``size()`` returns the number of participating groups. Other collectives raise ``ProcessGroupError``, because the
-    Manager would not learn of their failures.
+    ``size()`` returns the number of participating groups. ``allgather``, ``broadcast`` and ``barrier`` are all-reduces
+    too, of ``size()`` times the bytes of a gathered tensor, so use them for small values; ranks and roots are those of
+    ``Manager.participating_rank``. A group that heals or is a spare gives nothing, and gets the result. Other
+    collectives raise ``ProcessGroupError``, because the Manager would not learn of their failures.
 
     Args:
-        manager: a ``Manager``, or an object with its ``allreduce`` and ``num_participants``.
+        manager: a ``Manager``, or an object with its ``allreduce``, ``num_participants`` and ``participating_rank``.
     """
 
     def __init__(self, manager: ManagerLike) -> None:
@@ -306,13 +339,49 @@ class ManagedProcessGroup(ProcessGroup):
         return "keepstep-managed"
 
     def _run(self, operation: str, *args: Any) -> Work:
-        if operation not in {"allreduce", "allreduce_coalesced"}:
-            raise ProcessGroupError(
-                f"{operation} is not supported by ManagedProcessGroup; it supports allreduce and allreduce_coalesced"
-            )
-        tensors, options = args
-        works = [self._manager.allreduce(tensor, reduce_op=options.reduceOp) for tensor in tensors]
+        match operation:
+            case "allreduce" | "allreduce_coalesced":
+                tensors, options = args
+                works = [self._manager.allreduce(tensor, reduce_op=options.reduceOp) for tensor in tensors]
+            case "allgather":
+                tensors, inputs, _ = args
+                works = [self._gather(one, outputs) for outputs, one in zip(tensors, inputs, strict=True)]
+            case "_allgather_base" | "allgather_into_tensor_coalesced":
+                tensors, inputs = (args[0], args[1]) if isinstance(args[0], list) else ([args[0]], [args[1]])
+                works = [
+                    self._gather(one, list(output.view(-1, *one.shape)))
+                    for output, one in zip(tensors, inputs, strict=True)
+                ]
+            case "broadcast":
+                tensors, options = args
+                works = [self._gather(one, [one], options.rootRank) for one in tensors]
+            case "barrier":
+                tensors = [torch.zeros(1)]
+                works = [self._manager.allreduce(tensors[0], reduce_op=ReduceOp.SUM)]
+            case _:
+                raise ProcessGroupError(
+                    f"{operation} is not supported by ManagedProcessGroup; it supports allreduce, allreduce_coalesced, "
+                    f"allgather, broadcast and barrier"
+                )
         return works[0] if len(works) == 1 else JointWork(works, tensors)
+
+    def _gather(self, tensor: torch.Tensor, outputs: Tensors, root: int | None = None) -> Work:
+        """Copy the tensor of each participating group, or only of ``root``, to ``outputs``, bit for bit.
+
+        The bytes are summed as integers, to which all other groups add zeros.
+        """
+        groups, rank = self._manager.num_participants(), self._manager.participating_rank()
+        if groups and root is None and len(outputs) != groups:
+            raise ProcessGroupError(f"{len(outputs)} outputs for the tensors of size() = {groups} groups")
+        if groups and root is not None and not 0 <= root < groups:
+            raise ProcessGroupError(f"invalid root {root}: {groups} groups take part")
+        words = max(2, -(-tensor.nbytes // 16) * 2)  # of 8 bytes; the largest elements have 16
+        carrier = torch.zeros(len(outputs), words, dtype=torch.int64, device=tensor.device)
+        pieces = [row.view(torch.uint8)[: tensor.nbytes] for row in carrier]
+        if rank is not None and root in (None, rank):
+            given = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
+            pieces[rank if root is None else 0].copy_(given.view(torch.uint8))
+        return _CopyingWork(self._manager.allreduce(carrier, reduce_op=ReduceOp.SUM), outputs, pieces)
 
     def allreduce_quantized(self, tensor: torch.Tensor, reduce_op: Any) -> Work:
         """All-reduce with 8-bit values; see ``keepstep.collectives.allreduce_quantized``."""

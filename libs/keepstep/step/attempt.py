@@ -78,6 +78,8 @@ class Attempt:
         """Whether the script says that this step makes the states of all groups that take part equal."""
         self.may_overflow = False
         """Whether an infinity is no mistake: a GradScaler multiplied the gradients."""
+        self.committed: bool | None = None
+        """Whether the step counts, once ``conclude`` has decided it."""
         self._context = context
         self._rules = rules
         self._timeout = timeout
@@ -262,6 +264,7 @@ class Attempt:
         if self.done:  # groups finish in this quorum
             return False
         self._settle(self.plan, committed=committed)
+        self.committed = committed
         if unhealed is not None:
             context.check_heal(unhealed)
         return committed

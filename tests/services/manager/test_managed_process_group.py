@@ -13,6 +13,7 @@ from torch.distributed import ReduceOp
 from torch.distributed import _functional_collectives as functional
 
 from keepstep import ManagedProcessGroup, ProcessGroupDummy
+from keepstep.process_group import ProcessGroupError
 from tests.services.manager.groups import manager, together
 
 
@@ -101,3 +102,47 @@ def test_a_group_that_heals_does_not_change_a_maximum(lighthouse, op) -> None:
     seen, results = together(first, second)
     assert {value for value, _ in seen} == {-3.0}
     assert results == [-3.0, -3.0]
+
+
+def test_small_values_are_gathered_and_broadcast_bit_for_bit_over_the_groups(lighthouse) -> None:
+    ready = threading.Barrier(3)
+    values = [torch.tensor([1.5 + rank, float("nan")]) for rank in range(3)]
+
+    def group(number: int) -> None:
+        with manager(lighthouse, f"r{number}", min_replica_size=3) as m:
+            ready.wait(30)
+            m.start_quorum()
+            managed = ManagedProcessGroup(m)
+            outputs = [torch.empty(2) for _ in range(3)]
+            assert managed.allgather([outputs], [values[number]]).wait()
+            flags = [torch.empty((), dtype=torch.bool) for _ in range(3)]
+            managed.allgather([flags], [torch.tensor(number == 1)]).get_future().wait()
+            flat = torch.empty(6, dtype=torch.complex128)
+            assert managed.allgather_into_tensor_coalesced([flat], [torch.full_like(flat[:2], 1j * number)]).wait()
+            chosen = torch.tensor([number], dtype=torch.bfloat16)
+            assert managed.broadcast_one(chosen, 2).wait()
+            assert managed.barrier().wait()
+            with pytest.raises(ProcessGroupError, match="2 outputs for the tensors of size"):
+                managed.allgather([outputs[:2]], [values[number]])
+            with pytest.raises(ProcessGroupError, match="invalid root 3"):
+                managed.broadcast_one(chosen, 3)
+            with pytest.raises(ProcessGroupError, match="alltoall_base is not supported"):
+                managed.alltoall_base(torch.empty(3), torch.empty(3), [], [])
+            assert m.should_commit()
+            ready.wait(30)
+            assert torch.stack(outputs).view(torch.int32).equal(torch.stack(values).view(torch.int32))
+            assert [one.item() for one in flags] == [False, True, False]
+            assert flat.tolist() == [0, 0, 1j, 1j, 2j, 2j]
+            assert chosen.item() == 2
+
+    together(*(lambda number=number: group(number) for number in range(3)))
+
+
+def test_a_gather_of_a_failed_step_leaves_its_outputs_and_does_not_raise(lighthouse) -> None:
+    with manager(lighthouse, "a") as m:
+        m.start_quorum()
+        m.report_error(RuntimeError("of the script"))
+        outputs = [torch.full((2,), 7.0)]
+        assert not ManagedProcessGroup(m).allgather([outputs], [torch.ones(2)]).wait()
+        assert outputs[0].tolist() == [7, 7]
+        assert not m.should_commit()

@@ -10,7 +10,12 @@ from typing import Any
 import torch
 
 from keepstep.process_group.baby.operations import PackedCall
-from keepstep.process_group.base import ProcessGroupAbortedError, ProcessGroupError
+from keepstep.process_group.errors import (
+    ProcessGroupAbortedError,
+    ProcessGroupError,
+    ProcessGroupTimeoutError,
+    timed_out,
+)
 from keepstep.process_group.works import PendingWork
 
 GRACE_SECONDS = 1.0
@@ -54,11 +59,8 @@ class BabyWork(PendingWork):
         self._fail_group(self.timeout_error())
         self._over.wait()  # `fail` ends every operation in flight
 
-    def timeout_error(self) -> TimeoutError:
-        return TimeoutError(
-            f"{self._operation} took longer than {self._limit}: a peer or the child process is stuck, slow or "
-            "disconnected"
-        )
+    def timeout_error(self) -> ProcessGroupTimeoutError:
+        return timed_out(self._operation, self._limit)
 
     def copy_results(self) -> None:
         """Copy what the child has written into the caller's tensors."""
@@ -72,7 +74,7 @@ class BabyWork(PendingWork):
 
     def error_of(self, error: Exception) -> Exception:
         """Return an error of this operation: ``error`` may be that of the whole connection."""
-        if not isinstance(error, ProcessGroupError | TimeoutError):
+        if not isinstance(error, ProcessGroupError):
             return error  # an invalid call
         text = str(error)
         if self._operation == "configure":

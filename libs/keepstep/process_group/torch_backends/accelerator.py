@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import Store, Work
 from torch.futures import Future
 
 from keepstep.futures import context_timeout
+from keepstep.process_group.errors import timed_out
 from keepstep.process_group.torch_backends.backend_work import NO_TIMEOUT, BackendWork
 from keepstep.process_group.torch_backends.communicator import Communicator
 from keepstep.process_group.torch_backends.stream_watch import StreamWatch
@@ -214,6 +215,4 @@ class AcceleratorWork(BackendWork):
         return raw.wait()
 
     def _late(self, limit: timedelta) -> None:
-        self._communicator.fail(
-            TimeoutError(f"{self._operation} took longer than {limit}: a peer is stuck or disconnected")
-        )
+        self._communicator.fail(timed_out(self._operation, limit))

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.distributed.distributed_c10d import Store, Work
 
-from keepstep.process_group.base import DEFAULT_TIMEOUT, ProcessGroup, ProcessGroupAbortedError, ProcessGroupError
+from keepstep.process_group.base import DEFAULT_TIMEOUT, ProcessGroup
+from keepstep.process_group.errors import ProcessGroupAbortedError, ProcessGroupError
 from keepstep.process_group.store_exchange import store_at
 from keepstep.process_group.torch_backends.backend_work import BackendWork, plain_message
 from keepstep.process_group.torch_backends.communicator import Communicator
@@ -141,7 +142,7 @@ class BackendProcessGroup(ProcessGroup):
         except RuntimeError as error:
             if communicator.error is None and not _is_connection_error(error):
                 raise  # an invalid call: the group still works
-            failure = ProcessGroupError(f"{operation} failed: {plain_message(error)}")
+            failure = ProcessGroupError(f"{operation} failed and aborted the process group: {plain_message(error)}")
             communicator.fail(failure)
             raise failure from error
         return self._wrap(communicator, raw, operation, args[0])

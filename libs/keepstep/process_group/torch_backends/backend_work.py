@@ -27,10 +27,11 @@ import torch
 from torch.distributed.distributed_c10d import Work
 from torch.futures import Future
 
-from keepstep.process_group.base import (
+from keepstep.process_group.errors import (
     ProcessGroupAbortedError,
     ProcessGroupError,
     UnsupportedCollectiveError,
+    timed_out,
 )
 from keepstep.process_group.torch_backends.communicator import LOOK, PEER_IS_GONE, SLICE, STALL, Communicator
 from keepstep.runtime.exits import must_succeed
@@ -210,10 +211,10 @@ class BackendWork(Work):
             return kind(f"{self._operation} failed: {plain_message(first)}")
         if isinstance(error, TimeoutError) or "imed out" in str(error):
             limit = timeout if timeout > NO_TIMEOUT else self._communicator.timeout
-            return TimeoutError(f"{self._operation} took longer than {limit}: a peer is stuck, slow or disconnected")
+            return timed_out(self._operation, limit)
         message = plain_message(error)
         refused = UnsupportedCollectiveError if message.startswith(_GLOO_REFUSES) else ProcessGroupError
-        return refused(f"{self._operation} failed: {message}")
+        return refused(f"{self._operation} failed and aborted the process group: {message}")
 
 
 class ThreadedWork(BackendWork):

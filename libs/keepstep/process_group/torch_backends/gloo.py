@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import PrefixStore, ReduceOp, Store, Wor
 from torch.distributed.distributed_c10d import ProcessGroupGloo as TorchGloo
 
 from keepstep.futures import context_timeout
-from keepstep.process_group.base import ProcessGroupAbortedError
+from keepstep.process_group.errors import ProcessGroupAbortedError, timed_out
 from keepstep.process_group.torch_backends.backend import BackendProcessGroup
 from keepstep.process_group.torch_backends.backend_work import BackendWork, ThreadedWork
 from keepstep.process_group.torch_backends.communicator import Communicator
@@ -129,7 +129,7 @@ class GlooCommunicator(Communicator):
         return [] if own is None else sockets(own.listener, self._store.peers, connecting=connecting)
 
     def _fail_overdue(self) -> None:
-        self.fail(TimeoutError(f"not all members connected within {self.timeout}"))
+        self.fail(timed_out("the connection of all members", self.timeout))
 
     def interrupt(self) -> None:
         self._store.abort()
@@ -202,7 +202,7 @@ class _ObservedStore(Store):
         deadline = time.monotonic() + limit.total_seconds()
         while not self._inner.check(list(keys)):
             if time.monotonic() >= deadline:
-                raise TimeoutError(f"{', '.join(keys)} not set in the store within {limit}")
+                raise timed_out(f"waiting for {', '.join(keys)} in the store", limit)
             self._aborted.wait(0.005)
             self._check()
 

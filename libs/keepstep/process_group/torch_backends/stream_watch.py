@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
+from keepstep.process_group.errors import timed_out
 from keepstep_mesh.threads.starting import Thread
 
 BACKLOG_POLL_SECONDS = 0.1
@@ -77,7 +78,7 @@ class StreamWatch:
             self._fail(error)
             return
         if late is not None:
-            self._fail(TimeoutError(f"a collective took longer than {late}: a peer is stuck, slow or disconnected"))
+            self._fail(timed_out("a collective", late))
 
     def _await_late(self) -> timedelta | None:
         """Wait until an operation is late, and return its timeout; None: all have passed, or the watch was stopped."""

@@ -138,17 +138,25 @@ def _works(mesh: DeviceMesh) -> bool:
 
 
 def _fits(mesh: DeviceMesh, sharding: Sharding, local_shape: tuple[int, ...]) -> bool:
-    if tuple(mesh.shape) != sharding.mesh_shape or mesh.get_coordinate() is None:
+    if tuple(mesh.shape) != sharding.mesh_shape or (mesh.get_coordinate() is None and mesh.ndim):
         return False
-    return _describe(sharding.global_shape, mesh, _placements(sharding)) == (sharding, local_shape)
+    found, shape = _describe(sharding.global_shape, mesh, _placements(sharding))
+    # torch describes the shard of a rank that is not in the mesh as empty; without dimensions nothing is sharded
+    return found == sharding and local_shape == (shape if mesh.ndim else sharding.global_shape)
 
 
 def to_dtensor(local: torch.Tensor, sharding: Sharding, mesh: DeviceMesh) -> DTensor:
     """Return the DTensor whose local shard is ``local``. Shares its memory if it is on the device of ``mesh``."""
     from torch.distributed.tensor import DTensor  # noqa: PLC0415  # slow import
 
-    shape = torch.Size(sharding.global_shape)
-    return DTensor.from_local(local, mesh, _placements(sharding), shape=shape, stride=_global_stride(local, shape))
+    shape, placements = torch.Size(sharding.global_shape), _placements(sharding)
+    stride = _global_stride(local, shape)
+    if mesh.get_coordinate() is None:  # `from_local` would make it empty
+        from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # noqa: PLC0415  # slow import
+
+        spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, local.dtype))
+        return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return DTensor.from_local(local, mesh, placements, shape=shape, stride=stride)
 
 
 def _global_stride(local: torch.Tensor, shape: torch.Size) -> tuple[int, ...]:

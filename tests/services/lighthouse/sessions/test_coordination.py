@@ -5,11 +5,16 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import json
 import subprocess
 import sys
 import threading
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from datetime import timedelta
+from http import HTTPStatus
 
 import pytest
 
@@ -295,3 +300,49 @@ def test_coordination_works_without_torch_and_the_rest_says_what_to_install():
         "1",
         "keepstep.Manager needs torch: pip install 'keepstep[train]'",
     ]
+
+
+def test_a_replica_that_is_silent_for_the_heartbeat_timeout_is_dead_though_its_client_is_connected():
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(
+            closing_at_the_end(LighthouseServer("127.0.0.1:0", 1, join_timeout_ms=100, heartbeat_timeout_ms=200))
+        )
+        client = LighthouseClient(server.address(), LIMIT)
+        stack.callback(client.shutdown)
+        client.heartbeat("silent")
+        assert [one.replica_id for one in client.quorum("silent", LIMIT).participants] == ["silent"]
+        # half of two connected replicas is no majority, so this waits until the other one is dead
+        assert [one.replica_id for one in client.quorum("probe", LIMIT).participants] == ["probe"]
+        assert "silent" in [one.replica_id for one in client.quorum("silent", LIMIT).participants], "it is back"
+
+
+def test_a_replica_that_waits_for_a_quorum_is_alive_longer_than_the_heartbeat_timeout():
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(
+            closing_at_the_end(LighthouseServer("127.0.0.1:0", 2, join_timeout_ms=100, heartbeat_timeout_ms=1000))
+        )
+        client = LighthouseClient(server.address(), LIMIT)
+        stack.callback(client.shutdown)
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            waits = pool.submit(client.quorum, "a", LIMIT)
+            try:
+                while state_of(server, "a") != "asking":
+                    time.sleep(0.01)
+                client.heartbeat("silent")
+                while state_of(server, "silent") not in ("gone", "unknown"):
+                    time.sleep(0.01)
+                assert state_of(server, "a") == "asking"
+            finally:
+                second = client.quorum("b", LIMIT)
+            assert second == waits.result(60)
+
+
+def state_of(server: LighthouseServer, name: str) -> str:
+    try:
+        with urllib.request.urlopen(f"{server.address()}/v1/jobs/default/replicas/{name}", timeout=30) as answer:
+            state: str = json.load(answer)["state"]
+            return state
+    except urllib.error.HTTPError as error:
+        if error.code != HTTPStatus.NOT_FOUND:
+            raise
+        return "unknown"

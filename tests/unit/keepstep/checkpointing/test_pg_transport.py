@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DeviceMesh, distribute_tensor
 
 from keepstep.checkpointing import PGTransport, TransferError, UnsupportedValue
 from keepstep.state.state_bytes import save_state
@@ -208,3 +209,57 @@ def test_a_joiner_that_never_takes_it_costs_the_source_its_timeout_and_no_more(c
 def test_a_timeout_that_is_none_is_refused():
     with pytest.raises(ValueError, match="must be positive"):
         PGTransport(None, timedelta(0), CPU)  # type: ignore[arg-type]
+
+
+def test_without_a_timeout_of_the_call_that_of_the_transport_limits_each_wait(cohort: Callable[..., Any]):
+    over = threading.Event()
+
+    def take_part(group: Any, rank: int) -> bool:
+        if rank == 1:
+            return over.wait(30)
+        short = transport(group, timedelta(seconds=0.2))
+        with pytest.raises(RuntimeError, match="timed out") as late:
+            short.recv_checkpoint(1, "", 7)
+        assert isinstance(late.value, TimeoutError)
+        over.set()
+        return True
+
+    assert cohort(2).each(take_part) == [True, True]
+
+
+@pytest.mark.parametrize("timeout", [MINUTE, timedelta(0)], ids=["longer", "that of the process group"])
+def test_the_timeout_of_a_call_takes_the_place_of_that_of_the_transport(cohort: Callable[..., Any], timeout: timedelta):
+    begun = threading.Event()
+
+    def take_part(group: Any, rank: int) -> Any:
+        short = transport(group, timedelta(milliseconds=1))
+        if rank == 0:
+            begun.wait(30)  # long after the millisecond
+            return short.send_checkpoint([1], 7, state_of(7, 20), timeout)
+        threading.Timer(0.1, begun.set).start()
+        return short.recv_checkpoint(0, "", 7, timeout)
+
+    assert bits(cohort(2).each(take_part)[1]) == bits(state_of(7, 20))
+
+
+def test_a_dtensor_on_a_mesh_without_dimensions_arrives_also_in_a_rank_outside_of_it(cohort: Callable[..., Any]):
+    """Such a mesh shards nothing. torch computes an empty shard for a rank that is not in it, and keeps the whole."""
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    try:
+        state = {
+            name: distribute_tensor(torch.tensor([5, 6, 7]), DeviceMesh("cpu", rank), [])
+            for name, rank in (("inside", 0), ("outside", 1))
+        }
+
+        def take_part(group: Any, rank: int) -> Any:
+            if rank == 0:
+                return transport(group).send_checkpoint([1], 7, state, MINUTE)
+            return transport(group).recv_checkpoint(0, "", 7, MINUTE)
+
+        received = cohort(2).each(take_part)[1]
+        for name, sent in state.items():
+            assert received[name].to_local().tolist() == [5, 6, 7]
+            assert received[name].device_mesh == sent.device_mesh
+            assert received[name].placements == ()
+    finally:
+        torch.distributed.destroy_process_group()

@@ -312,7 +312,7 @@ def test_a_peer_that_does_not_quantize_fails_the_collective_and_the_error_names_
 def test_without_a_timeout_of_its_own_the_timeout_of_the_group_limits_a_collective(cohort):
     ranks = cohort(2, timeout=timedelta(seconds=1))
     work = allreduce_quantized([torch.ones(3)], ReduceOp.SUM, ranks.groups[0])  # the other rank never comes
-    with pytest.raises(TimeoutError, match="took longer than 0:00:01"):
+    with pytest.raises(TimeoutError, match="timed out after 1"):
         work.wait()
 
 

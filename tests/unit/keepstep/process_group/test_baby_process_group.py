@@ -83,7 +83,7 @@ def test_a_stopped_child_is_a_timeout_for_those_who_wait_and_for_futures(ranks) 
     os.kill(pid, signal.SIGSTOP)
     tensor = torch.ones(3)
     waited, unwaited = stopped.allreduce([tensor]), other.allreduce([torch.ones(3)])
-    with pytest.raises(TimeoutError, match=r"allreduce took longer than 0:00:01"):
+    with pytest.raises(TimeoutError, match=r"allreduce timed out after 1"):
         waited.wait()
     with pytest.raises((TimeoutError, ProcessGroupError)):
         unwaited.get_future().wait()

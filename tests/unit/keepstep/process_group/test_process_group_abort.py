@@ -228,9 +228,21 @@ def test_the_first_reason_of_an_abort_is_kept(cohort) -> None:
 
 def test_an_operation_that_takes_too_long_is_a_timeout_and_breaks_the_group(cohort) -> None:
     ranks = cohort(2, timeout=timedelta(seconds=0.3))
-    with pytest.raises(TimeoutError, match="allreduce took longer than"):
+    with pytest.raises(TimeoutError, match=r"allreduce timed out after 0\.3 seconds") as late:
         ranks.groups[0].allreduce([torch.ones(2)]).wait()
-    assert isinstance(ranks.groups[0].errored(), TimeoutError)
+    assert isinstance(late.value, RuntimeError), "as scripts for torchft and torch expect of a collective"
+    error = ranks.groups[0].errored()
+    assert isinstance(error, TimeoutError)
+    assert "aborted" in str(error), "scripts for torchft look for this word"
+
+
+def test_the_error_of_a_lost_peer_says_that_the_group_is_aborted(cohort) -> None:
+    ranks = cohort(2, timeout=LONG)
+    work = ranks.groups[0].allreduce([torch.ones(2)])
+    ranks.groups[1].shutdown()
+    with pytest.raises(RuntimeError, match="allreduce failed and aborted the process group"):
+        work.wait()
+    assert "aborted" in str(ranks.groups[0].errored())
 
 
 def test_an_operation_that_ends_with_a_slice_of_its_wait_has_not_timed_out(cohort, monkeypatch) -> None:

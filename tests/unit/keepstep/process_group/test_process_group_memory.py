@@ -123,7 +123,7 @@ def test_a_backend_without_memory_breaks_the_group_at_once(cohort, monkeypatch, 
     groups = cohort(2).groups
     monkeypatch.setattr(Communicator, "start", lambda *_: OutOfMemory())
     work = groups[0].allreduce([torch.zeros(9)])
-    with pytest.raises(ProcessGroupError, match="allreduce failed: MemoryError"):
+    with pytest.raises(ProcessGroupError, match="allreduce failed and aborted the process group: MemoryError"):
         work.wait() if way == "wait" else future_wait(work.get_future(), SOON)
     assert isinstance(groups[0].errored(), ProcessGroupError)
 

@@ -194,7 +194,7 @@ def test_a_managed_group_reduces_through_the_manager_and_has_its_size() -> None:
 
 def test_a_managed_group_refuses_what_the_manager_would_not_know_of() -> None:
     with pytest.raises(ProcessGroupError, match="not supported by ManagedProcessGroup"):
-        ManagedProcessGroup(Doubling()).barrier()
+        ManagedProcessGroup(Doubling()).alltoall_base(VALUE, VALUE, [], [])
 
 
 # ---- registered with torch.distributed
