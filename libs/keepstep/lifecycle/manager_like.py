@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 from torch.distributed import ReduceOp, Work
 
-if TYPE_CHECKING:
-    from keepstep.manager import Manager
+M = TypeVar("M")
 
 
-def as_manager(given: Manager) -> Manager:
+def as_manager(given: M) -> M:
     """Return ``given``; or with an object that has only torchft's methods, one that does the rest with them.
 
     A Manager, an object that passes everything on to one, and one in the middle of a rehearsal are returned as they
@@ -23,7 +22,7 @@ def as_manager(given: Manager) -> Manager:
     """
     if hasattr(type(getattr(given, "steps", None)), "add_layout"):
         return given
-    return cast("Manager", _ManagerLike(given))
+    return cast("M", _ManagerLike(given))
 
 
 class _ManagerLike:
