@@ -157,7 +157,8 @@ SECTIONS = (
         "keepstep_mesh.errors",
         "KeepstepError Drained LayoutMismatch ForkError AuthError VersionError ProtocolError ManifestError "
         "SessionClosed Banned ExitWithReason keepstep.process_group:ProcessGroupError "
-        "keepstep.process_group:ProcessGroupAbortedError keepstep.checkpointing:TransferError "
+        "keepstep.process_group:ProcessGroupAbortedError keepstep.process_group:ProcessGroupTimeoutError "
+        "keepstep.checkpointing:TransferError "
         "keepstep.checkpointing:StateMismatch "
         "keepstep.parameter_server:SessionRefused "
         "keepstep.checkpointing:UnsupportedValue keepstep.checkpoint:CheckpointError "

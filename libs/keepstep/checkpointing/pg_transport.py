@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import Work
 
 from keepstep.checkpointing.transport import CheckpointTransport
 from keepstep.process_group.base import ProcessGroup
-from keepstep.process_group.errors import ProcessGroupError
+from keepstep.process_group.group_errors import ProcessGroupError
 from keepstep.state.errors import StateMismatch, TransferError, TransferTimeout
 from keepstep.state.restoring import Destination
 from keepstep.state.staging import StagingArea

@@ -31,7 +31,7 @@ from keepstep.one_copy.member_link import MemberLink
 from keepstep.one_copy.recovery.meeting import GROUPS, Meeting
 from keepstep.one_copy.recovery.recovering import Sources, serving
 from keepstep.one_copy.world.world_groups import WorldGroups
-from keepstep.process_group.errors import ProcessGroupError
+from keepstep.process_group.group_errors import ProcessGroupError
 from keepstep.runtime import environment
 from keepstep.runtime.host_memory import available_bytes, ranks_of_host
 from keepstep_mesh.config.logging import get_logger

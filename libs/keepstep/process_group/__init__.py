@@ -7,7 +7,7 @@ from keepstep.process_group.baby.baby_group import (
     ProcessGroupBabyXCCL,
 )
 from keepstep.process_group.base import ProcessGroup
-from keepstep.process_group.errors import ProcessGroupAbortedError, ProcessGroupError, ProcessGroupTimeoutError
+from keepstep.process_group.group_errors import ProcessGroupAbortedError, ProcessGroupError, ProcessGroupTimeoutError
 from keepstep.process_group.reconfiguration import ReconfigureOptions
 from keepstep.process_group.store_exchange import reconfigure_with_store
 from keepstep.process_group.torch_backends.gloo import ProcessGroupGloo

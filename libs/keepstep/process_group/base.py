@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import (
     Work,
 )
 
-from keepstep.process_group.errors import ProcessGroupError
+from keepstep.process_group.group_errors import ProcessGroupError
 from keepstep.process_group.reconfiguration import Handle, ReconfigureOptions
 from keepstep.process_group.sequence import Sequence, Task
 from keepstep.process_group.works import CompletedWork, StreamWork

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch.distributed.distributed_c10d import Work
 
-from keepstep.process_group.errors import timed_out
+from keepstep.process_group.group_errors import timed_out
 from keepstep.process_group.works import PendingWork, writing
 from keepstep.runtime.exits import must_succeed
 from keepstep_mesh.net.fork_safety import tell_children

@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import ReduceOp, Store, Work
 from torch.futures import Future
 
 from keepstep.process_group.base import ProcessGroup, Tensors
-from keepstep.process_group.errors import ProcessGroupError
+from keepstep.process_group.group_errors import ProcessGroupError
 from keepstep.process_group.reconfiguration import ReconfigureOptions
 from keepstep.process_group.sequence import Task
 from keepstep.process_group.works import CompletedWork, JointWork, writing

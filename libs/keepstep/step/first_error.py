@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from keepstep.process_group.errors import UnsupportedCollectiveError
+from keepstep.process_group.group_errors import UnsupportedCollectiveError
 from keepstep.runtime.exits import must_succeed
 from keepstep.step.context import StepContext
 from keepstep.step.evidence.repeated_error import OwnError

@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import Store, Work
 from keepstep.process_group.baby.child_connection import Connection
 from keepstep.process_group.baby.children import Spawner
 from keepstep.process_group.base import DEFAULT_TIMEOUT, ProcessGroup
-from keepstep.process_group.errors import ProcessGroupAbortedError, ProcessGroupError
+from keepstep.process_group.group_errors import ProcessGroupAbortedError, ProcessGroupError
 from keepstep.process_group.store_exchange import store_at
 from keepstep.process_group.torch_backends.backend import check_rank
 from keepstep.process_group.torch_backends.gloo import host_of

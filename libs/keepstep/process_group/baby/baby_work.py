@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from keepstep.process_group.baby.operations import PackedCall
-from keepstep.process_group.errors import (
+from keepstep.process_group.group_errors import (
     ProcessGroupAbortedError,
     ProcessGroupError,
     ProcessGroupTimeoutError,

@@ -19,7 +19,7 @@ from keepstep.process_group.baby.children import ChildProcess
 from keepstep.process_group.baby.operations import PackedCall, timeout_of
 from keepstep.process_group.baby.remote_store import call_store
 from keepstep.process_group.baby.shared_memory import Segment, SegmentPool, new_segment
-from keepstep.process_group.errors import ProcessGroupError, ProcessGroupTimeoutError
+from keepstep.process_group.group_errors import ProcessGroupError, ProcessGroupTimeoutError
 from keepstep.runtime.exits import must_succeed
 from keepstep_mesh.net.fork_safety import fork_error, tell_children
 from keepstep_mesh.threads.starting import Thread

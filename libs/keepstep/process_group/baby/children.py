@@ -14,7 +14,7 @@ import time
 from concurrent.futures import Future
 
 from keepstep.process_group.baby.channel import Channel
-from keepstep.process_group.errors import ProcessGroupError
+from keepstep.process_group.group_errors import ProcessGroupError
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.net.fork_safety import claim, tell_children
 from keepstep_mesh.threads.starting import Thread

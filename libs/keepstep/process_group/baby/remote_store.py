@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
-from keepstep.process_group.errors import ProcessGroupError
+from keepstep.process_group.group_errors import ProcessGroupError
 from keepstep.rendezvous.interruptible_store import InterruptibleStore
 
 CALLS = frozenset({"set", "get", "wait", "check", "add", "compare_set", "delete_key", "num_keys"})

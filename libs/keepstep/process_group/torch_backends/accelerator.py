@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import Store, Work
 from torch.futures import Future
 
 from keepstep.futures import context_timeout
-from keepstep.process_group.errors import timed_out
+from keepstep.process_group.group_errors import timed_out
 from keepstep.process_group.torch_backends.backend_work import NO_TIMEOUT, BackendWork
 from keepstep.process_group.torch_backends.communicator import Communicator
 from keepstep.process_group.torch_backends.stream_watch import StreamWatch

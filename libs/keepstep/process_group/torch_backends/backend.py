@@ -10,7 +10,7 @@ import torch
 from torch.distributed.distributed_c10d import Store, Work
 
 from keepstep.process_group.base import DEFAULT_TIMEOUT, ProcessGroup
-from keepstep.process_group.errors import ProcessGroupAbortedError, ProcessGroupError
+from keepstep.process_group.group_errors import ProcessGroupAbortedError, ProcessGroupError
 from keepstep.process_group.store_exchange import store_at
 from keepstep.process_group.torch_backends.backend_work import BackendWork, plain_message
 from keepstep.process_group.torch_backends.communicator import Communicator

@@ -27,7 +27,7 @@ import torch
 from torch.distributed.distributed_c10d import Work
 from torch.futures import Future
 
-from keepstep.process_group.errors import (
+from keepstep.process_group.group_errors import (
     ProcessGroupAbortedError,
     ProcessGroupError,
     UnsupportedCollectiveError,

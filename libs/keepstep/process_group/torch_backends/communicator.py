@@ -16,7 +16,7 @@ from typing import Any, Protocol, cast
 
 from torch.distributed.distributed_c10d import Backend, Work
 
-from keepstep.process_group.errors import ProcessGroupError
+from keepstep.process_group.group_errors import ProcessGroupError
 from keepstep.process_group.torch_backends.disposal import dispose
 from keepstep.runtime.exits import must_succeed
 from keepstep.runtime.late_threads import start_or_run

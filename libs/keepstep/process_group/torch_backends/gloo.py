@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import PrefixStore, ReduceOp, Store, Wor
 from torch.distributed.distributed_c10d import ProcessGroupGloo as TorchGloo
 
 from keepstep.futures import context_timeout
-from keepstep.process_group.errors import ProcessGroupAbortedError, timed_out
+from keepstep.process_group.group_errors import ProcessGroupAbortedError, timed_out
 from keepstep.process_group.torch_backends.backend import BackendProcessGroup
 from keepstep.process_group.torch_backends.backend_work import BackendWork, ThreadedWork
 from keepstep.process_group.torch_backends.communicator import Communicator

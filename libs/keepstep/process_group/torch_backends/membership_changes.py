@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from keepstep.process_group.errors import ProcessGroupError
+from keepstep.process_group.group_errors import ProcessGroupError
 from keepstep.process_group.store_exchange import reconfigure_over
 from keepstep.process_group.torch_backends.accelerator import AcceleratorCommunicator
 from keepstep.process_group.torch_backends.backend import ProcessGroupShutDownError

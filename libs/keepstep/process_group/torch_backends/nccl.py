@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, Work
 
-from keepstep.process_group.errors import ProcessGroupError
+from keepstep.process_group.group_errors import ProcessGroupError
 from keepstep.process_group.torch_backends.accelerator import AcceleratorCommunicator, AcceleratorWork
 from keepstep.process_group.torch_backends.backend import BackendProcessGroup
 from keepstep.process_group.torch_backends.backend_work import flat_tensors

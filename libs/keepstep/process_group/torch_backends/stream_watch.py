@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
-from keepstep.process_group.errors import timed_out
+from keepstep.process_group.group_errors import timed_out
 from keepstep_mesh.threads.starting import Thread
 
 BACKLOG_POLL_SECONDS = 0.1

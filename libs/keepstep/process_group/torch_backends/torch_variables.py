@@ -16,7 +16,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from keepstep.process_group.errors import ProcessGroupError
+from keepstep.process_group.group_errors import ProcessGroupError
 
 WITHOUT_WATCHDOG = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
