@@ -92,7 +92,7 @@ def read_dcp_metadata(directory: Path, *, allow_gaps: bool = False) -> DcpConten
     try:
         with path.open("rb") as file:
             data = file.read(MAX_METADATA_BYTES + 1)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ForeignCheckpointError(
             f"{path} not found: {directory} was not written by torch.distributed.checkpoint, or its save did not finish"
         ) from None

@@ -141,8 +141,10 @@ def read_items(folder: Path, *, allow_pickle: bool = False) -> dict[str, Any]:
         RefusedClass: a file has objects of classes, such as DTensor.
     """
     items = _items(one.name for one in folder.iterdir())
+    if not items:
+        raise ForeignCheckpointError(f"{folder} is a folder without files of torch_checkpointing: give a file of it")
     several = sorted(key for key, ranks in items.items() if ranks != {0})
-    if several or not items:
+    if several:
         raise ForeignCheckpointError(
             f"{folder} is not read: torch_checkpointing wrote it on several ranks ({listed(several, MAX_NAMED)}). Load "
             f"it with CheckpointManager.load, and save it with keepstep.checkpoint.save"

@@ -65,7 +65,11 @@ class SafetensorsFiles:
 
 def has_safetensors(folder: Path) -> bool:
     """Return whether a folder has files of this format, or parts of them."""
-    return any(any(one.glob(f"*{SUFFIX}*")) for one in (folder, folder / _PARTS))
+    return any(folder.glob(f"*{SUFFIX}*")) or _has_parts(folder)
+
+
+def _has_parts(folder: Path) -> bool:
+    return any(_OF_RANK.fullmatch(one.name) for one in (folder / _PARTS).glob(f"*{SUFFIX}"))
 
 
 def find_safetensors(source: Path) -> SafetensorsFiles:
@@ -93,7 +97,7 @@ def _in_folder(folder: Path) -> SafetensorsFiles:
     parts = folder / _PARTS
     if INDEX in names:
         found = _indexed(folder / INDEX)
-        return replace(_in_folder(parts), joined=found) if parts.is_dir() else found
+        return replace(_in_folder(parts), joined=found) if _has_parts(folder) else found
     if SINGLE in names:
         return SafetensorsFiles(folder, [folder / SINGLE])
     if len(indices) == 1:
@@ -103,7 +107,7 @@ def _in_folder(folder: Path) -> SafetensorsFiles:
     if files and len(ranks) == len(files):
         _check_ranks(folder, set(ranks))
         return SafetensorsFiles(folder, paths, are_parts=True)
-    if parts.is_dir():
+    if _has_parts(folder):
         raise ForeignCheckpointError(f"{folder} has no {INDEX}: its consolidation did not end; give {parts}")
     several = [match for match in map(_OF_SEVERAL.fullmatch, files) if match]
     if files and not indices and len(several) == len(files) and len({(one[1], one[3]) for one in several}) == 1:

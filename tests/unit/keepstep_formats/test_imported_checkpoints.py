@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 
-from keepstep.checkpoint import load
+from keepstep.checkpoint import CheckpointNotFound, load
 from keepstep.checkpoint.interchange import ForeignCheckpointError, Format, RefusedClass, import_checkpoint
 from keepstep.checkpointing import UnsupportedValue
 from keepstep.state.pack import KEPT_TENSORS
@@ -288,6 +288,20 @@ def test_a_small_file_with_a_huge_number_of_values_is_refused(tmp_path, twice):
         ForeignCheckpointError, match="values: a list or dict contains itself, or is contained several times"
     ):
         load_pickled(tmp_path / "a.pt", "a.pt")
+
+
+# ---- a load of files that are not imported
+
+
+def test_a_load_of_files_of_another_program_names_the_import(tmp_path: Path) -> None:
+    state = {"w": torch.ones(2)}
+    torch.save(state, tmp_path / "a.pt")
+    dcp.save(state, checkpoint_id=tmp_path / "dcp")
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "model.safetensors").touch()
+    for name in ("a.pt", "dcp", "hf"):
+        with pytest.raises(CheckpointNotFound, match="; keepstep checkpoint import reads the files of other programs"):
+            load({"w": torch.zeros(2)}, tmp_path / name)
 
 
 # ---- safetensors

@@ -215,6 +215,9 @@ def partial_name(name: str, attempt: str) -> str:
     return f"{name}.{attempt}.partial"
 
 
+_IMPORT = "; keepstep checkpoint import reads the files of other programs"
+
+
 class DirectorySource:
     """Reads a committed checkpoint. See ``PackSource``."""
 
@@ -224,9 +227,15 @@ class DirectorySource:
 
     def manifests(self) -> list[StoredManifest]:
         """See ``PackSource``."""
+        if self._path.is_file():
+            raise CheckpointNotFound(
+                f"{self._path} is a file, expected a directory of keepstep.checkpoint.save{_IMPORT}"
+            )
         record = read_json(self._path / RECORD)
         if not record:
-            raise CheckpointNotFound(f"{self._path} has no committed checkpoint: missing {RECORD}")
+            is_foreign = any(next(self._path.glob(name), None) for name in (".metadata", "*.safetensors*"))
+            hint = _IMPORT if is_foreign else ""
+            raise CheckpointNotFound(f"{self._path} has no committed checkpoint: missing {RECORD}{hint}")
         if record.get("format") != FORMAT or record.get("version") != VERSION:
             raise CheckpointError(
                 f"{self._path / RECORD} is of format {record.get('format')!r}, version {record.get('version')!r}; this "

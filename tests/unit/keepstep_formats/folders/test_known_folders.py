@@ -98,6 +98,16 @@ def test_a_save_of_dcp_without_collectives_is_refused(tmp_path: Path) -> None:
     refused(tmp_path / "theirs", r"use_collectives=False\) wrote it, with a description for each rank")
 
 
+def test_a_format_that_is_not_that_of_the_files_is_refused(tmp_path: Path) -> None:
+    path = folder(tmp_path, "notes.txt")
+    refused(path, "is a folder without files of torch_checkpointing", form=Format.TORCH)
+    refused(path, "has no safetensors files", form=Format.SAFETENSORS)
+    refused(path, r"\.metadata not found", form=Format.DCP)
+    torch.save(STATE, tmp_path / "a.pt")
+    refused(tmp_path / "a.pt", "is no valid safetensors file", form=Format.SAFETENSORS)
+    refused(tmp_path / "a.pt", r"\.metadata not found", form=Format.DCP)
+
+
 # ---- weights beside a training state
 
 

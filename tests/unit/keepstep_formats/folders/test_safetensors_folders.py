@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -190,6 +191,14 @@ def test_a_file_that_one_rank_wrote_over_those_of_others_is_refused(tmp_path: Pa
         import_checkpoint(path, tmp_path / "ours")
 
 
+@pytest.mark.parametrize("mapping", [None, {"rows": 1, "columns": 2, "short": 2, "scalar": 1}])
+def test_what_one_process_writes_is_read(tmp_path: Path, mapping: Any) -> None:
+    writer = HuggingFaceStorageWriter(str(tmp_path / "theirs"), fqn_to_index_mapping=mapping)
+    dcp.save(dict(STATE), storage_writer=writer)
+    assert INDEX in files(tmp_path / "theirs")
+    assert equal(imported(tmp_path / "theirs", tmp_path), STATE)
+
+
 # ---- folders of Hugging Face
 
 
@@ -238,6 +247,13 @@ def test_a_tensor_that_the_index_does_not_name_is_not_dropped(tmp_path: Path) ->
     (tmp_path / "hf" / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(list(STATE)[:2], "a.safetensors")}))
     with pytest.raises(ForeignCheckpointError, match=r"by the files, scalar is in a\.safetensors, short is in"):
         import_checkpoint(tmp_path / "hf", tmp_path / "ours")
+
+
+def test_a_folder_that_is_only_named_like_one_of_parts_does_not_matter(tmp_path: Path) -> None:
+    path = exported(tmp_path)
+    (path / "sharded").mkdir()
+    (path / "sharded" / "other.safetensors").touch()
+    assert equal(imported(path, tmp_path), STATE)
 
 
 def test_one_file_of_several_is_refused(tmp_path: Path) -> None:
