@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
@@ -237,7 +238,9 @@ class RelayReader(_AtCheckpoint, StorageReader):
         except BaseException:
             reader.close()
             raise
-        return self._stored.metadata()
+        found = self._stored.metadata()
+        found.version = CURRENT_DCP_VERSION  # its keys are those of this torch
+        return found
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Do nothing. Called by torch."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
+from keepstep import checkpoint
 from keepstep.checkpoint import RelayReader, RelayWriter
 
 
@@ -31,6 +32,14 @@ def main(place: str, store: str) -> None:
     dcp.load(into, storage_reader=RelayReader(place))
     assert into["w"].equal(torch.arange(1000.0))
     assert into["step"] == 3
+
+    again = checkpoint.async_save(
+        {"w": into["w"]}, f"{place}-again", async_checkpointer_type=AsyncCheckpointerType.PROCESS, overwrite=True
+    )
+    into["w"].zero_()
+    again.result(100)
+    checkpoint.load(into, f"{place}-again", strict=False)
+    assert into["w"].equal(torch.arange(1000.0))
     dist.destroy_process_group()
     print("ok", flush=True)
 

@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -154,8 +155,10 @@ def test_a_planner_a_storage_and_no_place_in_the_place_of_torch(tmp_path, save):
     into = {"w": torch.zeros(3)}
     checkpoint.load(into, tmp_path / "double")
     assert into["w"].tolist() == [2, 2, 2]
-    checkpoint.load(into, tmp_path / "double", planner=Halving())
+    halving = Halving()
+    checkpoint.load(into, tmp_path / "double", planner=halving)
     assert into["w"].tolist() == [1, 1, 1]
+    assert halving.metadata.version == CURRENT_DCP_VERSION
 
     save({"w": torch.ones(3)}, storage_writer=dcp.FileSystemWriter(tmp_path / "torch"))
     dcp.load(into := {"w": torch.zeros(3)}, checkpoint_id=tmp_path / "torch")

@@ -34,7 +34,7 @@ from keepstep_mesh.protocol.manifest import chunk_digest
 
 _NONCE_BYTES = 16
 _STEP_BYTES = 8
-_POLL_FIRST_SECONDS = 0.005
+_POLL_FIRST_SECONDS = 0.001
 _POLL_MOST_SECONDS = 0.25
 _POLL_SECONDS_PER_RANK = 0.01
 """Of one process at least: many ranks together look less often."""
