@@ -73,7 +73,8 @@ SECTIONS = (
         "ProcessGroupWrapper ErrorSwallowingProcessGroupWrapper FakeProcessGroupWrapper "
         "ProcessGroupBabyGloo ProcessGroupBabyNCCL "
         "ProcessGroupBabyXCCL keepstep.process_group:ProcessGroupBaby "
-        "keepstep.process_group:ReconfigureOptions keepstep.process_group:reconfigure_with_store",
+        "keepstep.process_group:ReconfigureOptions keepstep.process_group:reconfigure_with_store "
+        "keepstep.process_group:create_store_client",
     ),
     section(
         "Sharded models",

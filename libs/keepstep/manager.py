@@ -271,20 +271,27 @@ class Manager:
         fewer groups the numbers are others, and one batch would be trained on twice and another one never.
 
         Returns:
-            In [0, num_participants()); None while this group heals or is a spare, and in a step without a quorum.
+            In [0, num_participants()); None while this group heals or is a spare, without a quorum, and before the
+            first step.
         """
-        rank = self._steps.participation()[0]
+        rank = self._participation()[0]
         if self._context.kept is not None:
             self._context.kept.refuse(BATCH_BY_NUMBER)
         return rank
 
     def num_participants(self) -> int:
-        """Wait for the quorum, and return the number of groups that take part in this step; 0 without a quorum."""
-        return self._steps.participation()[1]
+        """Wait for the quorum, and return the number of groups that take part in this step.
+
+        0 without a quorum, and before the first step.
+        """
+        return self._participation()[1]
 
     def is_participating(self) -> bool:
         """Wait for the quorum, and return whether this group takes part in this step."""
-        return self._steps.participation()[0] is not None
+        return self._participation()[0] is not None
+
+    def _participation(self) -> tuple[int | None, int]:
+        return (None, 0) if self._steps.attempt is None else self._steps.participation()
 
     def is_healing(self) -> bool:
         """Wait for the quorum, and return whether this group loads the state of another one in ``should_commit``."""

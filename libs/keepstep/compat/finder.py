@@ -12,8 +12,10 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import NoReturn
 
+ALIASES = {"_torchft": "coordination"}
+"""Modules of torchft, and the module of keepstep that has their names."""
+
 MODULES = {
-    "_torchft": "keepstep.coordination has its classes",
     "otel": "KEEPSTEP_OTEL exports spans and logs, see docs/telemetry.md",
     "torchcomms": "use a process group of keepstep.process_group",
     "utils": "torch.accelerator has streams and synchronize for every device",
@@ -31,7 +33,6 @@ NAMES = {
         "get_timeout": "the Manager itself reads its limits from the environment",
     },
     "process_group": {
-        "create_store_client": "use torch.distributed.TCPStore and PrefixStore",
         "trigger_nccl_fr_trace_through_pipe": "write to the pipe that TORCH_NCCL_DEBUG_INFO_PIPE_FILE names",
     },
 }
@@ -58,6 +59,7 @@ class TorchftFinder(MetaPathFinder):
         package, _, name = fullname.partition(".")
         if package != "torchft":
             return None
+        name = ALIASES.get(name, name)
         own = importlib.util.find_spec(f"keepstep.{name}" if name else "keepstep")
         if own is None:
             raise ModuleNotFoundError(of_module(name), name=fullname)

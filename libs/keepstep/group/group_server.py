@@ -202,7 +202,7 @@ class GroupServer:
                 return await future
         except TimeoutError:
             missing = self._votes.missing()
-            raise TimeoutError(f"waited {timeout:g} s for ranks {missing} of this group to vote") from None
+            raise TimeoutError(f"timed out after {timeout:g} s: ranks {missing} of this group did not vote") from None
 
     def finished_step(self) -> None:
         """See ``RankLink``."""

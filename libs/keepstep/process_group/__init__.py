@@ -9,7 +9,7 @@ from keepstep.process_group.baby.baby_group import (
 from keepstep.process_group.base import ProcessGroup
 from keepstep.process_group.group_errors import ProcessGroupAbortedError, ProcessGroupError, ProcessGroupTimeoutError
 from keepstep.process_group.reconfiguration import ReconfigureOptions
-from keepstep.process_group.store_exchange import reconfigure_with_store
+from keepstep.process_group.store_exchange import create_store_client, reconfigure_with_store
 from keepstep.process_group.torch_backends.gloo import ProcessGroupGloo
 from keepstep.process_group.torch_backends.nccl import ProcessGroupNCCL, ProcessGroupXCCL
 from keepstep.process_group.wrappers import (
@@ -38,5 +38,6 @@ __all__ = [
     "ProcessGroupWrapper",
     "ProcessGroupXCCL",
     "ReconfigureOptions",
+    "create_store_client",
     "reconfigure_with_store",
 ]

@@ -47,7 +47,7 @@ def reconfigure_with_store(
         ValueError: ``store_addr`` is invalid.
         TimeoutError, RuntimeError: a member is missing, or the reconfiguration failed.
     """
-    reconfigure_over(pg, store_at(store_addr, timeout), rank, world_size, timeout)
+    reconfigure_over(pg, create_store_client(store_addr, timeout), rank, world_size, timeout)
 
 
 def reconfigure_over(
@@ -78,12 +78,24 @@ def reconfigure_over(
     pg.reconfigure(options).wait()
 
 
-def store_at(address: str, timeout: timedelta) -> Store:
-    """Connect to the store at ``host:port/prefix``."""
-    endpoint, _, prefix = address.partition("/")
+def create_store_client(store_addr: str, timeout: timedelta) -> Store:
+    """Connect to a TCPStore, for a process group of your own.
+
+    Args:
+        store_addr: ``host:port/prefix``; an IPv6 address with or without brackets.
+        timeout: of the connection, and of each operation of the store.
+
+    Returns:
+        A PrefixStore with ``prefix``.
+
+    Raises:
+        ValueError: ``store_addr`` is invalid.
+        RuntimeError: no store answered in time.
+    """
+    endpoint, _, prefix = store_addr.partition("/")
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdecimal():
-        raise ValueError(f"invalid store address {address!r}: expected host:port/prefix")
+        raise ValueError(f"invalid store address {store_addr!r}: expected host:port/prefix")
     with claim_opened(partial(sockets_at, int(port))):
         tcp = TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=timeout)
     return PrefixStore(prefix, tcp)

@@ -60,7 +60,9 @@ class GatheredAsks:
             if not missing:
                 self._begin_round()  # which tells the ranks that they disagree
                 return await future
-            reason = f"waited {ask.timeout_ms / 1000:g} s for ranks {missing} of this group to start the step"
+            reason = (
+                f"timed out after {ask.timeout_ms / 1000:g} s: ranks {missing} of this group did not start the step"
+            )
             self.deny("deadline", reason)
             raise TimeoutError(reason) from None
 

@@ -18,7 +18,7 @@ from keepstep.process_group.baby.child_connection import Connection
 from keepstep.process_group.baby.children import Spawner
 from keepstep.process_group.base import DEFAULT_TIMEOUT, ProcessGroup
 from keepstep.process_group.group_errors import ProcessGroupAbortedError, ProcessGroupError
-from keepstep.process_group.store_exchange import store_at
+from keepstep.process_group.store_exchange import create_store_client
 from keepstep.process_group.torch_backends.backend import check_rank
 from keepstep.process_group.torch_backends.gloo import host_of
 from keepstep.process_group.torch_backends.membership_changes import job_settings
@@ -61,7 +61,7 @@ class ProcessGroupBaby(ProcessGroup):
     ) -> None:
         check_rank(rank, world_size)
         self._end_child("the process group is configured again")
-        store = store if store is not None else store_at(store_addr, self._timeout)
+        store = store if store is not None else create_store_client(store_addr, self._timeout)
         if self._spawner is None or not self._spawner.alive:
             self._release_spawner()
             self._spawner = Spawner.shared()

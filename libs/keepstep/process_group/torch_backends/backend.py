@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import Store, Work
 
 from keepstep.process_group.base import DEFAULT_TIMEOUT, ProcessGroup
 from keepstep.process_group.group_errors import ProcessGroupAbortedError, ProcessGroupError
-from keepstep.process_group.store_exchange import store_at
+from keepstep.process_group.store_exchange import create_store_client
 from keepstep.process_group.torch_backends.backend_work import BackendWork, plain_message
 from keepstep.process_group.torch_backends.communicator import Communicator
 from keepstep.process_group.works import JointWork
@@ -64,7 +64,7 @@ class BackendProcessGroup(ProcessGroup):
     ) -> None:
         check_rank(rank, world_size)
         self._end_communicator()
-        store = store if store is not None else store_at(store_addr, self._timeout)
+        store = store if store is not None else create_store_client(store_addr, self._timeout)
         name = f"{replica_id}/{group_rank or 0}@{quorum_id}"
         shared_name = f"keepstep/{group_rank or 0}@{quorum_id}"
         communicator = self._communicator = self._create(store, host, rank, world_size, shared_name, global_ranks)

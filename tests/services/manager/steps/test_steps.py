@@ -231,3 +231,11 @@ def test_a_constructor_that_fails_leaves_nothing_running(lighthouse, monkeypatch
     with pytest.raises(ValueError, match="nowhere"), manager(lighthouse, "a"):
         pass
     assert [thread for thread in threading.enumerate() if thread not in before] == []
+
+
+def test_before_its_first_step_a_group_takes_part_in_nothing(lighthouse):
+    with manager(lighthouse, "a") as m:
+        assert (m.num_participants(), m.participating_rank(), m.is_participating()) == (0, None, False)
+        m.start_quorum()
+        assert (m.num_participants(), m.participating_rank(), m.is_participating()) == (1, 0, True)
+        assert m.should_commit()

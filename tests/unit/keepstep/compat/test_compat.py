@@ -79,6 +79,14 @@ def test_names_import_as_scripts_for_torchft_write_it() -> None:
     assert names["ft"].Optimizer is keepstep.OptimizerWrapper
 
 
+def test_the_classes_of_torchfts_extension_are_those_of_coordination() -> None:
+    extension = importlib.import_module("torchft._torchft")
+    assert extension is importlib.import_module("keepstep.coordination")
+    assert extension.__spec__.name == "keepstep.coordination"
+    with pytest.raises(ImportError, match=r"has no coordination\.Timestamp"):
+        exec("from torchft._torchft import Timestamp")
+
+
 def test_pickles_that_name_torchft_load() -> None:
     mode = keepstep.WorldSizeMode.DYNAMIC
     old = pickle.dumps(mode, 0).replace(keepstep.WorldSizeMode.__module__.encode(), b"torchft.manager")

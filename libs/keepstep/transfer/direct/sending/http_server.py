@@ -253,7 +253,7 @@ class CheckpointServer:
             except TimeoutError:
                 newest = f"the newest step is {self._newest_step}" if self._newest_step >= 0 else "no step is staged"
                 raise RequestError(
-                    HTTPStatus.NOT_FOUND, f"step {step} was not staged within {wait:.1f} s; {newest}"
+                    HTTPStatus.NOT_FOUND, f"timed out: step {step} was not staged within {wait:.1f} s; {newest}"
                 ) from None
 
     async def _send_manifest(self, connection: socket.socket, lease: Lease) -> None:
