@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -97,7 +97,7 @@ def _write_item(file: IO[bytes], item: WriteItem, value: torch.Tensor | io.Bytes
     start = file.tell()
     if isinstance(value, torch.Tensor):
         is_whole = value.untyped_storage().size() == value.nbytes
-        write_pickled(value.detach() if is_whole else value.detach().clone(), file)
+        write_pickled(value.detach() if is_whole else value.detach().clone(), file, item.index.fqn)
     else:
         file.write(value.getbuffer())
     length = file.tell() - start
@@ -117,6 +117,13 @@ class _Planner(DefaultSavePlanner):
             return value
         gc.collect(1)  # torch.save leaves the last tensor in a cycle
         return self._read(value)
+
+    def transform_object(self, write_item: WriteItem, value: Any) -> Any:
+        if write_item.type is not WriteItemType.BYTE_IO:
+            return super().transform_object(write_item, value)
+        data = io.BytesIO()
+        write_pickled(value, data, write_item.index.fqn)
+        return data
 
 
 def write_dcp_directory(state: Mapping[str, Any], path: Path, read: Read = lambda tensor: tensor) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from keepstep.state.errors import UnsupportedValue
 from keepstep_mesh.errors import KeepstepError
 
 
@@ -13,5 +14,5 @@ class RefusedClass(ForeignCheckpointError):
     """A pickle names a class or function that is not allowed. It was not imported, and did not run."""
 
 
-class CannotHold(ForeignCheckpointError):
+class CannotHold(ForeignCheckpointError, UnsupportedValue):
     """The format cannot hold a value of the state. The message names its path."""

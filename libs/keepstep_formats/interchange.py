@@ -6,6 +6,7 @@ takes.
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,12 +24,14 @@ from keepstep.state.errors import CheckpointError, UnsupportedValue
 from keepstep.state.flattening import Leaf, build, flatten
 from keepstep.state.pack import Unread
 from keepstep.state.pack_layout import describe
+from keepstep.state.values.known_classes import class_name
+from keepstep.state.values.leaves import BITS, WITHOUT_COPY
 from keepstep_formats.dcp_directory import DcpDirectory
 from keepstep_formats.finished_output import check_free
 from keepstep_formats.folders.known_folders import format_of, read_items, with_companions
 from keepstep_formats.folders.safetensors_folders import find_safetensors, read_safetensors_files
 from keepstep_formats.foreign_errors import CannotHold, ForeignCheckpointError, RefusedClass
-from keepstep_formats.pickled_items import load_file, save_pickled
+from keepstep_formats.pickled_items import load_file, save_pickled, write_pickled
 from keepstep_formats.safetensors_files import SUFFIX, write_safetensors
 from keepstep_mesh.protocol.stored_keys import key_of
 from keepstep_mesh.text import listed
@@ -274,18 +277,34 @@ class _Export:
                 f"(skip_objects=True), or export only a part, such as --part model"
             )
         self._stored = stored
+        self._form = form
         self._report = _Report("converting", sum(_nbytes(stored, key) for key in chosen), progress)
         self._keys: dict[int, str] = {}
         """Key in the checkpoint, by the id of the tensor in ``leaves``."""
         self.leaves: dict[str, Leaf] = {}
         for key, path in chosen.items():
             if key not in self.left_out:
-                self.leaves[key_of(path)] = Leaf(path, self._value(key))
+                try:
+                    self.leaves[key_of(path)] = Leaf(path, self._value(key))
+                except CannotHold:
+                    if not skip_objects:
+                        raise
+                    self.left_out.append(key)
 
     def _value(self, key: str) -> Any:
         tensor = self._stored.tensors.get(key)
         if tensor is None:
-            return self._stored.value(key)
+            value = self._stored.value(key)
+            if self._form is Format.DCP and isinstance(value, torch.Tensor):
+                raise CannotHold(
+                    f"DCP does not hold {key}, a {class_name(type(value))} of {value.dtype}: leave it out with "
+                    f"--skip-objects (skip_objects=True), or export a file of torch.save"
+                )
+            write_pickled(value, io.BytesIO(), key)
+            return value
+        without = WITHOUT_COPY | (BITS if self._form is Format.DCP else frozenset())
+        if tensor.dtype in without and self._form is not Format.SAFETENSORS:
+            raise CannotHold(f"{key} has dtype {tensor.dtype}, which {self._form} does not hold: store it as uint8")
         described = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         self._keys[id(described)] = key
         return described

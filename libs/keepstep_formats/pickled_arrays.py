@@ -1,4 +1,4 @@
-"""Numpy arrays in files of torch.save, built from their fields.
+"""Numpy arrays and defaultdicts in files of torch.save, built from their fields.
 
 numpy's own functions must not be allowed in a file from elsewhere: ``numpy.ndarray(shape, "O", buffer)`` makes pointers
 of the bytes in the file. Files call the classes of this module under the names of numpy.
@@ -6,7 +6,7 @@ of the bytes in the file. Files call the classes of this module under the names 
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from typing import Any
 
 import numpy as np
@@ -64,6 +64,31 @@ def no_bytes() -> bytes:
     return b""
 
 
+class Factory:
+    """Takes the place of a type, such as the factory of a ``defaultdict``: a file cannot call it."""
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+
+
+def default_dict(factory: Any = None) -> OrderedDict[Any, Any]:
+    """Take the place of ``collections.defaultdict``: torch puts items only into plain dicts. See ``with_arrays``."""
+    made: OrderedDict[Any, Any] = OrderedDict()
+    vars(made)[_FACTORY] = factory
+    return made
+
+
+_FACTORY = "default_factory"
+_TORCH_ALLOWS = (set, complex, bytearray, OrderedDict, Counter)
+CONTAINERS: list[Any] = [
+    (default_dict, "collections.defaultdict"),
+    *(
+        (Factory(kind), f"{module}.{kind.__name__}")
+        for module in ("builtins", "__builtin__")
+        for kind in (bool, int, float, list, tuple, dict)
+    ),
+]
+"""The same for defaultdicts."""
 ALLOWED: list[Any] = [
     *((no_bytes, name) for name in ("builtins.bytes", "__builtin__.bytes")),
     (PickledArray, "numpy.ndarray"),
@@ -74,8 +99,16 @@ ALLOWED: list[Any] = [
 """Classes and functions for ``torch.serialization.safe_globals``, with the names that files call."""
 
 
+def _type_of(factory: Any) -> Any:
+    if type(factory) is Factory:
+        return factory.kind
+    if factory is None or any(factory is one for one in _TORCH_ALLOWS):
+        return factory
+    raise ValueError(f"defaultdict whose default_factory is {str(factory)[:100]}")
+
+
 def with_arrays(value: Any, most: int) -> Any:
-    """Return ``value`` with numpy arrays and dtypes in place of those of this module.
+    """Return ``value`` with numpy arrays, dtypes and defaultdicts in place of those of this module.
 
     Args:
         value: lists, tuples, and dicts are walked.
@@ -96,9 +129,11 @@ def with_arrays(value: Any, most: int) -> Any:
             return value.array
         if type(value) is PickledDtype:
             return value.dtype()
-        if type(value) in (dict, OrderedDict):
+        if isinstance(value, dict):
             for key, item in value.items():
                 value[key] = visit(item)
+            if type(value) is OrderedDict and _FACTORY in vars(value):
+                return defaultdict(_type_of(vars(value)[_FACTORY]), value)
         elif type(value) is list:
             value[:] = map(visit, value)
         elif type(value) is tuple:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import io
 import lzma
 import math
@@ -18,14 +19,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta, timezone
 from functools import lru_cache
-from pathlib import Path
+from pathlib import Path, PosixPath, PurePosixPath, PureWindowsPath
 from typing import IO, TYPE_CHECKING, Any
 
 import torch
+from torch.torch_version import TorchVersion
 
 from keepstep_formats.finished_output import finished_output
-from keepstep_formats.foreign_errors import ForeignCheckpointError, RefusedClass
-from keepstep_formats.pickled_arrays import ALLOWED, with_arrays
+from keepstep_formats.foreign_errors import CannotHold, ForeignCheckpointError, RefusedClass
+from keepstep_formats.pickled_arrays import ALLOWED, CONTAINERS, with_arrays
 from keepstep_mesh.protocol.boxes import Sizes
 from keepstep_mesh.text import listed
 
@@ -67,6 +69,8 @@ _UNSUPPORTED = re.compile(r"\bGLOBAL ([\w.]+)")
 """The class in torch's message about a file in its format before 1.6."""
 _allowing = threading.RLock()
 _COLOR = re.compile(r"\x1b\[\d*m")
+_REASON = re.compile(r"WeightsUnpickler error:\s*(\S.*)")
+"""The reason in a message of torch about a file that ``weights_only=True`` does not load."""
 _ADVICE = " In PyTorch 2.6"
 """Where a message of torch begins to advise that the file be loaded with ``weights_only=False``."""
 _MAGIC = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
@@ -81,7 +85,7 @@ _ARCHIVES = {
 
 @contextmanager
 def plain_values(arrays: Sequence[Any] = ALLOWED) -> Iterator[None]:
-    """Allow numpy arrays, times, bytes in memory, and arguments of a command in ``torch.load(weights_only=True)``.
+    """Allow plain values in ``torch.load(weights_only=True)``: numpy arrays, times, paths, and others.
 
     Classes that the process allows are allowed too. torch has one list for all threads, and takes any of two entries of
     one name.
@@ -89,11 +93,11 @@ def plain_values(arrays: Sequence[Any] = ALLOWED) -> Iterator[None]:
     Args:
         arrays: stand-ins for names of numpy, which hide what the process has allowed under these names.
     """
-    names = {name for _, name in arrays}
+    names = {name for _, name in (*arrays, *CONTAINERS)}
     with _allowing:
         before = torch.serialization.get_safe_globals()
         kept = [one for one in before if _name_of(one) not in names]
-        own = [*arrays, datetime, date, time, timedelta, timezone, io.BytesIO, Namespace]
+        own = [*arrays, *CONTAINERS, *_HARMLESS]
         try:
             torch.serialization.clear_safe_globals()
             torch.serialization.add_safe_globals([*kept, *own])
@@ -110,6 +114,12 @@ def _name_of(allowed: Any) -> str:
 def _allows_arrays() -> bool:
     """Return whether the process has allowed functions of numpy, which read arrays that this module does not."""
     return any(_name_of(one).startswith("numpy.") for one in torch.serialization.get_safe_globals())
+
+
+_HARMLESS = [
+    *(datetime, date, time, timedelta, timezone, io.BytesIO, Namespace, frozenset, TorchVersion),
+    *(PosixPath, PurePosixPath, PureWindowsPath),
+]
 
 
 def load_file(path: Path, *, allow_pickle: bool = False) -> Any:
@@ -179,8 +189,13 @@ def load_pickled(data: bytes | Path, what: str, *, allow_pickle: bool = False) -
                 f"{what} cannot be read: it has a dtype or a storage that torch does not read from its format before "
                 f"1.6: save it without _use_new_zipfile_serialization=False"
             ) from error
-        reason = _COLOR.sub("", (str(error).splitlines() or [""])[0]).partition(_ADVICE)[0][:300]
-        raise ForeignCheckpointError(f"{what} cannot be read: {type(error).__name__}: {reason}") from error
+        raise ForeignCheckpointError(f"{what} cannot be read: {type(error).__name__}: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    text = _COLOR.sub("", str(error))
+    reason = _REASON.search(text)
+    return (reason[1] if reason else (text.splitlines() or [""])[0]).partition(_ADVICE)[0][:300]
 
 
 def _other_classes(opened: Any) -> list[str]:
@@ -203,7 +218,7 @@ def save_pickled(value: Any, path: Path, places: Sequence[torch.Tensor], fill: C
     numbers = {place.untyped_storage()._cdata: number for number, place in enumerate(places)}  # noqa: SLF001
     with finished_output(path) as temporary, torch.serialization._open_zipfile_writer(str(temporary)) as writer:  # noqa: SLF001
         records = _Records(writer, numbers, fill)
-        torch.serialization._save(value, records, pickle, PROTOCOL, False)  # type: ignore[no-untyped-call]  # noqa: SLF001
+        torch.serialization._save(value, records, _ExactPickle, PROTOCOL, False)  # type: ignore[no-untyped-call]  # noqa: SLF001
 
 
 class _Records:
@@ -220,9 +235,41 @@ class _Records:
         self._writer.write_record(name, data if number is None else self._fill(number).untyped_storage(), size)
 
 
-def write_pickled(value: Any, file: IO[bytes]) -> None:
-    """Append a value to a file, as torch.save writes it. A tensor is written with all of its storage."""
-    torch.save(value, file)
+def write_pickled(value: Any, file: IO[bytes], what: str) -> None:
+    """Append a value to a file, as torch.save writes it. A tensor is written with all of its storage.
+
+    Args:
+        value: the value.
+        file: the file.
+        what: name of the value, for errors.
+
+    Raises:
+        CannotHold: torch.save cannot write the value.
+    """
+    try:
+        torch.save(value, file, pickle_module=_ExactPickle)
+    except OSError:
+        raise
+    except (*_UNREADABLE, pickle.PicklingError, RecursionError) as error:
+        raise CannotHold(
+            f"{what} cannot be written as torch.save does ({type(error).__name__}: {_first_line(error)}): convert it "
+            f"to tensors, numbers, strings, dicts, lists or tuples"
+        ) from error
+
+
+def _full_state(value: Any) -> Any:
+    """Return how pickle makes a time again, with its fold, which older protocols leave out."""
+    return value.__reduce_ex__(4)
+
+
+class _ExactPickler(pickle.Pickler):
+    dispatch_table = copyreg.dispatch_table | {datetime: _full_state, time: _full_state}
+
+
+class _ExactPickle:
+    """Takes the place of the module pickle in torch.save."""
+
+    Pickler = _ExactPickler
 
 
 def pickled_metadata(metadata: Metadata) -> bytes:

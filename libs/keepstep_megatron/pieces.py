@@ -9,7 +9,8 @@ import torch
 
 from keepstep.state.errors import UnsupportedValue
 from keepstep.state.values.known_classes import class_name
-from keepstep.state.values.tensor_subclasses import is_whole_value, plain
+from keepstep.state.values.leaves import TORCH_DTYPE_NAMES
+from keepstep.state.values.tensor_subclasses import is_whole_value, plain, refusal
 from keepstep_megatron.core import CheckpointingException
 from keepstep_megatron.mapping import ShardedTensor
 from keepstep_mesh.protocol.boxes import Box, Sizes
@@ -51,7 +52,8 @@ def local_data(tensor: ShardedTensor) -> torch.Tensor:
 
     Raises:
         CheckpointingException: it has none.
-        UnsupportedValue: it wraps other tensors, or is quantized: such a value has no parts.
+        UnsupportedValue: it wraps other tensors, or is quantized: such a value has no parts. Or it is not dense, has no
+            memory, or has a dtype that cannot be stored.
     """
     if tensor.data is None:
         raise CheckpointingException(f"ShardedTensor {tensor.key!r} has no data: expected a tensor")
@@ -60,7 +62,10 @@ def local_data(tensor: ShardedTensor) -> torch.Tensor:
             f"ShardedTensor {tensor.key!r} has a {class_name(type(tensor.data))} as data, which cannot be stored in "
             f"parts: use a ShardedObject, or a plain tensor"
         )
-    return plain(tensor.data, f"ShardedTensor {tensor.key!r}")
+    data = plain(tensor.data, f"ShardedTensor {tensor.key!r}")
+    if data.layout is not torch.strided or data.dtype not in TORCH_DTYPE_NAMES or data.is_meta:
+        raise refusal(data, f"ShardedTensor {tensor.key!r}")
+    return data
 
 
 def boxes_of_range(shape: Sizes, start: int, stop: int) -> Iterator[Box]:

@@ -26,7 +26,7 @@ CommonValue: TypeAlias = tuple[Sequence[str], str, bytes]
 def digest(value: Any) -> bytes:
     """Return the digest of a value. Empty: it has none, because keepstep's format cannot hold it."""
     try:
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and not value.is_nested:
             shape = tuple(value.shape)
             pieces = ((whole(shape), value.detach()),)
             return digest_of(TensorPart((), value.dtype, shape, pieces, None, is_sharded=False))

@@ -6,6 +6,7 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
+from keepstep.state.errors import UnsupportedValue
 from keepstep_megatron.core import CheckpointingException
 from keepstep_megatron.dict_utils import dict_list_map_inplace, dict_list_map_outplace, extract_matching_values
 from keepstep_megatron.mapping import (
@@ -47,8 +48,14 @@ def parts_to_save(sharded_state_dict: ShardedStateDict) -> SavedParts:
 
     Raises:
         CheckpointingException: a load could not put the parts together again.
+        UnsupportedValue: the state is nested too deep, or contains itself.
     """
-    state = _copied(sharded_state_dict)
+    try:
+        state = _copied(sharded_state_dict)
+    except RecursionError as error:
+        raise UnsupportedValue(
+            "the state is nested too deep, or contains itself: save a state that is flatter"
+        ) from error
     apply_factories(state)
     _check_places(state)
     _, state = extract_nonpersistent(state)

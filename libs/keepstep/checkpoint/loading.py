@@ -30,6 +30,7 @@ from keepstep.state.errors import (
 from keepstep.state.exact_load import put_back
 from keepstep.state.flattening import Expanded, Leaf, expand, flatten, list_lengths, place
 from keepstep.state.local_parts import Part, TensorPart, local_parts
+from keepstep.state.pack_layout import may_overlap_itself
 from keepstep.state.values.known_classes import class_name
 from keepstep.state.values.sharding import is_dtensor, is_sharded_tensor
 from keepstep.state.values.tensor_subclasses import is_whole_value, is_wrapper
@@ -118,7 +119,10 @@ def _load(state_dict: dict[str, Any], reader: CheckpointReader, strict: bool) ->
         one.load_state_dict(state)
         if isinstance(one, Optimizer):
             put_back(own, one.state_dict())
-    _take_over(state_dict, expanded.state)
+    try:
+        _take_over(state_dict, expanded.state)
+    except TypeError as error:
+        raise CheckpointError(f"a mapping of the state cannot be changed ({error}): pass a dict instead") from error
 
 
 def _check_memory(expanded: Expanded) -> None:
@@ -320,6 +324,11 @@ def _reads(key: str, part: Part, stored: StoredCheckpoint, strict: bool) -> Iter
     if strict:
         check_cast(key, tensor.dtype, part.dtype)
     for box, target in part.pieces:
+        if may_overlap_itself(target):
+            raise CheckpointError(
+                f"{key} has elements here that share memory (strides {target.stride()}): pass a tensor without them, "
+                f"such as its contiguous(), or None to get a new one"
+            )
         covered = 0
         for shard, overlap in _overlaps(tensor, box):
             covered += overlap.volume

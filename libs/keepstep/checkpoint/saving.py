@@ -9,8 +9,6 @@ from concurrent.futures import Future
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
 from keepstep.checkpoint.places.directory import DirectoryTarget
 from keepstep.checkpoint.places.location import parse
 from keepstep.checkpoint.places.target import CheckpointTarget, SaveFacts
@@ -21,13 +19,13 @@ from keepstep.checkpoint.torch_calls import TorchParts, given
 from keepstep.checkpoint.torch_errors import errors_of_torch, join_torch
 from keepstep.connection.deadline import Deadline
 from keepstep.relay_client.relay_paths import AtRelay
-from keepstep.state.errors import UnsupportedValue
 from keepstep.state.flattening import expand, flatten
 from keepstep.state.local_parts import ObjectPart, Part, TensorPart, local_parts
 from keepstep.state.pack import Pack, Unread
 from keepstep.state.pack_layout import describe
 from keepstep.state.staged_parts import StagedParts
 from keepstep.state.values.sharding import LocalShard
+from keepstep.state.values.tensor_subclasses import refusal
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.protocol.manifest import chunk_digest
@@ -302,11 +300,8 @@ def _parts_of(state_dict: Mapping[str, Any]) -> dict[str, Part]:
     parts = local_parts(flatten(expand(state_dict).state))
     for key, part in parts.items():
         for _, tensor in part.pieces if isinstance(part, TensorPart) else ():
-            if tensor.is_meta or tensor.layout is not torch.strided:
-                raise UnsupportedValue(
-                    f"{key} is a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}: expected a dense "
-                    f"tensor with data"
-                )
+            if tensor.is_meta:
+                raise refusal(tensor, key)
     return parts
 
 

@@ -19,7 +19,7 @@ from keepstep.state.errors import CheckpointError, StateMismatch
 from keepstep.state.flattening import Leaf, build, pack_path
 from keepstep.state.state_manifest import read_manifest
 from keepstep.state.value_building import build_value
-from keepstep.state.values.leaves import TORCH_DTYPES, numpy_dtype
+from keepstep.state.values.leaves import TORCH_DTYPES, copy_elements, numpy_dtype
 from keepstep.state.values.tensor_subclasses import PLAIN_TENSORS
 from keepstep_mesh.errors import ContradictingRanks, ManifestError
 from keepstep_mesh.protocol.boxes import Box, Sizes, whole
@@ -228,7 +228,7 @@ class Piece:
         flat = torch.frombuffer(bytearray(data) if data.readonly else data, dtype=torch.uint8)
         stored = flat.view(TORCH_DTYPES[self.shard.entry.dtype]).as_strided(self.shape, self.strides)
         with torch.no_grad():
-            target[self.target].copy_(stored)
+            copy_elements(target[self.target], stored)
 
     def memory_in(self, target: torch.Tensor) -> memoryview | None:
         """Return the memory of its part of ``target``. None: it is elsewhere or otherwise than the stored bytes."""

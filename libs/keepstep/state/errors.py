@@ -53,6 +53,10 @@ class CheckpointError(KeepstepError):
     """A checkpoint was not saved, or not loaded."""
 
 
+class CollidingKeys(CheckpointError, UnsupportedValue):
+    """Two values of a state would get the same key in the checkpoint. The message names it."""
+
+
 class CheckpointAborted(CheckpointError):
     """The checkpoint was not committed: a rank failed or was lost. The previous checkpoint is intact."""
 

@@ -12,7 +12,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from keepstep.state.errors import CheckpointError
+from keepstep.state.errors import CollidingKeys, UnsupportedValue
+from keepstep_mesh.protocol.state_content import MAX_DEPTH
 from keepstep_mesh.protocol.stored_keys import Index, Path, key_of
 
 
@@ -37,18 +38,20 @@ def flatten(state_dict: Mapping[Any, Any]) -> dict[str, Leaf]:
     """Return the leaves of ``state_dict`` by key.
 
     Raises:
-        CheckpointError: two leaves have the same key, such as ``{"a.b": 1, "a": {"b": 2}}``.
+        CollidingKeys: two leaves have the same key, such as ``{"a.b": 1, "a": {"b": 2}}``.
+        UnsupportedValue: the state is nested too deep, or contains itself.
     """
     found: dict[str, Leaf] = {}
     for leaf in _leaves(state_dict, ()):
         key = key_of(leaf.path)
         if key in found:
-            raise CheckpointError(f"two values of the state have the key {key!r}: rename one of them")
+            raise CollidingKeys(f"two values of the state have the key {key!r}: rename one of them")
         found[key] = leaf
     return found
 
 
 def _leaves(value: Any, path: Path) -> Iterator[Leaf]:
+    check_depth(path)
     if isinstance(value, Mapping) and (value or not path):
         for key, item in value.items():
             yield from _leaves(item, (*path, key))
@@ -59,10 +62,31 @@ def _leaves(value: Any, path: Path) -> Iterator[Leaf]:
         yield Leaf(path, value)
 
 
-def _has_parts(value: list[Any]) -> bool:
+def _has_parts(value: list[Any], seen: frozenset[int] = frozenset()) -> bool:
+    """Return whether a list is flattened. ``seen``: the lists around it, which it may contain again."""
     return any(
-        isinstance(item, (torch.Tensor, Mapping)) or (isinstance(item, list) and _has_parts(item)) for item in value
+        isinstance(item, (torch.Tensor, Mapping))
+        or (
+            isinstance(item, list)
+            and id(item) not in seen
+            and len(seen) < MAX_DEPTH
+            and _has_parts(item, seen | {id(item)})
+        )
+        for item in value
     )
+
+
+def check_depth(path: Path) -> None:
+    """Raise ``UnsupportedValue`` if a value of a state lies too deep in it, as each does of one that contains itself.
+
+    Args:
+        path: of the value.
+    """
+    if len(path) > MAX_DEPTH + 1:
+        raise UnsupportedValue(
+            f"{key_of(path[:3])}... is nested more than {MAX_DEPTH} deep, or contains itself: store a state that is "
+            f"flatter"
+        )
 
 
 def place(root: Any, path: Path, value: Any) -> None:
@@ -116,6 +140,7 @@ def expand(state_dict: Mapping[Any, Any]) -> Expanded:
     found: list[tuple[Path, Stateful, dict[str, Any]]] = []
 
     def visit(value: Any, path: Path) -> Any:
+        check_depth(path)
         if isinstance(value, Mapping):
             visited = {key: visit(value[key], (*path, key)) for key in sorted(value, key=str)}
             return {key: visited[key] for key in value}

@@ -15,7 +15,7 @@ from keepstep.state.flattening import Leaf
 from keepstep.state.values.known_classes import class_name
 from keepstep.state.values.leaves import TORCH_DTYPE_NAMES
 from keepstep.state.values.sharding import is_dtensor, is_sharded_tensor, sharding_of
-from keepstep.state.values.tensor_subclasses import is_whole_value, plain
+from keepstep.state.values.tensor_subclasses import is_whole_value, plain, refusal
 from keepstep.state.values.tensors_in_containers import outer_tensors_in
 from keepstep_mesh.protocol.boxes import Box, Sizes, whole
 from keepstep_mesh.protocol.stored_keys import Path, key_of
@@ -45,7 +45,7 @@ class TensorPart:
     """The part of one tensor that this rank holds.
 
     Raises:
-        UnsupportedValue: a piece is no ordinary tensor with memory of its own.
+        UnsupportedValue: a piece is no ordinary tensor with memory of its own, is not dense, or has another dtype.
     """
 
     path: Path
@@ -61,7 +61,9 @@ class TensorPart:
 
     def __post_init__(self) -> None:
         for _, tensor in self.pieces:
-            plain(tensor, key_of(self.path))
+            found = plain(tensor, key_of(self.path))
+            if found.layout is not torch.strided or found.dtype not in TORCH_DTYPE_NAMES:
+                raise refusal(found, key_of(self.path))
 
     @property
     def nbytes(self) -> int:
@@ -110,9 +112,10 @@ def _part(key: str, leaf: Leaf, shards: _Shards) -> Part:
     value = leaf.value
     if not isinstance(value, torch.Tensor) or is_whole_value(value):
         return ObjectPart(leaf.path, value)
-    if value.dtype not in TORCH_DTYPE_NAMES:
-        raise UnsupportedValue(f"{key} is a tensor of {value.dtype}, which a checkpoint cannot store")
-    mesh, is_sharded, shape = None, True, tuple(value.size())
+    try:
+        mesh, is_sharded, shape = None, True, tuple(value.size())
+    except RuntimeError as error:  # a nested tensor has no size
+        raise refusal(value, key) from error
     if is_dtensor(value):
         _check_shard(key, value)
         mesh = shards.mesh(key, value)

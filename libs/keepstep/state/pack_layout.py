@@ -15,7 +15,7 @@ from keepstep.state.errors import UnsupportedValue
 from keepstep.state.values.leaves import TORCH_DTYPE_NAMES, encode_leaf, numpy_dtype_name
 from keepstep.state.values.quantized_tensors import quantized_parts
 from keepstep.state.values.sharding import LocalShard, is_dtensor, sharding_of
-from keepstep.state.values.tensor_subclasses import PLAIN_TENSORS, Wrapped, is_wrapper, plain
+from keepstep.state.values.tensor_subclasses import PLAIN_TENSORS, Wrapped, is_wrapper, plain, refusal
 from keepstep.state.values.typed_values import typed_parts
 from keepstep_mesh.protocol.state_content import BYTES, MAX_DEPTH, NUMPY, Content, Sharding, TensorEntry
 
@@ -200,22 +200,22 @@ class _Walk:
             value = value.to_local()
         tensor = plain(value, path)
         if tensor.layout is not torch.strided or tensor.dtype not in TORCH_DTYPE_NAMES or tensor.is_meta:
-            raise UnsupportedValue(
-                f"{path} is a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}: expected a dense tensor "
-                f"with data"
-            )
+            raise refusal(tensor, path)
         if tensor.device.type not in ("cpu", "cuda"):
             raise UnsupportedValue(f"{path} is on {tensor.device}: move it to the CPU first")
         tensor = tensor.resolve_conj().resolve_neg()
-        identity = (
-            tensor.untyped_storage().data_ptr(),
-            tensor.device,
-            tensor.dtype,
-            tensor.storage_offset(),
-            tensor.shape,
-            tensor.stride(),
-            sharding,
-        )
+        try:
+            identity = (
+                tensor.untyped_storage().data_ptr(),
+                tensor.device,
+                tensor.dtype,
+                tensor.storage_offset(),
+                tensor.shape,
+                tensor.stride(),
+                sharding,
+            )
+        except RuntimeError as error:  # a nested tensor, whose layout is strided, has no shape
+            raise refusal(tensor, path) from error
         if tensor.numel() and identity in self.seen and not self.by_value:
             return self.seen[identity]
         return self._add(_Found(tensor, sharding), identity)

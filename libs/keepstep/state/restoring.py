@@ -14,7 +14,7 @@ import torch
 from keepstep.runtime.host_memory import available_bytes, ranks_of_host
 from keepstep.state.pack_layout import may_overlap_itself
 from keepstep.state.value_building import build_value, is_absent, shard_here
-from keepstep.state.values.leaves import TORCH_DTYPES, numpy_dtype
+from keepstep.state.values.leaves import TORCH_DTYPES, copy_elements, numpy_dtype
 from keepstep.state.values.sharding import MeshFinder, is_dtensor, to_dtensor
 from keepstep.state.values.tensor_subclasses import is_wrapper
 from keepstep_mesh.config.logging import get_logger
@@ -134,7 +134,7 @@ class Destination:
                 return dtensors[index]
             if not _same_memory(local, values[index]):
                 if isinstance(local, torch.Tensor):
-                    local.copy_(values[index])
+                    copy_elements(local, values[index])
                 else:
                     local[...] = values[index]
             return target

@@ -17,6 +17,8 @@ import torch
 
 from keepstep.state.device_copies import device_copies
 from keepstep.state.local_parts import ObjectPart, Part, TensorPart
+from keepstep.state.pack_layout import describe
+from keepstep.state.values.leaves import copy_elements
 from keepstep.state.values.tensor_subclasses import Wrapped, is_wrapper, plain
 from keepstep.state.values.tensors_in_containers import outer_tensors_in
 
@@ -61,7 +63,8 @@ class StagedParts:
     def __init__(self, parts: Mapping[str, Part], buffers: StagingBuffers = BUFFERS) -> None:
         self._buffers = buffers
         wrapped: list[Wrapped] = []
-        objects = {key: _copied(part.value, wrapped) for key, part in parts.items() if isinstance(part, ObjectPart)}
+        values = {key: part.value for key, part in parts.items() if isinstance(part, ObjectPart)}
+        objects = _copied(values, wrapped)
         inner = [one for whole in wrapped for one in _inner(whole)]
         tensors = {_identity(one): one.detach() for one in (*_tensors(parts), *(tensor for _, _, tensor in inner))}
         *starts, size = accumulate((_aligned(tensor.nbytes) for tensor in tensors.values()), initial=0)
@@ -100,11 +103,24 @@ def _tensors(parts: Mapping[str, Part]) -> Iterator[torch.Tensor]:
             yield from (tensor for _, tensor in part.pieces)
 
 
-def _copied(value: Any, wrapped: list[Wrapped]) -> Any:
-    """Return a copy of an object. Tensors that wrap others become ``Wrapped``, and are added to ``wrapped``."""
-    found = {id(one): Wrapped.of(one) for one in outer_tensors_in(value) if is_wrapper(one)}
-    wrapped += found.values()
-    return copy.deepcopy(value, dict(found))
+def _copied(values: dict[str, Any], wrapped: list[Wrapped]) -> dict[str, Any]:
+    """Return a copy of objects. Tensors that wrap others become ``Wrapped``, and are added to ``wrapped``.
+
+    Raises:
+        UnsupportedValue: an object has a value that cannot be stored, nor copied.
+    """
+    try:
+        tensors = list(outer_tensors_in(values))
+        found = {id(one): Wrapped.of(one) for one in tensors if is_wrapper(one)}
+        wrapped += found.values()
+        known: dict[int, Any] = dict(found)
+        for one in tensors:
+            if one.grad_fn is not None and id(one) not in known:  # deepcopy refuses it
+                known[id(one)] = copy.deepcopy(one.detach(), known)
+        return copy.deepcopy(values, known)
+    except Exception:
+        describe(values)  # names the value
+        raise
 
 
 def _inner(whole: Wrapped) -> Iterator[tuple[Wrapped, str, torch.Tensor]]:
@@ -120,7 +136,8 @@ def _inner(whole: Wrapped) -> Iterator[tuple[Wrapped, str, torch.Tensor]]:
 def _identity(tensor: torch.Tensor) -> Identity:
     if not tensor.numel():
         return (tensor.dtype, tensor.shape)
-    return (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
+    of_view = (tensor.is_conj(), tensor.is_neg())  # of the same memory: other values
+    return (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride(), of_view)
 
 
 def _aligned(size: int) -> int:
@@ -134,4 +151,4 @@ def _copy_into(
     if tensor.is_cuda:
         copy_from_device(memory, tensor)
         return target
-    return target.copy_(tensor)
+    return copy_elements(target, tensor)

@@ -10,6 +10,7 @@ from typing import Any, NoReturn, Self, TypeAlias
 import numpy as np
 import torch
 
+from keepstep.state.values.tensor_subclasses import refusal
 from keepstep_megatron.core import CheckpointingException
 from keepstep_megatron.mapping.sharded_base import ReplicaId, ShardedBase
 
@@ -215,6 +216,7 @@ class ShardedTensor(ShardedBase):
 
         Raises:
             CheckpointingException: a rank offset is invalid.
+            UnsupportedValue: ``data`` is nested.
             ValueError: ``flattened_range`` is not None.
         """
         if flattened_range is not None:
@@ -222,6 +224,8 @@ class ShardedTensor(ShardedBase):
                 f"ShardedTensor {key!r}: from_rank_offsets has flattened_range {flattened_range}: call "
                 f"from_rank_offsets_flat instead"
             )
+        if data.is_nested:
+            raise refusal(data, f"ShardedTensor {key!r}")
         box = [1] * prepend_axis_num + list(data.shape)
         fragmentations, position = [1] * len(box), [0] * len(box)
         named = set[int]()

@@ -52,7 +52,7 @@ def pickled(value: Any, what: str, *, allow_pickle: bool) -> bytes:
     """
     buffer = io.BytesIO()
     try:
-        write_pickled(value, buffer)
+        write_pickled(value, buffer, what)
         if not allow_pickle:
             load_pickled(buffer.getvalue(), what)
     except ForeignCheckpointError as error:

@@ -13,7 +13,7 @@ from typing import IO, Any
 import msgpack
 import torch
 
-from keepstep.state.values.leaves import TORCH_DTYPE_NAMES, TORCH_DTYPES
+from keepstep.state.values.leaves import TORCH_DTYPE_NAMES, TORCH_DTYPES, copy_elements
 from keepstep_formats.dcp_metadata import METADATA, ByteRange, DcpContent, ForeignTensor
 from keepstep_formats.pickled_items import write_pickled
 from keepstep_megatron.core import CheckpointingException
@@ -47,7 +47,9 @@ class Item:
 
     def copied(self) -> Item:
         """Return a copy in memory of the CPU, which training does not change."""
-        return self if self.box is None else replace(self, value=self.value.to("cpu", copy=True))
+        if self.box is None:
+            return self
+        return replace(self, value=copy_elements(torch.empty_like(self.value, device="cpu"), self.value))
 
 
 @dataclass(frozen=True)
@@ -128,8 +130,9 @@ def _write_item(file: IO[bytes], item: Item) -> None:
         return
     tensor = item.value.cpu()
     if tensor.untyped_storage().nbytes() != tensor.nbytes or not tensor.is_contiguous():
-        tensor = tensor.clone(memory_format=torch.contiguous_format)  # all of the storage would be written
-    write_pickled(tensor, file)
+        # all of the storage would be written
+        tensor = copy_elements(torch.empty(tensor.shape, dtype=tensor.dtype), tensor)
+    write_pickled(tensor, file, f"ShardedTensor {item.key!r}")
 
 
 def pack_written(written: Iterable[Written]) -> bytes:

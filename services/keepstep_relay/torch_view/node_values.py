@@ -125,7 +125,7 @@ class NodeValues:
             case "scalar":
                 return Call(Global(_NUMPY, "scalar"), (_numpy_dtype(fields[0]), bytes(fields[1])))
             case "datetime":
-                return datetime.fromisoformat(fields[0]).replace(fold=fields[1])
+                return datetime.fromisoformat(fields[0]).replace(fold=fields[1])  # without the name of its zone
             case "time":
                 return time.fromisoformat(fields[0]).replace(fold=fields[1])
             case "date":
@@ -140,7 +140,7 @@ class NodeValues:
                 return Call(Global("collections", "deque"), ([self.value(one) for one in fields[1:]], fields[0]))
             case "path":
                 return str(self.value(fields[1]))
-            case "enum" | "defaultdict" | "instance":  # of a class that a reader may not have: its plain content
+            case "enum" | "defaultdict" | "instance" | "dataclass":  # the content: a reader may not have the class
                 return self.value(fields[1])
             case "qscheme" | "layout" | "memory_format":
                 return str(fields[0])

@@ -16,23 +16,17 @@ import torch
 from keepstep.state.errors import UnsupportedValue
 from keepstep_mesh.errors import ManifestError
 from keepstep_mesh.protocol.manifest import glimpse
-from keepstep_mesh.protocol.state_content import NUMPY_DTYPE
+from keepstep_mesh.protocol.state_content import ITEM_BYTES, NUMPY_DTYPE
 
 _INT_RANGE = range(-(1 << 63), 1 << 64)
 _MAX_INT_BYTES = 1 << 16
 
-TORCH_DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, name)
-    for name in (
-        *("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"),
-        *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
-        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
-    )
-    if hasattr(torch, name)
-}
+TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES if hasattr(torch, name)}
 """The supported dtypes of tensors, by their names in a manifest."""
 
-_QUANTIZED_DTYPES = {name: getattr(torch, name) for name in ("qint8", "quint8", "qint32") if hasattr(torch, name)}
+_QUANTIZED_DTYPES = {
+    name: getattr(torch, name) for name in ("qint8", "quint8", "qint32", "quint4x2", "quint2x4") if hasattr(torch, name)
+}
 _TORCH_NAMES: dict[str, tuple[type, dict[str, Any]]] = {
     "dtype": (torch.dtype, TORCH_DTYPES | _QUANTIZED_DTYPES),
     "qscheme": (
@@ -45,7 +39,13 @@ _TORCH_NAMES: dict[str, tuple[type, dict[str, Any]]] = {
             )
         },
     ),
-    "layout": (torch.layout, {"strided": torch.strided, "sparse_coo": torch.sparse_coo}),
+    "layout": (
+        torch.layout,
+        {
+            name: getattr(torch, name)
+            for name in ("strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "jagged")
+        },
+    ),
     "memory_format": (
         torch.memory_format,
         {
@@ -57,6 +57,18 @@ _TORCH_NAMES: dict[str, tuple[type, dict[str, Any]]] = {
 """Values that torch has a name for: their type, and the values by name."""
 
 TORCH_DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+WITHOUT_COPY = frozenset(TORCH_DTYPES[name] for name in TORCH_DTYPES if name.lstrip("uint") in "1234567")
+"""Integers of less than a byte: torch has no kernel that copies them."""
+BITS = frozenset(dtype for name, dtype in TORCH_DTYPES.items() if name.startswith("bits"))
+"""Dtypes without arithmetic."""
+
+
+def copy_elements(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Do ``target.copy_(source)``, also for dtypes that torch does not copy. Return ``target``."""
+    if source.dtype in WITHOUT_COPY and target.dtype is source.dtype:
+        target.view(torch.uint8).copy_(source.view(torch.uint8))
+        return target
+    return target.copy_(source)
 
 
 def numpy_dtype(name: Any) -> np.dtype[Any]:
@@ -115,7 +127,8 @@ def encode_leaf(value: Any, path: str) -> Any:
     if kind is timedelta:
         return ["timedelta", value.days, value.seconds, value.microseconds]
     if kind in (datetime, time) and _zone_is_fixed(value):
-        return [kind.__name__, value.isoformat(), value.fold]
+        name = () if value.tzinfo is None else value.tzinfo.__getinitargs__()[1:]  # of the zone, if it has its own
+        return [kind.__name__, value.isoformat(), value.fold, *name]
     if kind is date:
         return ["date", value.isoformat()]
     if isinstance(value, np.generic):
@@ -138,6 +151,11 @@ def _scalar(name: str, raw: bytes) -> Any:
     return np.frombuffer(raw, dtype)[0]
 
 
+def _with_zone(value: Any, fold: int, name: str | None = None) -> Any:
+    zone = value.tzinfo if name is None else timezone(value.utcoffset(), name)
+    return value.replace(fold=fold, tzinfo=zone)
+
+
 def _integer(raw: bytes) -> int:
     if len(raw) > _MAX_INT_BYTES:
         raise ValueError(f"integer too long: {len(raw)} bytes (limit {_MAX_INT_BYTES})")
@@ -151,8 +169,8 @@ _DECODERS: dict[str, Callable[..., Any]] = {
     **{node: values.__getitem__ for node, (_, values) in _TORCH_NAMES.items()},
     "device": torch.device,
     "timedelta": timedelta,
-    "datetime": lambda text, fold: datetime.fromisoformat(text).replace(fold=fold),
-    "time": lambda text, fold: time.fromisoformat(text).replace(fold=fold),
+    "datetime": lambda text, *more: _with_zone(datetime.fromisoformat(text), *more),
+    "time": lambda text, *more: _with_zone(time.fromisoformat(text), *more),
     "date": date.fromisoformat,
     "scalar": _scalar,
 }

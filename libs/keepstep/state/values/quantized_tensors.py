@@ -20,7 +20,7 @@ def quantized_parts(tensor: torch.Tensor, path: str) -> list[Any]:
     Raises:
         UnsupportedValue: the tensor is packed, or quantized in another way; the error names ``path``.
     """
-    tensor, scheme = tensor.detach(), tensor.qscheme()
+    tensor, scheme = tensor.detach(), _scheme(tensor)
     if tensor.dtype not in _INTEGERS or scheme not in (*_PER_TENSOR, *_PER_CHANNEL):
         raise UnsupportedValue(
             f"{path} is a tensor of {tensor.dtype}, {scheme}: expected {', '.join(map(str, _INTEGERS))} with an affine "
@@ -30,6 +30,13 @@ def quantized_parts(tensor: torch.Tensor, path: str) -> list[Any]:
         return [tensor.dtype, tensor.int_repr(), tensor.q_scale(), tensor.q_zero_point(), None]
     scales, zeros = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
     return [tensor.dtype, tensor.int_repr(), scales, zeros, tensor.q_per_channel_axis()]
+
+
+def _scheme(tensor: torch.Tensor) -> torch.qscheme | None:
+    try:
+        return tensor.qscheme()
+    except RuntimeError:  # its bytes were reinterpreted
+        return None
 
 
 def quantized_tensor(parts: list[Any], path: str) -> torch.Tensor:

@@ -76,6 +76,14 @@ def is_whole_value(value: object) -> bool:
     return is_wrapper(value) or value.is_quantized
 
 
+def refusal(tensor: torch.Tensor, path: str) -> UnsupportedValue:
+    """Return the error of a tensor that is not dense, has no data, or has a dtype that cannot be stored."""
+    return UnsupportedValue(
+        f"{path} is a {'nested ' if tensor.is_nested else ''}tensor of {tensor.dtype}, {tensor.layout}, on "
+        f"{tensor.device}: expected a dense tensor with data. Store to_dense(), or the tensors that it consists of"
+    )
+
+
 def plain(value: torch.Tensor, path: str) -> torch.Tensor:
     """Return ``value`` without its graph. Raises ``UnsupportedValue`` if it is not an ordinary tensor with memory."""
     tensor = value.detach()

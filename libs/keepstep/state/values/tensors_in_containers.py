@@ -27,12 +27,12 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def outer_tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield each tensor in ``value``, also one that wraps others. See ``tensors_in``."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from outer_tensors_in(one)
-    elif isinstance(value, (list, tuple, set, frozenset, deque)):
-        for one in value:
-            yield from outer_tensors_in(one)
+    """Yield each tensor in ``value``, also one that wraps others. A container is entered once. See ``tensors_in``."""
+    pending, entered = [value], dict[int, Any]()
+    while pending:
+        one = pending.pop()
+        if isinstance(one, torch.Tensor):
+            yield one
+        elif isinstance(one, (Mapping, list, tuple, set, frozenset, deque)) and id(one) not in entered:
+            entered[id(one)] = one
+            pending += reversed(list(one.values() if isinstance(one, Mapping) else one))

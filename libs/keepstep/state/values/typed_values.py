@@ -10,6 +10,7 @@ import io
 import pathlib
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
 
@@ -57,8 +58,14 @@ def typed_parts(value: Any, path: str) -> tuple[list[Any], list[Any]] | None:
     if isinstance(value, np.generic) or kind in (bool, torch.Size):
         return None
     base = next((one for one in _BASES if isinstance(value, one)), None)
+    if base is None and is_dataclass(kind):
+        names = [one.name for one in fields(kind)]
+        attributes = {name: getattr(value, name) for name in names if hasattr(value, name)}
+        return ["dataclass", class_name(kind)], [attributes | getattr(value, "__dict__", {})]
     if base is None or kind is base:
         return None
+    if base is tuple and hasattr(kind, "n_sequence_fields"):  # its constructor alone makes it
+        raise UnsupportedValue(f"{path} is a {class_name(kind)}, which a checkpoint cannot store: store a plain tuple")
     if isinstance(value, defaultdict) or any(
         getattr(one, "__slots__", ()) for one in kind.__mro__ if one not in base.__mro__
     ):
@@ -156,6 +163,20 @@ def _enum(node: list[Any], into: Any, path: str, build: Build) -> Any:
     return find_class(name, Enum, into, path)(build(content, None, path))
 
 
+def _dataclass(node: list[Any], into: Any, path: str, build: Build) -> Any:
+    _, name, content = node
+    kind: Any = find_class(name, object, into, path)
+    values = build(content, vars(into) if type(into) is kind and hasattr(into, "__dict__") else None, path)
+    if type(values) is not dict or not is_dataclass(kind):
+        raise ManifestError(f"{path} is an invalid dataclass: {glimpse(name)} of a {type(values).__name__}")
+    if missing := [one.name for one in fields(kind) if one.name not in values]:
+        raise StateMismatch(f"{path} was stored without {', '.join(missing)}, which are fields of {name} here")
+    built: Any = object.__new__(kind)  # type: ignore[arg-type]  # mypy takes it for an instance
+    for attribute, value in values.items():
+        object.__setattr__(built, attribute, value)
+    return built
+
+
 def _instance(node: list[Any], into: Any, path: str, build: Build) -> Any:
     _, name, content, attributes = node
     value = build(content, into, path)
@@ -173,9 +194,9 @@ def _instance(node: list[Any], into: Any, path: str, build: Build) -> Any:
         else:
             (list.extend if base is list else set.update)(built, value)
     else:
-        fields = getattr(kind, "_fields", None)
-        if base is tuple and fields is not None and len(fields) != len(value):
-            raise StateMismatch(f"{path} has {len(value)} items, but {name} has the fields {', '.join(fields)} here")
+        names = getattr(kind, "_fields", None)
+        if base is tuple and names is not None and len(names) != len(value):
+            raise StateMismatch(f"{path} has {len(value)} items, but {name} has the fields {', '.join(names)} here")
         built = base.__new__(kind, value)
     if attributes is not None:
         vars(built).update(build(attributes, vars(into) if type(into) is kind else None, path))
@@ -189,6 +210,7 @@ _BUILDERS: dict[str, Callable[[list[Any], Any, str, Build], Any]] = {
     "bytesio": _bytesio,
     "path": _path,
     "enum": _enum,
+    "dataclass": _dataclass,
     "instance": _instance,
 }
 TYPED = frozenset(_BUILDERS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from keepstep import checkpoint
 from keepstep.checkpoint import CheckpointError, RelayReader, RelayWriter
+from keepstep.state.errors import UnsupportedValue
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -285,3 +287,33 @@ def test_a_model_still_ignores_what_it_does_not_have(tmp_path):
     checkpoint.save({"model": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))}, tmp_path / "c")
     model = nn.Sequential(nn.Linear(2, 2))
     checkpoint.load({"model": model}, tmp_path / "c")
+
+
+def test_a_destination_whose_elements_share_memory_is_refused(tmp_path):
+    checkpoint.save({"w": torch.ones(4, 3)}, tmp_path / "c")
+    with pytest.raises(CheckpointError, match=r"elements here that share memory \(strides \(0, 1\)\).*contiguous"):
+        checkpoint.load({"w": torch.zeros(3).expand(4, 3)}, tmp_path / "c")
+
+
+def test_a_mapping_that_cannot_be_changed_is_refused(tmp_path):
+    checkpoint.save({"a": {"b": 1}}, tmp_path / "c")
+    with pytest.raises(CheckpointError, match=r"a mapping of the state cannot be changed .*pass a dict instead"):
+        checkpoint.load({"a": MappingProxyType({"b": 0})}, tmp_path / "c")
+
+
+def deep(levels):
+    value = torch.ones(1)
+    for _ in range(levels):
+        value = {"a": value}
+    return value
+
+
+def test_a_state_that_is_too_deep_or_contains_itself_is_refused(tmp_path):
+    checkpoint.save({"a": deep(60)}, tmp_path / "c")
+    itself: list[object] = [1]
+    itself += [itself, itself]
+    for state in (deep(70), deep(5000), {"a": itself}, {"a": [torch.ones(1), itself]}):
+        with pytest.raises(UnsupportedValue, match=r"nested more than 64 deep|contains itself"):
+            checkpoint.save(state, tmp_path / "d")
+        with pytest.raises(UnsupportedValue):
+            checkpoint.async_save(state, tmp_path / "e").result(60)

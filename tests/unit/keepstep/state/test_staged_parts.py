@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from keepstep.state.errors import UnsupportedValue
 from keepstep.state.flattening import flatten
 from keepstep.state.local_parts import TensorPart, local_parts
 from keepstep.state.staged_parts import StagedParts, StagingBuffers
@@ -74,5 +75,23 @@ def test_a_value_that_cannot_be_copied_fails_before_a_copy_of_a_tensor_begins():
         def take(self, size):
             raise AssertionError(size, "no memory is needed for a state that cannot be saved")
 
-    with pytest.raises(RuntimeError, match="no copy of this"):
+    with pytest.raises(UnsupportedValue, match=r"state\['value'\] is a .*Stubborn, which a checkpoint cannot store"):
         StagedParts(local_parts(flatten({"w": torch.ones(3), "value": Stubborn()})), Unused())
+
+
+def test_a_tensor_and_its_conjugate_are_two_copies():
+    base = torch.tensor([1 + 2j, 3 - 4j])
+    parts = staged(StagingBuffers(), a=base, b=base.conj(), c=base.imag, d=base.conj().imag)
+    assert torch.equal(copied(parts, "a"), torch.tensor([1 + 2j, 3 - 4j]))
+    assert torch.equal(copied(parts, "b"), torch.tensor([1 - 2j, 3 + 4j]))
+    assert torch.equal(copied(parts, "c"), torch.tensor([2.0, -4.0]))
+    assert torch.equal(copied(parts, "d"), torch.tensor([-2.0, 4.0]))
+
+
+def test_a_result_with_a_graph_is_copied_as_a_part_of_an_object():
+    weight = torch.ones(3, requires_grad=True)
+    result = weight * 2
+    copies = staged(StagingBuffers(), value=(result, result, 1)).parts["value"].value
+    assert torch.equal(copies[0], torch.full((3,), 2.0))
+    assert copies[0] is copies[1]
+    assert copies[0].data_ptr() != result.data_ptr()

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from keepstep.state.pack import Pack
 from keepstep.state.pack_layout import describe
-from keepstep.state.values.leaves import TORCH_DTYPES
+from keepstep.state.values.leaves import TORCH_DTYPES, WITHOUT_COPY
 from keepstep.state.values.sharding import LocalShard
 from keepstep_mesh.errors import ManifestError
 from keepstep_mesh.protocol.state_content import ITEM_BYTES, Content, Sharding, unpack_content
@@ -80,7 +80,11 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 
 def test_tensors_of_every_dtype_come_back(tmp_path):
-    tensors = {name: (torch.arange(48) % 2).to(torch.uint8).view(dtype) for name, dtype in TORCH_DTYPES.items()}
+    tensors = {
+        name: (torch.arange(48) % 2).to(torch.uint8).view(dtype)
+        for name, dtype in TORCH_DTYPES.items()
+        if dtype not in WITHOUT_COPY
+    }
     tensors |= {"strided": torch.arange(12.0).reshape(3, 4).t(), "empty": torch.empty(0, 3), "0-d": torch.tensor(2.5)}
     tensors["tied"] = tensors["strided"][1:]
     found = everything(written(*stored({"t": tensors}), tmp_path / "d"))["t"]
