@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from keepstep.checkpoint.completing import complete
 from keepstep.checkpoint.places.directory import DirectorySource
 from keepstep.checkpoint.places.location import parse
-from keepstep.checkpoint.rank_group import ranks
 from keepstep.checkpoint.reading import VerifiedReader, Wanted
 from keepstep.checkpoint.stored import CheckpointReader, Piece, StoredCheckpoint, StoredTensor, pieces_of
 from keepstep.checkpoint.torch_calls import TorchParts, given
@@ -93,7 +92,7 @@ def load(
 
     Errors are also torch's ``CheckpointException``, if the process has imported it.
     """
-    with errors_of_torch(ranks(None, None, process_group, no_dist=no_dist)[0]):
+    with errors_of_torch():
         of_torch = TorchParts(
             {"storage_reader": storage_reader, "planner": planner},
             {"process_group": process_group, "no_dist": no_dist},
@@ -190,8 +189,10 @@ def load_leaves(state: dict[Any, Any], stored: StoredCheckpoint, *, strict: bool
             place(state, leaf.path, naming_key(key, lambda key=key: stored.tensor(key)))
 
 
-def _is_meta(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and not is_sharded_tensor(value) and value.is_meta
+def _is_meta(value: Any) -> bool:
+    if not isinstance(value, torch.Tensor) or is_sharded_tensor(value) or is_whole_value(value):
+        return False
+    return value.is_meta
 
 
 def _allocated(value: Any) -> torch.Tensor:
@@ -256,32 +257,31 @@ def check_lengths(leaves: Iterable[Leaf], stored: StoredCheckpoint) -> None:
                 f"{key} has {length} items here, but {there[key]} in the checkpoint: pass a list of that length (the "
                 f"rest would not be loaded)"
             )
-    states = states_of_parameters(stored.paths.values())
-    here = states_of_parameters(leaf.path for leaf in known)
-    for leaf in known:
-        if [_text(step) for step in leaf.path[-3::2]] == ["param_groups", "params"] and isinstance(leaf.value, list):
-            optimizer = tuple(map(_text, leaf.path[:-3]))
+    groups = [
+        (key_of(leaf.path[:-3]), leaf.value)
+        for leaf in known
+        if leaf.path[-1:] == ("params",) and leaf.path[-3:-2] == ("param_groups",) and isinstance(leaf.value, list)
+    ]
+    if groups:
+        states = _with_state(stored.paths.values())
+        here = _with_state(leaf.path for leaf in known)
+        for optimizer, parameters in groups:
             left_out = states.get(optimizer, set()) - here.get(optimizer, set())
-            if named := [str(one) for one in leaf.value if str(one) in left_out]:
+            if named := [str(one) for one in parameters if str(one) in left_out]:
                 raise CheckpointError(
-                    f"{key_of((*leaf.path[:-3], 'state'))} has no state of parameters {listed(named, MAX_NAMED)} here, "
-                    f"but the checkpoint has, which would not be loaded: pass the optimizer itself, or what "
-                    f"get_state_dict returns"
+                    f"{optimizer or 'the state'} has no state of parameters {listed(named, MAX_NAMED)} here, but the "
+                    f"checkpoint has, which would not be loaded: pass the optimizer itself, or what get_state_dict "
+                    f"returns"
                 )
 
 
-def states_of_parameters(paths: Iterable[Path]) -> dict[tuple[str, ...], set[str]]:
-    """Return the parameters that have a state, by the path of the state dict of their optimizer, all as text."""
-    found: dict[tuple[str, ...], set[str]] = {}
+def _with_state(paths: Iterable[Path]) -> dict[str, set[str]]:
+    """Return the parameters that have a state, as text, by the key of the state dict of their optimizer."""
+    found: dict[str, set[str]] = {}
     for path in paths:
-        texts = [_text(step) for step in path]
-        for at in (at for at, text in enumerate(texts[:-1]) if text == "state"):
-            found.setdefault(tuple(texts[:at]), set()).add(texts[at + 1])
+        for at in (at for at, step in enumerate(path[:-1]) if step == "state"):
+            found.setdefault(key_of(path[:at]), set()).add(key_of(path[at + 1 : at + 2]))
     return found
-
-
-def _text(step: Any) -> str:
-    return key_of((step,))
 
 
 def check_cast(key: str, stored: torch.dtype, here: torch.dtype) -> None:

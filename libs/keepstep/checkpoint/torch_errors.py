@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+import torch
+
 from keepstep.state.errors import CheckpointError
 from keepstep_mesh.errors import KeepstepError
 
@@ -20,12 +22,17 @@ _FAILED_RANK = re.compile(r"\brank (\d+) failed")
 
 
 @contextmanager
-def errors_of_torch(rank: int) -> Iterator[None]:
-    """Raise errors of keepstep and of torch as both. ``rank``: of this process, for ``failures``."""
+def errors_of_torch(rank: int | None = None) -> Iterator[None]:
+    """Raise errors of keepstep and of torch as both.
+
+    Args:
+        rank: of this process, for ``failures``. Default: that of torch.distributed, or 0.
+    """
     try:
         yield
     except KeepstepError as error:
-        join_torch(error, rank)
+        initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
+        join_torch(error, rank if rank is not None else torch.distributed.get_rank() if initialized else 0)
         raise
     except BaseException as error:
         api = sys.modules.get("torch.distributed.checkpoint.api")

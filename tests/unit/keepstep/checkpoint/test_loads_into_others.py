@@ -69,7 +69,7 @@ def test_a_state_of_fewer_parameters_is_an_error(tmp_path, load, has):
     into["state"] = {number: into["state"][number] for number in has}
     absent = "0, 1, 2, 3" if not has else "1, 2, 3"
     empty = r"|optim\.state is empty here"
-    with pytest.raises(FAILURES, match=rf"optim\.state has no state of parameters {absent} here, but{empty}"):
+    with pytest.raises(FAILURES, match=rf"optim has no state of parameters {absent} here, but{empty}"):
         load({"optim": into}, tmp_path / "c")
 
 
