@@ -93,6 +93,8 @@ def read_header(path: Path, start: int = 0) -> Header:
             size = os.fstat(file.fileno()).st_size
             file.seek(start)
             return _header(file, start, size)
+    except FileNotFoundError:
+        raise ForeignCheckpointError(f"{path} not found") from None
     except (ForeignCheckpointError, ValueError, RecursionError) as error:
         raise ForeignCheckpointError(f"{path} is no valid safetensors file: {error}") from error
 

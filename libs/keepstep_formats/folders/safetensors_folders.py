@@ -156,9 +156,6 @@ def read_safetensors_files(files: SafetensorsFiles, report: Report = lambda _: N
     Raises:
         ForeignCheckpointError: a file is missing or damaged, or the files are not all of the checkpoint.
     """
-    for path in files.paths:
-        if not path.exists():
-            raise ForeignCheckpointError(f"{path} not found: {files.source} is incomplete")
     headers = {path: read_header(path) for path in files.paths}
     if files.are_parts:
         content = _joined(files.source, headers)

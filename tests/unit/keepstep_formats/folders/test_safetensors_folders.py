@@ -165,6 +165,13 @@ def test_a_missing_last_rank_is_found_beside_the_consolidated_files(tmp_path: Pa
         import_checkpoint(path, tmp_path / "ours")
 
 
+def test_a_missing_consolidated_file_is_named_with_the_parts_of_it(tmp_path: Path) -> None:
+    path = write_parts(tmp_path / "theirs", save_distributed=True, enable_consolidation=True)
+    (path / "model-00001-of-00001.safetensors").unlink()
+    with pytest.raises(ForeignCheckpointError, match=r"00001\.safetensors not found; give .*sharded"):
+        import_checkpoint(path, tmp_path / "ours")
+
+
 def test_a_consolidation_that_did_not_end_is_refused(tmp_path: Path) -> None:
     path = write_parts(tmp_path / "theirs", save_distributed=True, enable_consolidation=True)
     (path / INDEX).unlink()
