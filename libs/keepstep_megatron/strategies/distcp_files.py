@@ -24,7 +24,7 @@ from keepstep_megatron.strategies.common_file import COMMON_STATE_FNAME, pickled
 from keepstep_mesh.protocol.boxes import Box, Sizes
 from keepstep_mesh.threads.starting import ThreadPoolExecutor
 
-_FILE = re.compile(r"__\d+_\d+\.distcp")
+_FILE = re.compile(r".*__\d+_\d+\.distcp")
 
 
 @dataclass(frozen=True)
@@ -98,18 +98,43 @@ def _items_of(tensor: ShardedTensor) -> Iterator[Item]:
         yield Item(tensor.key, data.view(box.shape), box, shape, tensor.global_shape)
 
 
-def write_items(path: Path, rank: int, items: Iterable[Item], files: int) -> list[Written]:
-    """Write items to at most ``files`` files, each on a thread of its own. They are on disk when the call returns."""
-    buckets: list[list[Item]] = [[] for _ in range(files)]
-    sizes = [0] * files
+def write_items(
+    path: Path, rank: int, items: Iterable[Item], files: int, separation_hint: str | None = None
+) -> list[Written]:
+    """Write items to at most ``files`` files, each on a thread of its own. They are on disk when the call returns.
+
+    Args:
+        path: the directory.
+        rank: of this process.
+        items: what it writes.
+        files: number of files, at least 2 with ``separation_hint``.
+        separation_hint: items whose keys begin with it go into files of their own, whose names begin with it too.
+    """
+    if separation_hint is None:
+        used = [("", bucket) for bucket in _buckets(items, files)]
+    else:
+        apart: dict[bool, list[Item]] = {False: [], True: []}
+        for item in items:
+            apart[item.key.startswith(separation_hint)].append(item)
+        prefixes = {False: "", True: separation_hint}
+        used = [(prefixes[kind], bucket) for kind, found in apart.items() for bucket in _buckets(found, files // 2)]
+    with ThreadPoolExecutor(max(len(used), 1), "keepstep-save") as pool:
+        running = [
+            pool.submit(_write_file, path, f"{prefix}__{rank}_{number}.distcp", bucket)
+            for number, (prefix, bucket) in enumerate(used)
+        ]
+        return [written for one in running for written in one.result()]
+
+
+def _buckets(items: Iterable[Item], count: int) -> list[list[Item]]:
+    """Return the items in at most ``count`` lists of similar sizes."""
+    buckets: list[list[Item]] = [[] for _ in range(count)]
+    sizes = [0] * count
     for item in sorted(items, key=lambda one: one.nbytes, reverse=True):
         smallest = sizes.index(min(sizes))
         buckets[smallest].append(item)
         sizes[smallest] += item.nbytes
-    used = [bucket for bucket in buckets if bucket]
-    with ThreadPoolExecutor(max(len(used), 1), "keepstep-save") as pool:
-        running = [pool.submit(_write_file, path, f"__{rank}_{number}.distcp", one) for number, one in enumerate(used)]
-        return [written for one in running for written in one.result()]
+    return [bucket for bucket in buckets if bucket]
 
 
 def _write_file(path: Path, name: str, items: list[Item]) -> list[Written]:

@@ -8,7 +8,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 from keepstep.checkpoint.places.durable_files import write_whole
@@ -18,7 +20,15 @@ from keepstep_megatron.mapping import ShardedStateDict
 from keepstep_megatron.stages import TIMEOUT, Ranks
 from keepstep_megatron.strategies.async_requests import AsyncRequest
 from keepstep_megatron.strategies.directory_loading import DirectoryLoadStrategy, directory_of
-from keepstep_megatron.strategies.distcp_files import Item, items_of, merged, pack_written, remove_files, write_items
+from keepstep_megatron.strategies.distcp_files import (
+    Item,
+    Written,
+    items_of,
+    merged,
+    pack_written,
+    remove_files,
+    write_items,
+)
 from keepstep_megatron.strategies.interfaces import AsyncSaveShardedStrategy, CheckpointDir
 from keepstep_megatron.strategies.stored_dist import TorchDistState
 from keepstep_megatron.strategies.stored_state import StoredState
@@ -34,8 +44,9 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
         version: of the format.
         keep_only_main_replica: must be True: other replicas are never written.
         thread_count: files that each rank writes at a time.
-        cached_metadata: no effect. Megatron Core then keeps its plan for later saves; keepstep plans each one.
-        separation_hint: must be None: tensors with a prefix are not separated into files of their own.
+        cached_metadata: no effect. Megatron Core then keeps its plan for later saves; the ranks of keepstep exchange no
+            plan.
+        separation_hint: values whose keys begin with it are written to files of their own, whose names begin with it.
         timeout: time limit of a save.
         allow_pickle: save objects of other classes too, which only a load with ``allow_pickle`` reads.
 
@@ -62,14 +73,15 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
             )
         if thread_count < 1:
             raise CheckpointingException(f"invalid thread_count {thread_count}: expected at least 1 file per rank")
-        if separation_hint is not None:
+        if separation_hint is not None and (thread_count < 2 or not separation_hint or "/" in separation_hint):
             raise CheckpointingException(
-                f"separation_hint is {separation_hint!r}, but tensors with a prefix are not separated into files of "
-                f"their own: pass None"
+                f"invalid separation_hint {separation_hint!r} with thread_count {thread_count}: expected the beginning "
+                f"of a file name without a slash, and at least 2 files per rank"
             )
         self.timeout = timeout
         self._allow_pickle = allow_pickle
         self._thread_count = thread_count
+        self._separation_hint = separation_hint
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -97,7 +109,8 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
         return items_of(sharded_state_dict, allow_pickle=self._allow_pickle)
 
     def _request(self, items: list[Item], checkpoint_dir: CheckpointDir) -> AsyncRequest:
-        one = _OneSave(directory_of(checkpoint_dir), items, self._thread_count, self.timeout)
+        files = partial(write_items, files=self._thread_count, separation_hint=self._separation_hint)
+        one = _OneSave(directory_of(checkpoint_dir), items, files, self.timeout)
         what = f"{checkpoint_dir} was not saved"
         return AsyncRequest(one.write, (), [one.finalize], timeout=self.timeout, what=what)
 
@@ -105,10 +118,12 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
 class _OneSave:
     """The save of one rank."""
 
-    def __init__(self, path: Path, items: list[Item], thread_count: int, timeout: timedelta) -> None:
+    def __init__(
+        self, path: Path, items: list[Item], write: Callable[[Path, int, list[Item]], list[Written]], timeout: timedelta
+    ) -> None:
         self._path = path
         self._items = items
-        self._thread_count = thread_count
+        self._write = write
         self._ranks = Ranks(f"{path} was not saved", timeout)
         self._written = b""
         self._problem: BaseException | None = None
@@ -116,7 +131,7 @@ class _OneSave:
     def write(self) -> None:
         """Write the files of this rank. Speaks to no other rank."""
         try:
-            self._written = pack_written(write_items(self._path, self._ranks.rank, self._items, self._thread_count))
+            self._written = pack_written(self._write(self._path, self._ranks.rank, self._items))
         except BaseException as error:  # noqa: BLE001  finalize raises it
             self._problem = error
         self._items = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from keepstep import checkpoint
 from keepstep.sharded import (
@@ -76,11 +77,33 @@ def test_common_values_are_not_those_of_objects(tmp_path) -> None:
     ("argument", "text"),
     [
         ({"keep_only_main_replica": False}, "keep_only_main_replica is False, but only main replicas are written"),
-        ({"separation_hint": "optimizer"}, "separation_hint is 'optimizer', but tensors with a prefix are not"),
+        ({"separation_hint": "o", "thread_count": 1}, "invalid separation_hint 'o' with thread_count 1: expected"),
+        ({"separation_hint": "o/p"}, "invalid separation_hint 'o/p' with thread_count 2: expected the beginning of a"),
         ({"thread_count": 0}, "invalid thread_count 0: expected at least 1 file"),
     ],
 )
-def test_an_option_of_megatron_that_has_no_meaning_here_is_refused(argument, text) -> None:
+def test_an_option_of_megatron_that_has_no_meaning_is_refused(argument, text) -> None:
     with pytest.raises(CheckpointingException, match=text):
         TorchDistSaveShardedStrategy("torch_dist", 1, **argument)
     TorchDistSaveShardedStrategy("torch_dist", 1, True, 2, True, None)  # as Megatron Core takes them
+
+
+def test_values_whose_keys_begin_with_the_hint_are_in_files_of_their_own(tmp_path) -> None:
+    keys = [f"{kind}.{number}" for kind in ("model", "optimizer") for number in range(3)]
+    state = {key: ShardedTensor.from_rank_offsets(key, torch.full((3,), 2.0)) for key in keys}
+    state["optimizer.rng"] = ShardedObject("optimizer.rng", 7, (1,), (0,))
+    strategy = TorchDistSaveShardedStrategy(thread_count=4, separation_hint="optimizer")
+    save(state, tmp_path, strategy)
+    (tmp_path / "metadata.json").unlink()
+    save(state, tmp_path, strategy)  # removes the files of before
+    files = {one.name: one.read_bytes() for one in tmp_path.glob("*.distcp")}
+    assert sorted(files) == ["__0_0.distcp", "__0_1.distcp", "optimizer__0_2.distcp", "optimizer__0_3.distcp"]
+    where = {
+        index.fqn: info.relative_path
+        for index, info in dcp.FileSystemReader(tmp_path).read_metadata().storage_data.items()
+    }
+    assert {name.startswith("optimizer") for key, name in where.items() if key.startswith("optimizer")} == {True}
+    assert {name.startswith("optimizer") for key, name in where.items() if key.startswith("model")} == {False}
+    loaded = load({key: one.without_data() for key, one in state.items()}, tmp_path, strict="raise_all")
+    assert loaded.pop("optimizer.rng") == 7
+    assert all(one.tolist() == [2.0] * 3 for one in loaded.values())
