@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 
 import pytest
 import torch
 
-from keepstep.sharded import CheckpointingException, LocalNonpersistentObject, ShardedTensor, ShardedTensorFactory
+from keepstep.sharded import (
+    CheckpointingException,
+    LocalNonpersistentObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    load,
+    save,
+)
 from keepstep.sharded.optimizer import (
     get_optim_param_to_id_map,
     get_param_id_to_sharded_param_map,
@@ -91,3 +99,53 @@ def test_leaves_of_copies_of_the_parameters_are_a_warning(caplog) -> None:
     with caplog.at_level(logging.WARNING):
         assert get_param_id_to_sharded_param_map(copied, model.parameters()) == {}
     assert "keep_vars=True" in caplog.text
+
+
+SHAPES = {"a": (7, 3), "b": (11,), "c": (5, 13), "d": (1,)}
+"""Of the parameters in the buffer of a distributed optimizer."""
+
+
+def ranges_of(dp):
+    """Return ``{rank: {parameter: range of it}}`` of a buffer that is padded to equal parts of multiples of 8."""
+    total = sum(math.prod(shape) for shape in SHAPES.values())
+    part = -(-total // (8 * dp)) * 8
+    found = {rank: {} for rank in range(dp)}
+    for rank, ranges in found.items():
+        start = 0
+        for name, shape in SHAPES.items():
+            size = math.prod(shape)
+            first, last = max(rank * part - start, 0), min((rank + 1) * part - start, size)
+            if first < last:
+                ranges[name] = slice(first, last)
+            start += size
+    return found
+
+
+def distributed_state(dp, values):
+    """Return the state of all ranks of a distributed optimizer, of which each has ranges of flattened parameters."""
+    flat = ShardedTensor.from_rank_offsets_flat
+    return {
+        f"rank {rank}": {
+            f"{kind}.{name}": flat(f"{kind}.{name}", values(name)[part], SHAPES[name], flattened_range=part)
+            for name, part in ranges.items()
+            for kind in ("param", "exp_avg")
+        }
+        for rank, ranges in ranges_of(dp).items()
+    }
+
+
+@pytest.mark.parametrize("form", [("keepstep", 1), ("torch_dist", 1)])
+def test_the_state_of_a_distributed_optimizer_is_loaded_with_another_number_of_ranks_and_back(tmp_path, form) -> None:
+    saved = lambda name: torch.arange(1.0, 1.0 + math.prod(SHAPES[name]))  # noqa: E731
+    empty = lambda name: torch.zeros(math.prod(SHAPES[name]))  # noqa: E731
+    source = tmp_path / "2"
+    save(distributed_state(2, saved), source, form)
+    for step, dp in enumerate((4, 3, 1, 2)):
+        request = distributed_state(dp, empty)
+        loaded = load(request, source, strict="raise_all")
+        for rank, ranges in ranges_of(dp).items():
+            assert sum(part.stop - part.start for part in ranges.values()) > 0
+            for name, part in ranges.items():
+                assert torch.equal(loaded[f"rank {rank}"][f"exp_avg.{name}"], saved(name)[part]), (dp, rank, name)
+        source = tmp_path / f"{step}-{dp}"
+        save(request, source, form)
