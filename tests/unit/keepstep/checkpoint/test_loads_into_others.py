@@ -13,6 +13,7 @@ from torch import nn
 from keepstep import checkpoint
 from keepstep.checkpoint import CheckpointError, RelayReader, RelayWriter
 from keepstep.state.errors import UnsupportedValue
+from tests.support.checkpoints.value_kinds import same
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -317,3 +318,29 @@ def test_a_state_that_is_too_deep_or_contains_itself_is_refused(tmp_path):
             checkpoint.save(state, tmp_path / "d")
         with pytest.raises(UnsupportedValue):
             checkpoint.async_save(state, tmp_path / "e").result(60)
+
+
+def in_low_precision(kind, seed):
+    torch.manual_seed(seed)
+    weight = nn.Parameter(torch.randn(4, 4, dtype=torch.bfloat16))
+    optimizer = kind([weight], lr=0.1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (weight * weight).sum()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+    return optimizer
+
+
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD, torch.optim.LBFGS, torch.optim.AdamW])
+@pytest.mark.parametrize("save", [checkpoint.save, lambda *given: checkpoint.async_save(*given).result(60)])
+def test_a_state_that_torch_casts_to_the_dtype_of_its_parameter_comes_back_exact(tmp_path, kind, save):
+    optimizer = in_low_precision(kind, 0)
+    save({"optimizer": optimizer}, tmp_path / "c")
+    new = in_low_precision(kind, 1)
+    checkpoint.load({"optimizer": new}, tmp_path / "c")
+    assert not same(optimizer.state_dict(), new.state_dict())

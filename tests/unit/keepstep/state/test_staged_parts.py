@@ -9,6 +9,7 @@ from keepstep.state.errors import UnsupportedValue
 from keepstep.state.flattening import flatten
 from keepstep.state.local_parts import TensorPart, local_parts
 from keepstep.state.staged_parts import StagedParts, StagingBuffers
+from keepstep.state.state_bytes import save_state
 
 DTYPES = (torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.bool, torch.int8, torch.int64)
 
@@ -95,3 +96,16 @@ def test_a_result_with_a_graph_is_copied_as_a_part_of_an_object():
     assert torch.equal(copies[0], torch.full((3,), 2.0))
     assert copies[0] is copies[1]
     assert copies[0].data_ptr() != result.data_ptr()
+
+
+def test_only_the_bytes_of_a_view_are_copied_and_stored():
+    storage = torch.arange(1 << 18, dtype=torch.float32)
+
+    class Counting(StagingBuffers):
+        def take(self, size):
+            assert size < 1 << 10, "all of the storage is copied"
+            return super().take(size)
+
+    copies = staged(Counting(), part=storage[5:9], other=storage[1 << 17 :][:4])
+    assert torch.equal(copied(copies, "part"), storage[5:9])
+    assert len(save_state({"part": storage[5:9], "other": storage[1 << 17 :][:4]})[1]) < 1 << 10
