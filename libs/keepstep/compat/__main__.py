@@ -1,11 +1,12 @@
-"""Run a script for torchft on keepstep.
+"""Run a script for torchft or Megatron Core on keepstep.
 
     python -m keepstep.compat train.py --lr 0.1        instead of  python train.py --lr 0.1
     python -m keepstep.compat -m torch.distributed.run ... train.py
     export PYTHONPATH=$(python -m keepstep.compat)     for all that is started from this shell
 
-It starts Python again in the same process, with a folder at the front of PYTHONPATH in which ``import torchft`` finds
-keepstep. Processes that the script starts inherit it. Without arguments it prints the folder.
+It starts Python again in the same process, with a folder at the front of PYTHONPATH that makes ``import torchft`` and
+``import megatron.core.dist_checkpointing`` find keepstep. Processes that the script starts inherit it. Without
+arguments it prints the folder.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 FOLDER = Path(__file__).with_name("on_path")
-"""In front of PYTHONPATH, its ``torchft`` is found before an installed one."""
+"""In front of PYTHONPATH, its ``sitecustomize`` runs at the start of Python, and its ``torchft`` is found first."""
 
 
 def command(executable: str, original: Sequence[str], arguments: Sequence[str]) -> list[str]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 from collections.abc import Sequence
 from functools import partial
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import NoReturn
+
+from keepstep.compat.same_module import SameModule
 
 ALIASES = {"_torchft": "coordination"}
 """Modules of torchft, and the module of keepstep that has their names."""
@@ -63,35 +64,16 @@ class TorchftFinder(MetaPathFinder):
         own = importlib.util.find_spec(f"keepstep.{name}" if name else "keepstep")
         if own is None:
             raise ModuleNotFoundError(of_module(name), name=fullname)
-        spec = ModuleSpec(fullname, _SameModule(own.name, name), origin=own.origin)
+        spec = ModuleSpec(fullname, SameModule(own.name, partial(_loaded, name)), origin=own.origin)
         spec.submodule_search_locations = own.submodule_search_locations
         return spec
 
 
-class _SameModule(Loader):
-    """Loads a module by importing it under its own name.
-
-    Args:
-        own_name: of the module.
-        name: the same without the package.
-    """
-
-    def __init__(self, own_name: str, name: str) -> None:
-        self._own_name = own_name
-        self._name = name
-        self._own_spec: ModuleSpec | None = None
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:  # noqa: ARG002
-        module = importlib.import_module(self._own_name)
-        self._own_spec = module.__spec__
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._own_spec  # the import system has set that of torchft
-        if not self._name:
-            log_variables()
-        if self._name in NAMES:
-            vars(module).setdefault("__getattr__", partial(_refuse, self._name))
+def _loaded(name: str, module: ModuleType) -> None:
+    if not name:
+        log_variables()
+    if name in NAMES:
+        vars(module).setdefault("__getattr__", partial(_refuse, name))
 
 
 def _refuse(module: str, name: str) -> NoReturn:

@@ -15,6 +15,8 @@ import os
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
+from pkgutil import walk_packages
 from typing import Any
 
 import torch
@@ -40,10 +42,13 @@ class Calls:
         module: Callable[[str], Any] = lambda name: import_module(f"{package}.{name}")  # noqa: E731
         self.dict_utils, self.mapping, self.optimizer = map(module, ("dict_utils", "mapping", "optimizer"))
         self.utils, self.validation = map(module, ("utils", "validation"))
+        self.package, self.root, self.base = package, import_module(package), module("strategies.base")
         self.is_megatron = package.startswith("megatron")
         self.exchange = module("exchange_utils")
         if self.is_megatron:
-            torch.distributed.get_rank = lambda *_: 0  # rank 0 alone validates
+            torch.distributed.get_rank = lambda *_, **__: 0  # rank 0 alone validates
+            self._store = torch.distributed.HashStore()
+            torch.distributed.init_process_group("gloo", store=self._store, rank=0, world_size=1)
 
     def answer(self, name: str, arguments: list[Any]) -> Any:
         try:
@@ -259,6 +264,78 @@ class Calls:
         holders, sizes = {name: one for name, one, _ in parts}, {name: size for name, _, size in parts}
         more: list[set[str]] = [set()] if "cross_parallelization_group_loads" in _parameters(self.exchange) else []
         return self.exchange.distribute_shards_to_ranks(holders, sizes, ranks, *more)
+
+    # ---- names, strategies
+
+    def names(self) -> dict[str, list[str]]:
+        """Return the public classes and functions of each module."""
+        root = import_module(self.package)
+        modules = {one.name: import_module(one.name) for one in walk_packages(root.__path__, f"{self.package}.")}
+        return {
+            name.removeprefix(f"{self.package}."): sorted(
+                key
+                for key, value in vars(module).items()
+                if not key.startswith("_") and getattr(value, "__module__", "") == name and callable(value)
+            )
+            for name, module in modules.items()
+        }
+
+    def has(self, module: str, name: str) -> bool:
+        return hasattr(import_module(f"{self.package}.{module}"), name)
+
+    def own_strategies(self, folder: str, strict: str, requested: list[str], version: int) -> Any:
+        """Save and load with strategies of a script. Return how they were called, and the outcome."""
+        calls, checks = list[Any](), set[str]()
+        base: Any = self.base
+        du, part = self.dict_utils, self.mapping.ShardedTensor.from_rank_offsets
+
+        class Save(base.SaveShardedStrategy):  # type: ignore[misc]
+            def save(self, state: Any, directory: Any) -> None:
+                calls.append(["save", sorted(state), str(directory)])
+                torch.save({one.key: one.data for one in du.nested_values(state)}, Path(directory, "own.pt"))
+
+        class Load(base.LoadShardedStrategy):  # type: ignore[misc]
+            def load(self, state: Any, directory: Any) -> Any:
+                calls.append(["load", sorted(state), str(directory)])
+                found = torch.load(Path(directory, "own.pt"))
+                return du.dict_list_map_outplace(lambda one: found[one.key], state)
+
+            def load_tensors_metadata(self, directory: Any) -> Any:
+                calls.append(["load_tensors_metadata", str(directory)])
+                found = torch.load(Path(directory, "own.pt"))
+                return {key: part(key, one).without_data() for key, one in found.items()}
+
+            def check_backend_compatibility(self, loaded_version: str) -> None:
+                checks.add(f"backend {loaded_version}")  # Megatron Core calls it several times
+
+            def check_version_compatibility(self, loaded_version: int) -> None:
+                checks.add(f"version {loaded_version}")
+
+        def state(names: list[str], fill: float) -> dict[str, Any]:
+            tensors = {name: part(f"key.{name}", torch.full((2,), fill)) for name in names}
+            return {"model": {**tensors, "o": self.mapping.ShardedObject("o", {"fill": fill}, (1,), (0,))}, "step": 3}
+
+        for action, strategy in (("SAVE_SHARDED", Save("own", version)), ("LOAD_SHARDED", Load())):
+            base.register_default_strategy(base.StrategyAction[action], "own", version, strategy)
+        Path(folder).mkdir(parents=True)
+        self.root.save(state(["a", "b"], 1.0), folder, ("own", version))
+        found: Any
+        try:
+            found = self.root.load(state(requested, 0.0), folder, strict=strict)
+        except Exception as error:  # noqa: BLE001  its words are compared
+            text = str(error)
+            names = [name for name in ("key.a", "key.b", "key.c") if name in text]
+            return [calls, sorted(checks), names, ["Unexpected keys" in text, "Missing keys" in text]]
+        state_dict, *keys = found if isinstance(found, tuple) else [found]
+        values = {name: one.tolist() for name, one in state_dict["model"].items() if name != "o"}
+        return [
+            calls,
+            sorted(checks),
+            values,
+            state_dict["model"]["o"],
+            state_dict["step"],
+            [sorted(one) for one in keys],
+        ]
 
 
 def _parameters(exchange: Any) -> Any:

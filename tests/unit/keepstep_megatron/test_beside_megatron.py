@@ -6,9 +6,11 @@ one. Several, separated by colons, are asked one after the other.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
+import shutil
 import subprocess
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +29,9 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 examples = settings(max_examples=60, suppress_health_check=list(HealthCheck))
+
+
+versions = itertools.count(1)
 
 
 class Peer:
@@ -233,3 +238,25 @@ def test_parts_are_distributed_equally(peer, parts) -> None:
     assert peer.own("distribution", [[name, sorted(holders), size] for name, holders, size in parts], 4) == peer.theirs(
         "distribution", [[name, sorted(holders), size] for name, holders, size in parts], 4
     )
+
+
+def test_every_public_name_can_be_imported_from_where_megatron_core_has_it(peer) -> None:
+    found = peer.theirs("names")
+    assert len(found) > 15, found
+    places = [(module, name) for module, names in found.items() for name in names]
+    assert [one for one in places if not peer.own("has", *one)] == []
+
+
+NOT_RAISED = ("log_unexpected", "log_all", "return_unexpected", "return_all", "ignore_all")
+
+
+@pytest.mark.parametrize("requested", [["a", "b"], ["a"], ["a", "b", "c"], ["a", "c"]], ids="".join)
+@pytest.mark.parametrize("strict", ["raise_unexpected", "raise_all", *NOT_RAISED])
+def test_strategies_of_a_script_are_called_equally_with_equal_results(peer, tmp_path, strict, requested) -> None:
+    number = next(versions)
+    own, theirs = (
+        json.loads(json.dumps(call("own_strategies", str(tmp_path / "state"), strict, requested, number)))
+        for call in (peer.own, peer.theirs)
+        if not shutil.rmtree(tmp_path / "state", ignore_errors=True)
+    )
+    assert own == theirs

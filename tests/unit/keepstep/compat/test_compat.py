@@ -24,11 +24,12 @@ from keepstep import compat
 from keepstep.compat import __main__ as command_line
 from keepstep.compat import finder
 from keepstep.compat.finder import TorchftFinder
+from keepstep.compat.megatron import MegatronFinder
 
 
 def forget() -> None:
-    sys.meta_path[:] = [one for one in sys.meta_path if not isinstance(one, TorchftFinder)]
-    for name in [one for one in sys.modules if one.partition(".")[0] == "torchft"]:
+    sys.meta_path[:] = [one for one in sys.meta_path if not isinstance(one, TorchftFinder | MegatronFinder)]
+    for name in [one for one in sys.modules if one.partition(".")[0] in ("torchft", "megatron")]:
         del sys.modules[name]
 
 
