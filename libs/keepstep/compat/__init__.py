@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import sys
 
-from keepstep.compat.finder import TorchftFinder
-from keepstep.compat.megatron import MegatronFinder
+from keepstep.compat.finder import MegatronFinder, TorchftFinder
 
 __all__: list[str] = []
 

@@ -1,17 +1,16 @@
-"""The import hook that finds ``torchft`` and its modules in keepstep, and what keepstep does not have of it."""
+"""The import hooks that find modules of torchft and Megatron Core in keepstep, and what keepstep does not have."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import NoReturn
-
-from keepstep.compat.same_module import SameModule
 
 ALIASES = {"_torchft": "coordination"}
 """Modules of torchft, and the module of keepstep that has their names."""
@@ -46,6 +45,33 @@ VARIABLES = {
     "TORCHFT_USE_OTEL": "KEEPSTEP_OTEL exports spans and logs, see docs/telemetry.md",
 }
 """Environment variables of torchft that have no effect. Every other one of torchft does what it does there."""
+
+
+PACKAGE = "megatron.core.dist_checkpointing"
+PARENTS = ("megatron", "megatron.core")
+
+
+class SameModule(Loader):
+    """Loads a module by importing it under its own name.
+
+    Args:
+        own_name: of the module.
+        loaded: called with the module.
+    """
+
+    def __init__(self, own_name: str, loaded: Callable[[ModuleType], None]) -> None:
+        self._own_name = own_name
+        self._loaded = loaded
+        self._own_spec: ModuleSpec | None = None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:  # noqa: ARG002
+        module = importlib.import_module(self._own_name)
+        self._own_spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._own_spec  # the import system has set that of the second name
+        self._loaded(module)
 
 
 class TorchftFinder(MetaPathFinder):
@@ -103,3 +129,39 @@ def of_name(module: str, name: str) -> str | None:
     """Return why ``torchft.<module>`` has no ``name``; None if torchft does not have it either."""
     instead = NAMES.get(module, {}).get(name)
     return instead and f"keepstep, which stands in for torchft, has no {module}.{name}: {instead}"
+
+
+class MegatronFinder(MetaPathFinder):
+    """Finds ``megatron.core.dist_checkpointing.NAME`` where ``keepstep.sharded.NAME`` is.
+
+    Other modules of Megatron Core are those that are installed. If it is not, its packages are empty.
+    """
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None,
+        target: ModuleType | None = None,  # noqa: ARG002
+    ) -> ModuleSpec | None:
+        if fullname in PARENTS:
+            installed = PathFinder.find_spec(fullname, path)
+            return None if installed is not None else ModuleSpec(fullname, None, is_package=True)
+        if fullname != PACKAGE and not fullname.startswith(f"{PACKAGE}."):
+            return None
+        name = fullname.removeprefix(PACKAGE)
+        own = importlib.util.find_spec(f"keepstep.sharded{name}")
+        if own is None:
+            raise ModuleNotFoundError(
+                f"keepstep, which stands in for {PACKAGE}, has no module {name.removeprefix('.')!r}: docs/sharded.md "
+                f"lists what differs",
+                name=fullname,
+            )
+        spec = ModuleSpec(fullname, SameModule(f"keepstep.sharded{name}", _save_as_megatron), origin=own.origin)
+        spec.submodule_search_locations = own.submodule_search_locations
+        return spec
+
+
+def _save_as_megatron(module: ModuleType) -> None:
+    """Let saves that name no format write the one that Megatron Core reads."""
+    if module.__name__ == "keepstep.sharded":
+        module.strategies.set_default_backend("torch_dist")

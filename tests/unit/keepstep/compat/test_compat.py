@@ -23,8 +23,7 @@ import keepstep
 from keepstep import compat
 from keepstep.compat import __main__ as command_line
 from keepstep.compat import finder
-from keepstep.compat.finder import TorchftFinder
-from keepstep.compat.megatron import MegatronFinder
+from keepstep.compat.finder import MegatronFinder, TorchftFinder
 
 
 def forget() -> None:
