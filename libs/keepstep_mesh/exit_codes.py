@@ -22,6 +22,8 @@ it unchanged."""
 EXIT_SCRIPT_FAILS = 82
 """``keepstep run``: the script of a group ended with an error in each of its first lives, before the job committed a
 step. Correct the script."""
+EXIT_STATE_LOST = 83
+"""A job with one copy: members were lost together with their keepers. Resume from a checkpoint."""
 ENDS_THE_SAME = frozenset(
     {
         EXIT_STATE_MISMATCH,
@@ -31,6 +33,7 @@ ENDS_THE_SAME = frozenset(
         EXIT_JOB_CLOSED,
         EXIT_DIVERGED,
         EXIT_SCRIPT_FAILS,
+        EXIT_STATE_LOST,
     }
 )
 """Codes after which a restart would end the same."""

@@ -21,6 +21,7 @@ from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import Banned, Drained, JobClosed, KeepstepError, LayoutMismatch
 from keepstep_mesh.protocol.group_messages import RankAsk
 from keepstep_mesh.protocol.messages import Drain, Evicted, Healing, MemberLost, RoundBroken
+from keepstep_mesh.security.tokens import ClientToken
 
 log = get_logger("keepstep.one_copy")
 
@@ -41,13 +42,15 @@ class MemberLink:
     """
 
     def __init__(self, settings: LinkSettings, arithmetic: str, on_lost: Callable[[int, str], None]) -> None:
-        self._settings = settings
+        self.settings = settings
+        self.token = ClientToken.of(settings.token)
         self._on_lost = on_lost
         self._leaving = ""
         self._fatal: SystemExit | None = None
         self._requests = 0
         self._ended = False
         self._lost: dict[int, str] = {}
+        self._members_lost: set[int] = set()
         self.loop_thread = LoopThread()
         with contextlib.ExitStack() as closing:
             closing.callback(self.loop_thread.stop)
@@ -60,7 +63,7 @@ class MemberLink:
         self._termination = TerminationFlag(self.request_leave)
 
     def _connect(self) -> tuple[RankLink, Store | None]:
-        return connect_group(self.loop_thread, self._settings, self._on_group_failed, self._on_push)
+        return connect_group(self.loop_thread, self.settings, self._on_group_failed, self._on_push)
 
     @property
     def replica_id(self) -> str:
@@ -76,16 +79,21 @@ class MemberLink:
         """Return why a quorum has ended; empty: it has not."""
         return self._lost.get(quorum_id, "")
 
+    def lost_member(self, quorum_id: int) -> bool:
+        """Return whether a quorum has ended because a member is lost, and not by an error of a rank."""
+        return quorum_id in self._members_lost
+
     # ---- pushes, on the event-loop thread
 
     def _on_group_failed(self, reason: str) -> None:
-        if not self._ended and self._settings.world_size > 1:
+        if not self._ended and self.settings.world_size > 1:
             end_process(reason)
 
     def _on_push(self, push: Push) -> None:
         match push:
             case MemberLost():
                 log.warning("member lost", member=push.replica_id, quorum_id=push.quorum_id, reason=push.reason)
+                self._members_lost.add(push.quorum_id)
                 self._note_loss(push.quorum_id, f"{push.replica_id} is lost: {push.reason}")
             case RoundBroken():
                 log.warning("round broken", quorum_id=push.quorum_id, reason=push.reason)
@@ -101,7 +109,9 @@ class MemberLink:
     def _note_loss(self, quorum_id: int, reason: str) -> None:
         self._lost[quorum_id] = reason
         while len(self._lost) > REMEMBERED:
-            del self._lost[next(iter(self._lost))]
+            oldest = next(iter(self._lost))
+            del self._lost[oldest]
+            self._members_lost.discard(oldest)
         self._on_lost(quorum_id, reason)
 
     def request_leave(self, reason: str) -> None:
@@ -126,7 +136,7 @@ class MemberLink:
         """
         if self._fatal is not None:
             raise self._fatal
-        if self._leaving and self._settings.world_size == 1:
+        if self._leaving and self.settings.world_size == 1:
             self._leave()
         self._requests += 1
         self.compared.read()
@@ -138,7 +148,7 @@ class MemberLink:
             layout=self.compared.digest,
             settings=self.compared.settings,
         )
-        tries = 1 + self._settings.quorum_retries
+        tries = 1 + self.settings.quorum_retries
         try:
             return self.loop_thread.call(self.link.ask(asked), 2 * timeout * tries + CALL_MARGIN_SECONDS)
         except Leaving as error:

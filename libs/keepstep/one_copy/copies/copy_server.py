@@ -26,6 +26,7 @@ from keepstep_mesh.threads.starting import Thread
 log = get_logger("keepstep.one_copy")
 
 HELLO_SECONDS = 10.0
+READS = 1 << 62
 Cuts = dict[str, list[list[int]]]
 """For a parameter by name: first index and number of elements in each dimension of the shard, to read a part of it."""
 
@@ -38,7 +39,8 @@ class Served:
     """Number of its world."""
     rank: int
     state: State
-    slices: int
+    names: list[list[str]]
+    """Of the parameters of each slice."""
     slice_of: Callable[[int], dict[str, Any]]
     """Returns the state of a slice by its number."""
     end: dict[str, Any]
@@ -65,7 +67,8 @@ class CopyServer:
         self._changed = threading.Condition()
         self._served: Served | None = None
         self._closed = False
-        self._open: set[Frames] = set()
+        self._open: dict[Frames, int] = {}
+        """Connections, and the quorum_id of those that bring copies; of others one that never ends."""
         self._listener = listen(host)
         self._listener.settimeout(POLL_SECONDS)
         self.address = f"{f'[{host}]' if ':' in host else host}:{self._listener.getsockname()[1]}"
@@ -79,6 +82,12 @@ class CopyServer:
         with self._changed:
             self._served = served
             self._changed.notify_all()
+
+    def end_copies_before(self, quorum_id: int) -> None:
+        """Close connections of owners that took their place in an earlier quorum: they may be frozen, or cut off."""
+        for frames, begun in list(self._open.items()):
+            if begun < quorum_id:
+                frames.close()
 
     def close(self) -> None:
         """End all connections and threads."""
@@ -103,14 +112,14 @@ class CopyServer:
             claim(connection)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             frames = Frames(connection, lambda: "this process ends" if self._closed else "")
-            self._open.add(frames)
+            self._open[frames] = READS
             thread = Thread(target=self._attend, args=(frames,), name="keepstep-copy", daemon=True)
             self._threads = [*(one for one in self._threads if one.is_alive()), thread]
             thread.start()
 
     def _attend(self, frames: Frames) -> None:
         try:
-            header, _ = frames.receive(HELLO_SECONDS)
+            header, _ = frames.receive(HELLO_SECONDS, most=0)
             if not self._token.accepts_peer(str(header.get("authorization", ""))):
                 frames.send({"kind": "refused", "reason": "wrong token"}, limit=HELLO_SECONDS)
                 return
@@ -128,15 +137,16 @@ class CopyServer:
             with contextlib.suppress(CopyError):
                 frames.send({"kind": "refused", "reason": f"{error}"}, limit=1.0)
         finally:
-            self._open.discard(frames)
+            self._open.pop(frames, None)
             frames.close()
 
     # ---- copies that this process keeps
 
     def _keep(self, frames: Frames, header: dict[str, Any]) -> None:
-        world, rank = int(header["world"]), int(header["rank"])
+        world, rank, quorum_id = int(header["world"]), int(header["rank"]), int(header["quorum"])
+        self._open[frames] = quorum_id
         self._keeper.begin(
-            *(world, rank, int(header["slices"]), int(header["need"])),
+            *(world, rank, quorum_id, header["names"], int(header["need"])),
             whole=bool(header["whole"]),
             fill=bool(header["fill"]),
             boxes=header["boxes"],
@@ -146,9 +156,9 @@ class CopyServer:
             header, pack = frames.receive(float("inf"))
             state = State(header["step"], header["lineage"])
             if header["part"] == "commit":
-                self._keeper.commit(world, rank, state)
+                self._keeper.commit(world, rank, quorum_id, state)
                 continue
-            self._keeper.take(world, rank, header, pack)
+            self._keeper.take(world, rank, quorum_id, header, pack)
             if header["part"] == "end":
                 frames.send({"kind": "kept", "step": state.step, "lineage": state.lineage}, limit=self._timeout)
 
@@ -161,20 +171,21 @@ class CopyServer:
         if header.get("boxes"):
             frames.send({"kind": "boxes", "boxes": served.boxes}, limit=self._timeout)
             return
-        for number in range(served.slices):
+        for number, names in enumerate(served.names):
+            if cuts is not None and not any(name in cuts for name in names):
+                continue
             part = served.slice_of(number)
             if cuts is not None:
                 part = {name: _cut(one, cuts[name]) for name, one in part.items() if name in cuts}
-            if part:
-                manifest, pack = packed_state(part)
-                frames.send({"kind": "slice", "manifest": manifest}, pack, limit=self._timeout)
+            manifest, pack = packed_state(part)
+            frames.send({"kind": "slice", "manifest": manifest}, pack, limit=self._timeout)
         manifest, pack = packed_state({"end": served.end, "shared": served.shared})
         frames.send({"kind": "end", "manifest": manifest}, pack, limit=self._timeout)
 
     def _copied(self, world: int, rank: int, state: State) -> Served:
         keeper = self._keeper
         return Served(
-            *(world, rank, state, keeper.slices_of(world, rank, state)),
+            *(world, rank, state, keeper.names_of(world, rank, state)),
             slice_of=lambda number: keeper.rebuild(world, rank, state, number),
             end=keeper.end_of(world, rank, state),
             shared={},

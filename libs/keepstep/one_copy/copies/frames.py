@@ -22,10 +22,16 @@ from keepstep_mesh.protocol.manifest import MAX_MANIFEST_BYTES, MAX_PACK_BYTES
 from keepstep_mesh.security.tokens import ClientToken
 
 MAX_HEADER_BYTES = MAX_MANIFEST_BYTES + (1 << 20)
+MAX_HELLO_BYTES = 1 << 16
+"""Limit of the first header, which comes before the token is checked."""
 _LENGTH = struct.Struct("!I")
 NOTHING = memoryview(b"")
 POLL_SECONDS = 0.2
 """A wait looks this often whether it was ended from outside."""
+
+
+Stored = tuple[bytes, memoryview]
+"""Manifest and pack of a state."""
 
 
 class CopyError(KeepstepError):
@@ -64,25 +70,27 @@ class Frames:
                     sent += self._socket.send(part[sent:])
                     last = time.monotonic()
 
-    def receive(self, limit: float) -> tuple[dict[str, Any], memoryview]:
+    def receive(self, limit: float, *, most: int = MAX_PACK_BYTES) -> tuple[dict[str, Any], memoryview]:
         """Return the header and the body of the next frame.
 
         Args:
             limit: longest time without progress, seconds.
+            most: limit of the body, in bytes.
 
         Raises:
             CopyError: the connection ended, the limit passed, or the frame is invalid.
         """
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size, limit))
-        if length > MAX_HEADER_BYTES:
-            raise CopyError(f"header too large: {length} bytes (limit {MAX_HEADER_BYTES})")
+        largest = MAX_HEADER_BYTES if most else MAX_HELLO_BYTES
+        if length > largest:
+            raise CopyError(f"header too large: {length} bytes (limit {largest})")
         try:
             header = msgpack.unpackb(self._read(length, limit), strict_map_key=False)
             size = header["bytes"]
         except (ValueError, TypeError, KeyError, msgpack.exceptions.UnpackException) as error:
             raise CopyError(f"a frame has no valid header: {error}") from error
-        if type(size) is not int or not 0 <= size <= MAX_PACK_BYTES:
-            raise CopyError(f"a frame has {size} bytes; expected a number in [0, {MAX_PACK_BYTES}]")
+        if type(size) is not int or not 0 <= size <= most:
+            raise CopyError(f"a frame has {size} bytes; expected a number in [0, {most}]")
         return header, self._read(size, limit)
 
     def _read(self, size: int, limit: float) -> memoryview:
@@ -142,7 +150,7 @@ def connect(address: str, token: ClientToken, limit: float, ended: Callable[[], 
     return frames
 
 
-def packed_state(state: Any) -> tuple[bytes, memoryview]:
+def packed_state(state: Any) -> Stored:
     """Return the manifest and the bytes of a state, for the header and the body of a frame."""
     return save_state(state)
 

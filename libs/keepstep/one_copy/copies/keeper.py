@@ -10,15 +10,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from keepstep.one_copy.copies.frames import CopyError, state_of
+from keepstep.one_copy.copies.frames import CopyError, Stored, state_of
 from keepstep.one_copy.copies.rank_state import Boxes
 from keepstep.one_copy.copies.replay import replay
 from keepstep.one_copy.core.copy_ledger import CopyLedger
 from keepstep.one_copy.core.holding import Copy, State
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES, chunk_digest, read_envelope
-
-Stored = tuple[bytes, memoryview]
-"""Manifest and pack of a state."""
 
 
 @dataclass
@@ -26,9 +23,13 @@ class KeptRank:
     """The copy of one rank."""
 
     ledger: CopyLedger
+    names: list[list[str]]
+    """Of the parameters of each slice."""
     whole: bool
     """Whether a step brings the state after it, and not gradients: the optimizer cannot be replayed."""
     boxes: Boxes
+    quorum_id: int
+    """Of the quorum in which its owner took its place."""
     bases: dict[int, Stored] = field(default_factory=dict)
     gradients: dict[tuple[int, State], Stored] = field(default_factory=dict)
     """By slice, and by the state to which they lead."""
@@ -60,36 +61,57 @@ class Keeper:
         self._filling: dict[tuple[int, int], KeptRank] = {}
         """Copies that are not complete. Those that they replace are kept until then."""
 
-    def begin(self, world: int, rank: int, slices: int, need: int, *, whole: bool, fill: bool, boxes: Boxes) -> None:
+    def begin(
+        self,
+        world: int,
+        rank: int,
+        quorum_id: int,
+        names: list[list[str]],
+        need: int,
+        *,
+        whole: bool,
+        fill: bool,
+        boxes: Boxes,
+    ) -> None:
         """Keep copies of a rank from now on.
 
         Args:
             world: number of the world.
             rank: in that world.
-            slices: number of slices of its parameters.
+            quorum_id: of the quorum in which the owner took its place. A process that was frozen, and whose place
+                another one has, is refused.
+            names: of the parameters of each slice.
             need: bytes that the copies will have.
             whole: see ``KeptRank``.
             fill: a whole base comes. The copy that is kept of this rank is void when it is complete.
             boxes: of the shard of the rank.
 
         Raises:
-            CopyError: no memory is left for it.
+            CopyError: no memory is left for it, or another process has the place of the owner.
         """
         with self._lock:
+            known = [one for one in (self._ranks.get((world, rank)), self._filling.get((world, rank))) if one]
+            if any(one.quorum_id > quorum_id for one in known):
+                raise CopyError(f"another process has the place of rank {rank} of world {world}")
             if not fill and (world, rank) in self._ranks:
+                self._ranks[world, rank].quorum_id = quorum_id
+                self._filling.pop((world, rank), None)
                 return
+            for one in known:
+                one.quorum_id = quorum_id  # its owner of before brings nothing more
         room = self._limit()
         if need > room:
             raise CopyError(f"copies of {need / 1e6:.0f} MB do not fit into the {room / 1e6:.0f} MB that are free here")
         with self._lock:
-            self._filling[world, rank] = KeptRank(CopyLedger(world, rank, slices), whole, boxes)
+            self._filling[world, rank] = KeptRank(CopyLedger(world, rank, len(names)), names, whole, boxes, quorum_id)
 
-    def take(self, world: int, rank: int, header: dict[str, Any], pack: memoryview) -> None:
+    def take(self, world: int, rank: int, quorum_id: int, header: dict[str, Any], pack: memoryview) -> None:
         """Keep a frame of the owner of a rank.
 
         Args:
             world: number of the world.
             rank: in that world.
+            quorum_id: as in ``begin``.
             header: with ``part`` (``base``, ``gradients`` or ``end``), ``slice``, ``step``, ``lineage``, ``manifest``.
             pack: bytes of the state.
 
@@ -99,9 +121,7 @@ class Keeper:
         state, number, manifest = State(header["step"], header["lineage"]), header.get("slice", 0), header["manifest"]
         verify(manifest, pack)
         with self._lock:
-            kept = self._filling.get((world, rank)) or self._ranks.get((world, rank))
-            if kept is None:
-                raise CopyError(f"the copy of rank {rank} was not begun")
+            kept = self._owned(world, rank, quorum_id)
             match header["part"]:
                 case "base":
                     for one in kept.ledger.add_base(number, state):
@@ -120,11 +140,23 @@ class Keeper:
                 case other:
                     raise CopyError(f"unknown part {other!r} of a copy")
 
-    def commit(self, world: int, rank: int, state: State) -> None:
-        """Note that ``state`` was committed. If steps bring whole states, it becomes the base."""
+    def _owned(self, world: int, rank: int, quorum_id: int) -> KeptRank:
+        kept = self._filling.get((world, rank)) or self._ranks.get((world, rank))
+        if kept is None:
+            raise CopyError(f"the copy of rank {rank} was not begun")
+        if kept.quorum_id != quorum_id:
+            raise CopyError(f"another process has the place of rank {rank} of world {world}")
+        return kept
+
+    def commit(self, world: int, rank: int, quorum_id: int, state: State) -> None:
+        """Note that ``state`` was committed. If steps bring whole states, it becomes the base.
+
+        Raises:
+            CopyError: as ``take``.
+        """
         with self._lock:
-            kept = self._ranks.get((world, rank))
-            if kept is None or not kept.whole:
+            kept = self._owned(world, rank, quorum_id)
+            if not kept.whole:
                 return
             for number in range(len(kept.bases)):
                 if (stored := kept.gradients.get((number, state))) is not None:
@@ -162,7 +194,8 @@ class Keeper:
             if kept.whole and steps:
                 base, steps = kept.gradients[number, steps[-1]], []
             log = [(kept.ends[one], kept.gradients[number, one]) for one in steps]
-        entries = ((state_of(*end)["options"], state_of(*gradients)) for end, gradients in log)
+        ends = ((state_of(*end), gradients) for end, gradients in log)
+        entries = ((end["options"], state_of(*gradients)) for end, gradients in ends if not end["skipped"])
         return replay(self._kind, state_of(*base), entries, self._device)
 
     def end_of(self, world: int, rank: int, state: State) -> dict[str, Any]:
@@ -172,10 +205,10 @@ class Keeper:
         found: dict[str, Any] = state_of(*end)
         return found
 
-    def slices_of(self, world: int, rank: int, state: State) -> int:
-        """Return the number of slices of a rank. CopyError: it cannot be rebuilt."""
+    def names_of(self, world: int, rank: int, state: State) -> list[list[str]]:
+        """Return the names of the parameters of each slice. CopyError: it cannot be rebuilt."""
         with self._lock:
-            return len(self._kept(world, rank, state).bases)
+            return self._kept(world, rank, state).names
 
     def boxes_of(self, world: int, rank: int) -> Boxes:
         """Return the boxes of the shard of a rank. CopyError: it is not kept."""

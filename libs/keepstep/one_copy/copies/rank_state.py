@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -62,6 +62,10 @@ class RankState:
         own = _nbytes(self.parameters[index])
         return own + (kept or (2 * own if index in self._group_of else 0))  # before the first step, as Adam's
 
+    def names_of_slices(self) -> list[list[str]]:
+        """Return the names of the parameters of each slice."""
+        return [[self.names[index] for index in one] for one in self.slices]
+
     def boxes(self) -> Boxes:
         """Return the box of each shard in its parameter."""
         found = {}
@@ -86,7 +90,16 @@ class RankState:
             key: local(value) if isinstance(value, torch.Tensor) else value
             for key, value in self.optimizer.state.get(parameter, {}).items()
         }
-        return {"parameter": local(parameter), "group": self._group_of.get(index), "state": state}
+        return {
+            "parameter": local(parameter),
+            "group": self._group_of.get(index),
+            "state": state,
+            "spread": {
+                key: _spread(value)
+                for key, value in self.optimizer.state.get(parameter, {}).items()
+                if is_dtensor(value) and not _is_like(value, parameter)
+            },
+        }
 
     def gradients(self, number: int) -> dict[str, torch.Tensor]:
         """Return the gradients of a slice, in their memory; those that are None are left out."""
@@ -98,11 +111,18 @@ class RankState:
         return found
 
     def options(self) -> list[dict[str, Any]]:
-        """Return the options of each parameter group, such as the learning rate."""
-        return [
-            {key: value for key, value in group.items() if key not in ("params", "param_names")}
-            for group in self.optimizer.param_groups
-        ]
+        """Return the options of each parameter group, such as the learning rate.
+
+        Torch steps groups with a DTensor one by one, and groups of tensors on a GPU together, unless they say how. A
+        keeper has plain tensors, and must do as this rank does.
+        """
+        found = []
+        for group in self.optimizer.param_groups:
+            options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            if options.get("foreach", False) is None and any(is_dtensor(one) for one in group["params"]):
+                options["foreach"] = False
+            found.append(options)
+        return found
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Return the buffers of the model, also those that a state dict leaves out."""
@@ -148,30 +168,30 @@ class RankState:
         if not given["state"]:
             self.optimizer.state.pop(parameter, None)
             return
+        spread = given.get("spread", {})
         self.optimizer.state[parameter] = {
-            key: self._like(parameter, one) if isinstance(one, torch.Tensor) else one
+            key: self._like(parameter, one, spread.get(key)) if isinstance(one, torch.Tensor) else one
             for key, one in given["state"].items()
         }
 
     @staticmethod
-    def _like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Return a state tensor on the device of its parameter, and sharded like it."""
+    def _like(parameter: torch.Tensor, value: torch.Tensor, spread: list[Any] | None) -> torch.Tensor:
+        """Return a state tensor on the device of its parameter, and sharded like it, or as ``spread`` says."""
         own = local(parameter)
-        if value.shape != own.shape:  # a counter of steps stays where the optimizer has it
+        if value.shape != own.shape and spread is None:  # a counter of steps stays where the optimizer has it
             return value.clone()
         moved = value.to(own.device, copy=True)
         if not is_dtensor(parameter):
             return moved
-        from torch.distributed.tensor import DTensor  # noqa: PLC0415  loads slowly
+        from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard  # noqa: PLC0415  loads slowly
 
-        return DTensor.from_local(
-            moved,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+        placements, shape, stride = parameter.placements, parameter.shape, parameter.stride()
+        if spread is not None:
+            kinds: dict[str, Callable[[Any], Placement]]
+            kinds = {"shard": Shard, "replicate": lambda _: Replicate(), "partial": Partial}
+            placements = tuple(kinds[kind](detail) for kind, detail in spread[0])
+            shape, stride = torch.Size(spread[1]), tuple(spread[2])
+        return DTensor.from_local(moved, parameter.device_mesh, placements, run_check=False, shape=shape, stride=stride)
 
     def load_buffers(self, given: dict[str, torch.Tensor]) -> None:
         """Copy ``given`` into the buffers of the same names."""
@@ -184,3 +204,21 @@ class RankState:
 def _nbytes(tensor: torch.Tensor) -> int:
     own = local(tensor)
     return own.numel() * own.element_size()
+
+
+def _is_like(state: Any, parameter: torch.Tensor) -> bool:
+    """Return whether a DTensor of the state of a parameter is sharded like it."""
+    return (
+        is_dtensor(parameter)
+        and state.shape == parameter.shape
+        and tuple(state.placements) == tuple(parameter.placements)
+    )
+
+
+def _spread(value: Any) -> list[Any]:
+    """Return placements, shape and stride of a DTensor."""
+    placements = [
+        ["shard", one.dim] if one.is_shard() else ["replicate", 0] if one.is_replicate() else ["partial", one.reduce_op]
+        for one in value.placements
+    ]
+    return [placements, list(value.shape), list(value.stride())]

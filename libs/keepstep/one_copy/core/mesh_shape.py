@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -19,6 +19,20 @@ class Line:
     """Of this rank among them."""
     number: int
     """Different for each group of the world."""
+
+
+SAME_DATA = frozenset({"tp", "cp", "pp"})
+"""Names of dimensions whose ranks usually compute on the same samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The part of a global batch on which a rank computes."""
+
+    indices: range
+    """Of its samples in the batch."""
+    weight: float
+    """Factor of the mean loss of the part: near 1, since parts differ by a sample at most."""
 
 
 class MeshShape:
@@ -67,3 +81,39 @@ class MeshShape:
             ranks = tuple(first + other * stride for other in range(length))
             found.append(Line(name, ranks, index, dimension * size + first))
         return tuple(found)
+
+    def data_dims(self, names: Sequence[str] | None) -> tuple[str, ...]:
+        """Return the dimensions over which data are divided. None: all but those of ``SAME_DATA``.
+
+        Raises:
+            ValueError: unknown dimensions.
+        """
+        if names is None:
+            return tuple(name for name in self.names if name not in SAME_DATA)
+        if odd := [name for name in names if name not in self.sizes]:
+            raise ValueError(f"data_dims={list(names)} has {odd[0]!r}; the mesh has {', '.join(self.names)}")
+        return tuple(names)
+
+    def share(self, rank: int, size: int, samples: int, dims: Sequence[str]) -> Share:
+        """Return the part of a batch of ``samples`` for ``rank`` of a world of ``size`` ranks.
+
+        Args:
+            rank: in the world.
+            size: of the world; it fits.
+            samples: number of samples in the batch.
+            dims: dimensions over which data are divided.
+
+        Raises:
+            ValueError: fewer samples than parts.
+        """
+        index, parts, stride = 0, 1, size
+        for name, length in zip(self.names, self.of(size), strict=True):
+            stride //= length
+            if name in dims:
+                index, parts = index * length + rank // stride % length, parts * length
+        if samples < parts:
+            raise ValueError(
+                f"a batch of {samples} samples is too small for {parts} parts: use at least one sample for each part"
+            )
+        first, last = index * samples // parts, (index + 1) * samples // parts
+        return Share(range(first, last), (last - first) * parts / samples)

@@ -10,7 +10,8 @@ Rules:
 3. All ranks continue at the target: a rank with another state, or of another world, is a newcomer.
 4. If the number of members is that of the world, its members keep their seats and their shards, and newcomers read the
    shards of the empty seats. Otherwise the shards are cut again, and all ranks read.
-5. No candidate: the job begins. No possible one: the shards are lost, and the job resumes from a checkpoint.
+5. No candidate, or no step was committed: the job begins. No possible one: the shards are lost, and the job resumes
+   from a checkpoint.
 """
 
 from __future__ import annotations
@@ -116,8 +117,8 @@ def plan_recovery(
             missing = tuple(rank for rank, one in enumerate(sources) if one is None)
             best = Recovery(Kind.LOST, fresh, previous, sources=found, missing=missing)
     everyone = tuple(range(fresh.size))
-    if best is None:
-        best = Recovery(Kind.FRESH, fresh)
+    if best is None or not any(one.state is not None and one.state.step for one in holdings):
+        best = Recovery(Kind.FRESH, fresh)  # before the first commit nothing is lost
     return Recovery(
         best.kind,
         fresh,

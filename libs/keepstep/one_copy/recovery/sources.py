@@ -34,10 +34,10 @@ class Sources:
         return self._reader.read(self._address(source), source.rank, copy=source.way is Way.COPY)
 
     def shared(self) -> dict[str, Any]:
-        """Return the state that all ranks have in common, and the options of the parameter groups."""
-        holding = self._holdings[self._recovery.shared]
-        rank = next(one.rank for one in self._recovery.sources if one.holder == self._recovery.shared)
-        return self._reader.read(holding.address, rank, copy=False, cuts={})[1]
+        """Return the state that all ranks have in common, empty if no rank has it, and the end of a rank."""
+        live = [one for one in self._recovery.sources if one.way is not Way.COPY] or self._recovery.sources
+        source = next((one for one in live if one.holder == self._recovery.shared), live[0])
+        return self._reader.read(self._address(source), source.rank, copy=source.way is Way.COPY, cuts={})[1]
 
     def cut_again(self, tensors: RankState, own: int) -> dict[str, Any]:
         """Return the new shards of this rank.

@@ -1,21 +1,16 @@
-"""The objects that build() returned, and the state of this rank in them."""
+"""The objects that build() returned."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from keepstep.one_copy.copies.rank_state import RankState
-from keepstep.one_copy.core.holding import State
-from keepstep.one_copy.core.world import World
 from keepstep_mesh.errors import KeepstepError
 
 
@@ -63,18 +58,6 @@ class Built:
         return {f"build {index}": one for index, one in enumerate(rest) if isinstance(one, Stateful)}
 
 
-@dataclass
-class Held:
-    """A shard of this rank."""
-
-    world: World
-    rank: int
-    """In ``world``."""
-    state: State
-    built: Built
-    tensors: RankState
-
-
 def end_broken_pass(model: nn.Module) -> bool:
     """Drop what a broken pass has left: gathered parameters, collectives in flight, and gradients.
 
@@ -100,25 +83,3 @@ def end_broken_pass(model: nn.Module) -> bool:
     for parameter in model.parameters():
         parameter.grad = None
     return True
-
-
-def random_state() -> dict[str, Any]:
-    """Return the state of the random number generators of this process."""
-    found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": _listed(random.getstate())}
-    if torch.cuda.is_available():
-        found["cuda"] = torch.cuda.get_rng_state()
-    return found
-
-
-def restore_random_state(state: dict[str, Any]) -> None:
-    """Set the random number generators of this process."""
-    torch.set_rng_state(state["torch"])
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-
-
-def _listed(state: tuple[Any, ...]) -> list[Any]:
-    version, words, gauss = state
-    return [version, list(words), gauss]

@@ -1,0 +1,293 @@
+"""Bring all ranks of a quorum to one state, in one world, with connected process groups and keepers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+from torch import nn
+
+from keepstep.group.quorum_plan import QuorumPlan
+from keepstep.one_copy.copies.copy_sender import CopySender, Membership
+from keepstep.one_copy.copies.copy_server import CopyServer, Served
+from keepstep.one_copy.copies.keeper import Keeper
+from keepstep.one_copy.copies.rank_state import RankState
+from keepstep.one_copy.copies.shard_reader import ShardReader
+from keepstep.one_copy.core.holding import Holding, State
+from keepstep.one_copy.core.mesh_shape import MeshShape
+from keepstep.one_copy.core.recovery_plan import Kind, Recovery, Way, plan_recovery
+from keepstep.one_copy.core.world import World, keepers
+from keepstep.one_copy.member_link import MemberLink
+from keepstep.one_copy.recovery.meeting import GROUPS, Meeting
+from keepstep.one_copy.recovery.sources import Sources, serving
+from keepstep.one_copy.shard.built import Built
+from keepstep.one_copy.shard.own_shard import Held, OwnShard
+from keepstep.one_copy.world.world_groups import WorldGroups
+from keepstep_mesh.config.logging import get_logger
+from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.protocol.lineage import NEW
+
+log = get_logger("keepstep.one_copy")
+
+
+class UnfitMembersError(KeepstepError):
+    """The members of a quorum do not fill the mesh."""
+
+
+class ShardsLostError(KeepstepError):
+    """Members and their keepers were lost together."""
+
+
+@dataclass(kw_only=True)
+class WorldRecovery:
+    """Recovers this rank, together with all others of a quorum."""
+
+    build: Callable[[Any], Any]
+    init: Callable[[nn.Module], object] | None
+    shape: MeshShape
+    copies: int
+    """Number of keepers of each rank."""
+    domain: str
+    """Failure domain of this member."""
+    timeout: timedelta
+    member: MemberLink
+    groups: WorldGroups
+    server: CopyServer
+    keeper: Keeper
+    sender: CopySender
+    shard: OwnShard
+    ended: Callable[[], str]
+    """Returns why the quorum has ended; empty: it has not."""
+
+    def __post_init__(self) -> None:
+        self._meeting: Meeting | None = None
+
+    # ---- all of it
+
+    def run(self, plan: QuorumPlan) -> Recovery:
+        """Recover in a quorum. Then the shard, the groups and the keepers are those of its world.
+
+        Raises:
+            UnfitMembersError, ShardsLostError: see there.
+            Exception: a member was lost; try again in another quorum.
+        """
+        began = time.monotonic()
+        self.sender.disconnect()
+        meeting = self._meet(plan)
+        settings = self.member.settings
+        holdings = meeting.exchange(self._holding(), settings.world_size)
+        recovery = plan_recovery(plan.quorum_id, holdings, copies=self.copies, fits=self.shape.fits)
+        world = recovery.world
+        if recovery.kind is Kind.UNFIT:
+            raise UnfitMembersError(
+                f"{world.size} ranks do not fill the mesh {self.shape.sizes}; waiting for another member"
+            )
+        if recovery.kind is Kind.LOST:
+            raise ShardsLostError(_lost_text(recovery))
+        seat = world.seat_of(self.member.replica_id)
+        assert seat is not None
+        rank = world.rank(seat, settings.rank)
+        self.groups.configure(
+            rank,
+            world.size,
+            plan.quorum_id,
+            lambda number: meeting.store(GROUPS + number),
+            host=settings.host,
+            name=self.member.replica_id,
+        )
+        if recovery.kind is Kind.FRESH:
+            held = self._begun(world, rank)
+        else:
+            held = self._brought_to_target(recovery, holdings, rank)
+        if held is not self.shard.held:
+            self.shard.rebuilt = held
+        self._connect_copies(recovery, holdings, held)
+        self.groups.vote([1], self.timeout)  # all ranks have their shard, and copies of it where it was cut again
+        self.shard.take(held)
+        self.server.end_copies_before(world.formed)
+        self._tell(recovery, rank, time.monotonic() - began)
+        return recovery
+
+    def _tell(self, recovery: Recovery, rank: int, seconds: float) -> None:
+        log.info(
+            "world formed",
+            kind=recovery.kind.value,
+            step=self.shard.now().state.step,
+            rank=rank,
+            ranks=recovery.world.size,
+            seconds=round(seconds, 3),
+        )
+
+    def end(self, reason: str) -> None:
+        """End the waits of a recovery. From any thread."""
+        meeting = self._meeting
+        if meeting is not None:
+            meeting.end(reason)
+        self.sender.interrupt(reason)
+        self.groups.abort(reason)
+
+    def close(self) -> None:
+        """Close the connections of the last meeting."""
+        if self._meeting is not None:
+            self._meeting.close()
+
+    # ---- the meeting
+
+    def _meet(self, plan: QuorumPlan) -> Meeting:
+        self.close()
+        link, settings = self.member.link, self.member.settings
+        self._meeting = Meeting(
+            plan,
+            job=settings.job,
+            token=self.member.token,
+            key_values=link.key_values,
+            own_address=link.address,
+            timeout=self.timeout,
+        )
+        if reason := self.ended():
+            self._meeting.end(reason)
+        return self._meeting
+
+    def _holding(self) -> Holding:
+        held, rebuilt = self.shard.held, self.shard.rebuilt
+        mine = Holding(
+            self.member.replica_id,
+            self.member.settings.rank,
+            self.domain,
+            self.server.address,
+            whole=self.shard.whole,
+            copies=self.keeper.copies(),
+        )
+        if held is not None:
+            mine = replace(mine, world=held.world, rank=held.rank, state=held.state, voted=self.shard.voted)
+        if rebuilt is not None:
+            mine = replace(mine, rebuilt=rebuilt.world, rebuilt_rank=rebuilt.rank, state=rebuilt.state)
+        return mine
+
+    # ---- the shard
+
+    def _built(self, *, muted: bool) -> Built:
+        if not muted:
+            return Built.of(self.build(self.groups.mesh()))
+        with self.groups.muted():
+            return Built.of(self.build(self.groups.mesh()))
+
+    def _begun(self, world: World, rank: int) -> Held:
+        """Build the model for the first step. All ranks do so at once, so that they may communicate."""
+        self.shard.restart_random()
+        self.shard.held = self.shard.rebuilt = None
+        built = self._built(muted=False)
+        if self.init is not None:
+            self.init(built.model)
+        held = Held(world, rank, State(0, f"{NEW}one-copy"), built, RankState(built.model, built.optimizer))
+        self.shard.note_buffers(held)
+        return held
+
+    def _brought_to_target(self, recovery: Recovery, holdings: Sequence[Holding], rank: int) -> Held:
+        """Return the shard of this rank at the target."""
+        previous, target, shard = recovery.previous, recovery.target, self.shard
+        assert previous is not None
+        assert target is not None
+        own = next(index for index, one in enumerate(holdings) if one.address == self.server.address)
+        if shard.rebuilt is not None and previous.number == shard.rebuilt.world.number:
+            shard.take(shard.rebuilt)  # another rank has learned that all shards of it are whole
+            shard.voted = 0
+        shard.rebuilt = None
+        reader = ShardReader(self.member.token, previous.number, target, self.timeout.total_seconds(), self.ended)
+        sources = Sources(recovery, holdings, reader)
+        source = next((one for one in recovery.sources if one.holder == own and one.way is not Way.COPY), None)
+        served = None
+        if source is not None:
+            self._settle(target, source.way, sources, shared=recovery.shared == own)
+            served = self._served(shard.now(), previous.number, source.rank)
+        with serving(self.server, served):
+            held = self._read(recovery, sources, own, rank, target) if rank in recovery.building else shard.now()
+            self.groups.vote([0], self.timeout)  # all have read
+        if source is None:
+            shard.held = None  # it is of an older state: nobody may read it, or train from it
+        held.world, held.rank = recovery.world, rank
+        return held
+
+    def _settle(self, target: State, way: Way, sources: Sources, *, shared: bool) -> None:
+        """Bring a shard that this rank has to the target."""
+        shard, whole = self.shard, self.shard.whole
+        shard.settle(target, forward=way is Way.FORWARD, build=lambda: self._built(muted=True))
+        if not shared and (way is Way.FORWARD or not whole):
+            shard.load_others(shard.now(), sources.shared()["shared"])
+        shard.whole = True
+
+    def _served(self, held: Held, number: int, rank: int) -> Served:
+        return Served(
+            *(number, rank, held.state, held.tensors.names_of_slices()),
+            slice_of=held.tensors.base,
+            end=held.end(),
+            shared={name: one.state_dict() for name, one in self.shard.others(held.built).items()},
+            boxes=held.tensors.boxes(),
+        )
+
+    def _read(self, recovery: Recovery, sources: Sources, own: int, rank: int, target: State) -> Held:
+        """Build the model, and read the shard of this rank."""
+        built = self._built(muted=True)
+        tensors = RankState(built.model, built.optimizer)
+        held = Held(recovery.world, rank, target, built, tensors)
+        shared = sources.shared()
+        if recovery.kind is Kind.REPLACED:
+            shard, rest = sources.shard_of(rank)
+            end = rest["end"]
+        else:
+            shard, end = sources.cut_again(tensors, own), shared["end"]
+        options = end["options"]
+        if len(shared["end"]["options"]) == len(options):
+            options = shared["end"]["options"]  # those of a copy are of before the schedulers
+        tensors.load([shard], options)
+        tensors.load_buffers(end["buffers"])
+        self.shard.load_others(held, shared["shared"])
+        if recovery.kind is Kind.REPLACED:
+            self.shard.continue_random(end["random"])
+        self.shard.note_buffers(held)
+        return held
+
+    # ---- the copies
+
+    def _connect_copies(self, recovery: Recovery, holdings: Sequence[Holding], held: Held) -> None:
+        """Connect to the keepers of this rank, and fill those that are new."""
+        world = recovery.world
+        at = {(one.replica_id, one.group_rank): one.address for one in holdings}
+        fills = {keeper for rank, keeper in recovery.fills if rank == held.rank}
+        seat, group_rank = divmod(held.rank, world.ranks_per_seat)
+        chosen = {
+            world.seats[keeper].replica_id: (
+                at[world.seats[keeper].replica_id, group_rank],
+                world.rank(keeper, group_rank) in fills,
+            )
+            for keeper in keepers(world, seat, self.copies)
+        }
+        replayed = self.shard.replays(held)
+        self.sender.connect(held.tensors, Membership(world.number, held.rank, world.formed), chosen, whole=not replayed)
+        if recovery.kind is Kind.RESIZED:
+            self.sender.begin(held.state, held.end)
+            self.sender.filled()
+
+    def kept(self) -> set[tuple[int, int]]:
+        """Return the worlds and ranks of which this process keeps copies."""
+        world = self.shard.now().world
+        own = world.seat_of(self.member.replica_id)
+        return {
+            (world.number, world.rank(seat, self.member.settings.rank))
+            for seat in range(len(world.seats))
+            if own in keepers(world, seat, self.copies)
+        }
+
+
+def _lost_text(recovery: Recovery) -> str:
+    previous = recovery.previous
+    assert previous is not None
+    seats = sorted({rank // previous.ranks_per_seat for rank in recovery.missing})
+    names = ", ".join(previous.seats[one].replica_id for one in seats)
+    return (
+        f"the shards of {names} are lost at step {recovery.given_up}: each was lost together with its keepers; "
+        f"resume from a checkpoint, and use copies=2 to survive this"
+    )

@@ -1,0 +1,240 @@
+"""The shard of this rank, and the end of its steps: applied, dropped, or brought to the target of a recovery."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+
+from keepstep.one_copy.copies.frames import Stored, packed_state, state_of
+from keepstep.one_copy.copies.rank_state import RankState
+from keepstep.one_copy.copies.replay import can_replay
+from keepstep.one_copy.core.holding import State
+from keepstep.one_copy.core.world import World
+from keepstep.one_copy.shard.built import Built, Stateful, end_broken_pass
+from keepstep.one_copy.shard.random_state import random_state, restore_random_state
+from keepstep_mesh.config.logging import get_logger
+
+log = get_logger("keepstep.one_copy")
+
+
+@dataclass
+class Held:
+    """A shard of this rank."""
+
+    world: World
+    rank: int
+    """In ``world``."""
+    state: State
+    built: Built
+    tensors: RankState
+
+    def end(self, *, skipped: bool = False) -> dict[str, Any]:
+        """Return what a keeper needs beside the slices: options, buffers, random state, and whether no step is taken.
+
+        Args:
+            skipped: a ``GradScaler`` has found an overflow: the optimizer does not step.
+        """
+        return {
+            "options": self.tensors.options(),
+            "buffers": self.tensors.buffers(),
+            "random": random_state(),
+            "skipped": skipped,
+        }
+
+
+class OwnShard:
+    """The shard of this rank, and perhaps a second one, of a world that is not known to be whole.
+
+    An optimizer that cannot be replayed steps before the vote, because keepers need the state after the step. The bytes
+    that went to them before are the way back.
+    """
+
+    def __init__(self) -> None:
+        self.held: Held | None = None
+        self.rebuilt: Held | None = None
+        """Of a later world, for which this rank has voted."""
+        self.voted = 0
+        """quorum_id in which it voted for the next step, whose gradients it still has; 0: none."""
+        self.whole = True
+        """Whether the script has gone through its step to the end, so that its states fit that of the shard."""
+        self.optimizer_class: type[torch.optim.Optimizer] | None = None
+        self.registered: dict[str, Stateful] = {}
+        self._before: dict[str, Any] = {}
+        """Buffers at the last commit, and random state before the passes."""
+        self._skipped = False
+        self._scaler: GradScaler | None = None
+        self.torn = False
+        """Whether a step of the optimizer has begun and not ended, so that the shard is of no state."""
+        self._stepped = False
+        """Whether the optimizer has stepped in a step that is not known to be committed."""
+        self._way_back: tuple[State, list[Stored], list[dict[str, Any]]] | None = None
+        self._ahead: list[Stored] = []
+
+    def now(self) -> Held:
+        """Return the shard. RuntimeError: there is none yet."""
+        if self.held is None:
+            raise RuntimeError("the job has not begun: the first attempt() builds the model")
+        return self.held
+
+    def take(self, held: Held) -> None:
+        """Let a shard be that of this rank."""
+        if held is not self.held:
+            self._way_back = None
+        self.held, self.rebuilt = held, None
+
+    @property
+    def replayed(self) -> bool:
+        """Whether keepers can repeat steps of the optimizer."""
+        return can_replay(self.now().built.optimizer)
+
+    def replays(self, held: Held) -> bool:
+        """Return whether keepers can repeat steps of the optimizer; say once if they cannot."""
+        kind = type(held.built.optimizer)
+        if not can_replay(held.built.optimizer) and kind is not self.optimizer_class:
+            log.info("optimizer cannot be replayed: keepers get its whole state in each step", optimizer=kind.__name__)
+        self.optimizer_class = kind
+        return can_replay(held.built.optimizer)
+
+    def others(self, built: Built) -> dict[str, Stateful]:
+        """Return the states beside model and optimizer, which all ranks have in common."""
+        return {**self.registered, **built.others()}
+
+    # ---- a step
+
+    def begin(self) -> None:
+        """Note what the passes of a step change, before the first attempt of it."""
+        self._before["random"] = random_state()
+
+    def unscale(self, scaler: GradScaler | None, any_of: Callable[[bool], bool]) -> None:
+        """Unscale the gradients, and agree on whether the optimizer steps.
+
+        Args:
+            scaler: None: the gradients are not scaled.
+            any_of: returns whether any rank has an overflow.
+        """
+        self._scaler, self._skipped = scaler, False
+        if scaler is None or not scaler.is_enabled():
+            return
+        optimizer = self.now().built.optimizer
+        state = scaler._per_optimizer_states[id(optimizer)]  # noqa: SLF001  torch has no public way to agree on it
+        if not state["found_inf_per_device"]:
+            scaler.unscale_(optimizer)
+        found = state["found_inf_per_device"]
+        self._skipped = any_of(any(bool(one.item()) for one in found.values()))
+        device = torch.device(scaler._device)  # noqa: SLF001
+        state["found_inf_per_device"] = {device: torch.full((), float(self._skipped), device=device)}
+
+    def end(self) -> dict[str, Any]:
+        """Return the end of this step, for keepers. Call it before ``step_ahead``."""
+        return self.now().end(skipped=self._skipped)
+
+    def step_ahead(self) -> Callable[[int], Stored] | None:
+        """Let an optimizer step that cannot be replayed. Return the new state of each slice; None: it can."""
+        if self.replayed:
+            return None
+        held = self.now()
+        tensors, optimizer = held.tensors, held.built.optimizer
+        if self._way_back is None or self._way_back[0] != held.state:
+            self._way_back = held.state, self._packed(tensors), tensors.options()
+        self._stepped = True
+        if not self._skipped:
+            optimizer.step()
+        self._ahead = self._packed(tensors)
+        return self._ahead.__getitem__
+
+    @staticmethod
+    def _packed(tensors: RankState) -> list[Stored]:
+        return [packed_state(tensors.base(number)) for number in range(len(tensors.slices))]
+
+    def apply(self, following: State) -> None:
+        """Take the step that was committed."""
+        held = self.now()
+        optimizer = held.built.optimizer
+        self.torn = True
+        if self.replayed and not self._skipped:
+            optimizer.step()
+        if not self.replayed:
+            self._way_back = following, self._ahead, held.tensors.options()
+        self._stepped = False
+        if self._scaler is not None and self._scaler.is_enabled():
+            self._scaler.update()
+        optimizer.zero_grad()
+        for one in held.built.schedulers:
+            one.step()
+        held.state, self.voted, self.whole, self.torn = following, 0, True, False
+        self._before.pop("random", None)  # what follows is not a part of this step
+        self.note_buffers(held)
+
+    def drop(self) -> None:
+        """Undo what the passes and the optimizer have changed in a step that is not committed."""
+        held = self.now()
+        self.voted = 0
+        held.built.optimizer.zero_grad()
+        if self._stepped:
+            assert self._way_back is not None
+            _, slices, options = self._way_back
+            held.tensors.load((state_of(*one) for one in slices), options)
+            self._stepped = False
+        for scaler in (self._scaler, *self.others(held.built).values()):
+            if isinstance(scaler, GradScaler) and scaler._per_optimizer_states:  # noqa: SLF001
+                scaler.update(new_scale=scaler.get_scale())
+        held.tensors.load_buffers(self._before.get("buffers", {}))
+        self.restart_random()
+
+    def note_buffers(self, held: Held) -> None:
+        """Note the buffers of a state that is committed."""
+        self._before["buffers"] = {name: one.clone() for name, one in held.tensors.buffers().items()}
+
+    def continue_random(self, state: dict[str, Any]) -> None:
+        """Set the random numbers to those of the rank whose place this one takes."""
+        restore_random_state(state)
+        self._before.pop("random", None)
+
+    def restart_random(self) -> None:
+        """Set the random numbers back to those before the passes."""
+        if "random" in self._before:
+            restore_random_state(self._before["random"])
+
+    def finite(self) -> bool:
+        """Return whether all gradients are finite."""
+        tensors = self.now().tensors
+        gradients = [one for number in range(len(tensors.slices)) for one in tensors.gradients(number).values()]
+        return not gradients or bool(torch.stack([torch.isfinite(one).all() for one in gradients]).all())
+
+    # ---- a recovery
+
+    def settle(self, target: State, *, forward: bool, build: Callable[[], Built]) -> None:
+        """Bring the shard to the target of a recovery, and make its model usable again.
+
+        Args:
+            target: the state of the shard, or with ``forward`` the state after it.
+            forward: apply the gradients of the step that this rank has voted for.
+            build: builds another model, if the passes of this one cannot be ended.
+        """
+        held = self.now()
+        if forward:
+            self.apply(target)
+        else:
+            self.drop()
+        if not end_broken_pass(held.built.model):
+            self._build_again(held, build())
+        if forward:
+            held.tensors.load_buffers(self._before["buffers"])
+
+    def _build_again(self, held: Held, built: Built) -> None:
+        """Put the shard into a new model."""
+        old, others = held.tensors, {name: one.state_dict() for name, one in held.built.others().items()}
+        held.built, held.tensors = built, RankState(built.model, built.optimizer)
+        held.tensors.load((old.base(number) for number in range(len(old.slices))), old.options())
+        held.tensors.load_buffers(old.buffers())
+        self.load_others(held, others)
+
+    def load_others(self, held: Held, given: dict[str, Any]) -> None:
+        """Load states that all ranks have in common."""
+        for name, one in self.others(held.built).items():
+            if name in given:
+                one.load_state_dict(given[name])
