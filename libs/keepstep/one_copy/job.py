@@ -251,7 +251,7 @@ class OneCopy:
             state: has ``state_dict`` and ``load_state_dict``.
 
         Raises:
-            ValueError: the name is taken.
+            ValueError: another state has this name.
         """
         if name in self._shard.registered:
             raise ValueError(f"a state {name!r} is registered already; use another name")

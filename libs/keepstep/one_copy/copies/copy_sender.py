@@ -34,8 +34,8 @@ class Membership:
 class CopySender:
     """The copies of one rank.
 
-    Between ``begin`` and the end of ``finish`` the parameters and the state of the optimizer must not change, but for
-    an optimizer that cannot be replayed.
+    Between ``begin`` and the end of ``finish`` the parameters and the state of the optimizer must not change, except
+    by an optimizer that cannot be replayed.
 
     Args:
         token: of the job.

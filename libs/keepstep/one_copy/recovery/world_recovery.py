@@ -207,7 +207,7 @@ class WorldRecovery:
             held = self._read(recovery, sources, own, rank, target) if rank in recovery.building else shard.now()
             self.groups.vote([0], self.timeout)  # all have read
         if source is None:
-            shard.held = None  # it is of an older state: nobody may read it, or train from it
+            shard.held = None  # it is of an older state: no rank may read it, or train from it
         held.world, held.rank = recovery.world, rank
         return held
 

@@ -33,7 +33,7 @@ class Held:
     tensors: RankState
 
     def end(self, *, skipped: bool = False) -> dict[str, Any]:
-        """Return what a keeper needs beside the slices: options, buffers, random state, and whether no step is taken.
+        """Return what a keeper needs beside the slices: options, buffers, random state, and whether the optimizer steps.
 
         Args:
             skipped: a ``GradScaler`` has found an overflow: the optimizer does not step.
@@ -75,7 +75,7 @@ class OwnShard:
         self._ahead: list[Stored] = []
 
     def now(self) -> Held:
-        """Return the shard. RuntimeError: there is none yet."""
+        """Return the shard. RuntimeError: the job has not begun."""
         if self.held is None:
             raise RuntimeError("the job has not begun: the first attempt() builds the model")
         return self.held
