@@ -33,7 +33,7 @@ class Held:
     tensors: RankState
 
     def end(self, *, skipped: bool = False) -> dict[str, Any]:
-        """Return what a keeper needs beside the slices: options, buffers, random state, and whether the optimizer steps.
+        """Return what a keeper needs beside slices: options, buffers, random state, whether the optimizer steps.
 
         Args:
             skipped: a ``GradScaler`` has found an overflow: the optimizer does not step.
