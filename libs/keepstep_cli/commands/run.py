@@ -62,7 +62,7 @@ SECTIONS = {
 @click.option(
     "--final-code",
     type=click.IntRange(0, 255),
-    help="Exit code if a new start would end the same.  [default: that of the group: 65, 76, 78 to 82]",
+    help="Exit code if a new start would end the same.  [default: that of the group: 65, 76, 78 to 83]",
 )
 @click.option(
     "--grace", type=options.Seconds(), default=10.0, show_default=True, help="Seconds from SIGTERM to SIGKILL."
@@ -163,7 +163,7 @@ def run(
     starts a lighthouse for the job. With --spares, groups that are lost are replaced without a start of Python.
 
     Exit code: 0 all groups finished; 1 a group was given up after its restarts, or died after others had finished;
-    65, 76, and 78 to 82 a group ended with this code, and a new start would end the same; 128 + n ended by signal n. A
+    65, 76, and 78 to 83 a group ended with this code, and a new start would end the same; 128 + n ended by signal n. A
     group that came back too late to finish (80) does not count if another one here finished.
     """
     import asyncio
