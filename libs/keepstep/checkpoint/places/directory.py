@@ -3,7 +3,8 @@
 Each save writes its files under names of its own (``pack-N.ATTEMPT.partial``). ``checkpoint.json`` names the attempt,
 and is created by one save only: a directory without it has no checkpoint. Then the files get their names. A reader
 opens them under either name. Ranks of one save find each other through ``RankFiles``. A save that overwrites replaces
-``checkpoint.json``: the earlier checkpoint is whole until then.
+``checkpoint.json``: the earlier checkpoint is whole until then. ``checkpoint.json.lock`` keeps such a save from a place
+where another one gives files their names.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from io import FileIO
@@ -29,7 +31,7 @@ from keepstep.checkpoint.places.durable_files import (
     write_whole,
 )
 from keepstep.checkpoint.places.pack_file import write_pack
-from keepstep.checkpoint.places.rank_files import RankFiles, read_json
+from keepstep.checkpoint.places.rank_files import OLD_SECONDS, RankFiles, identity, read_json
 from keepstep.checkpoint.places.target import Exchanged, SaveFacts
 from keepstep.checkpoint.reading import Fill, StoredManifest
 from keepstep.connection.deadline import Deadline
@@ -46,6 +48,8 @@ from keepstep_mesh.errors import ManifestError
 from keepstep_mesh.protocol.manifest import Origin, read_envelope
 
 RECORD = "checkpoint.json"
+LOCK = f"{RECORD}.lock"
+_POLL_SECONDS = 0.02
 FORMAT = "keepstep-checkpoint"
 VERSION = 1
 _LEFT = re.compile(r"(?:manifest|pack)-(\d+)|(?:manifest-\d+|pack-\d+|checkpoint\.json)\.[0-9a-f]+\.partial")
@@ -94,10 +98,18 @@ class DirectoryTarget:
             record = read_json(self._path / RECORD)
             if self._replaces is not None and record.get("attempt") == self._replaces:
                 return
+            saved = (
+                f"of step {record.get('step')}, saved by {record.get('producer', 'an unknown process')} at "
+                f"{record.get('committed')}"
+            )
+            if self._facts.overwrite:
+                raise CheckpointError(
+                    f"{self._path} has a checkpoint that another save has committed since this one began, which is not "
+                    f"overwritten: {saved}; let one save end before the next one to the same directory begins"
+                )
             raise CheckpointError(
-                f"{self._path} has a committed checkpoint, which is not overwritten: of step {record.get('step')}, "
-                f"saved by {record.get('producer', 'an unknown process')} at {record.get('committed')}; save to "
-                f"another directory, or pass overwrite=True. {AFTER_GOING_BACK}"
+                f"{self._path} has a committed checkpoint, which is not overwritten: {saved}; save to another "
+                f"directory, or pass overwrite=True. {AFTER_GOING_BACK}"
             )
 
     def exchange(self, layout: bytes) -> Exchanged:
@@ -160,16 +172,18 @@ class DirectoryTarget:
             "attempt": self._attempt,
             "producer": self._facts.producer,
         }
+        names = [f"{kind}-{rank}" for rank in range(len(roots)) for kind in ("manifest", "pack")]
         with self._explained():
             self._check_uncommitted()
             data = json.dumps(record, indent=1).encode()
-            if self._replaces is not None:
-                write_whole(self._path / RECORD, data, sync=self._facts.sync)
-            elif not create_whole(self._path / RECORD, data, sync=self._facts.sync):
-                self._check_uncommitted()
-                raise CheckpointError(f"{self._path} was not saved: {RECORD} is in the way; save to another directory")
+            self._lock()
+            try:
+                self._write_record(data, names)
+            except BaseException:
+                self._unlock()
+                raise
         try:
-            for name in (f"{kind}-{rank}" for rank in range(len(roots)) for kind in ("manifest", "pack")):
+            for name in names:
                 (self._path / partial_name(name, self._attempt)).replace(self._path / name)
             if self._facts.sync:
                 sync_folder(self._path)
@@ -178,6 +192,42 @@ class DirectoryTarget:
             self._tidy(len(roots))
         except OSError as error:  # it is committed, and readers find the files under both names
             log.warning("files of a committed checkpoint not renamed", path=str(self._path), reason=str(error))
+            self._unlock()
+
+    def _write_record(self, data: bytes, names: list[str]) -> None:
+        if self._replaces is None:
+            if not create_whole(self._path / RECORD, data, sync=self._facts.sync):
+                self._check_uncommitted()
+                raise CheckpointError(f"{self._path} was not saved: {RECORD} is in the way; save to another directory")
+            return
+        self._check_uncommitted()
+        for name in names:
+            if not (self._path / partial_name(name, self._attempt)).exists():
+                raise CheckpointError(f"{self._path} was not saved: another save there has deleted {name}; save again")
+        write_whole(self._path / RECORD, data, sync=self._facts.sync)
+
+    def _lock(self) -> None:
+        """Keep saves that overwrite from this place. If this is one, wait for the end of another save first.
+
+        A lock that stays as it is for ``OLD_SECONDS`` is of a process that was killed.
+        """
+        lock, seen, since = self._path / LOCK, None, time.monotonic()
+        while True:
+            try:
+                lock.touch(exist_ok=self._replaces is None)
+            except FileExistsError:
+                found = identity(lock)
+                if found is None or found != seen:
+                    seen, since = found, time.monotonic()
+                elif time.monotonic() - since > OLD_SECONDS:
+                    lock.unlink(missing_ok=True)
+                time.sleep(min(_POLL_SECONDS, self._deadline.remaining()))
+            else:
+                return
+
+    def _unlock(self) -> None:
+        with contextlib.suppress(OSError):
+            (self._path / LOCK).unlink(missing_ok=True)
 
     def _tidy(self, ranks: int) -> None:
         """Delete what attempts left that were killed, perhaps with more ranks, or were late."""
@@ -185,6 +235,7 @@ class DirectoryTarget:
             old = _LEFT.fullmatch(file.name)
             if old is not None and (old[1] is None or int(old[1]) >= ranks):
                 file.unlink(missing_ok=True)
+        self._unlock()
         shutil.rmtree(self._path / ".saving", ignore_errors=True)  # now the other ranks return
 
     def fail(self, error: str) -> None:

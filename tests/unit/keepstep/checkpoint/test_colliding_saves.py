@@ -14,7 +14,7 @@ import torch
 
 from keepstep import checkpoint
 from keepstep.checkpoint import CheckpointError
-from keepstep.checkpoint.places import rank_files
+from keepstep.checkpoint.places import directory, rank_files
 from keepstep.checkpoint.places.directory import DirectoryTarget
 from keepstep.checkpoint.places.durable_files import create_whole
 from keepstep.checkpoint.planning import RankLayout
@@ -29,9 +29,9 @@ from tests.support.checkpoints.checkpoint_ends import eventually
 TIMEOUT = timedelta(seconds=30)
 
 
-def save_of(place, value):
+def save_of(place, value, *, overwrite=False):
     """Return a save that has begun, and its pack."""
-    target = open_target(place, save_facts(0, 1, 0, "durable"), timeout=TIMEOUT)
+    target = open_target(place, save_facts(0, 1, 0, "durable", overwrite=overwrite), timeout=TIMEOUT)
     target.begin()
     return target, pack_of(local_parts(flatten({"w": torch.full((3000,), value)})))
 
@@ -89,10 +89,42 @@ def test_of_two_saves_that_overwrite_one_checkpoint_the_later_one_is_refused(tmp
     late = open_target(tmp_path, save_facts(0, 1, 0, "durable", overwrite=True), timeout=TIMEOUT)
     late.begin()
     checkpoint.save({"w": torch.ones(3000)}, tmp_path, overwrite=True)
-    with pytest.raises(CheckpointError, match="has a committed checkpoint, which is not overwritten"):
+    with pytest.raises(CheckpointError, match="another save has committed since this one began, .* let one save end"):
         late.store(pack_of(local_parts(flatten({"w": torch.full((3000,), 2.0)}))))
     late.fail("too late")
     assert loaded(tmp_path) == [1.0]
+
+
+def test_of_two_saves_that_overwrite_one_checkpoint_at_the_same_instant_one_is_committed_whole(tmp_path, monkeypatch):
+    checkpoint.save({"w": torch.zeros(3000)}, tmp_path)
+    first, second = (save_of(tmp_path, value, overwrite=True) for value in (1.0, 2.0))
+    for target, pack in (first, second):
+        target.store(pack)
+    others = []
+    with ThreadPoolExecutor(1) as pool:
+
+        def write_whole(path, data, **how):
+            if path.name == "checkpoint.json" and not others:
+                others.append(pool.submit(error_of, second[0].commit))
+                wait(others, 0.3)  # for a commit that does not wait for this one
+            usual(path, data, **how)
+
+        usual = directory.write_whole
+        monkeypatch.setattr(directory, "write_whole", write_whole)
+        first[0].commit()
+        assert "another save has committed since this one began" in others[0].result(30)
+    second[0].fail("too late")
+    assert loaded(tmp_path) == [1.0]
+    assert {one.name for one in tmp_path.iterdir()} == {"checkpoint.json", "manifest-0", "pack-0"}
+
+
+def test_the_lock_of_a_save_that_was_killed_delays_the_next_one_but_not_for_long(tmp_path, monkeypatch):
+    monkeypatch.setattr(directory, "OLD_SECONDS", 0.1)
+    for value, overwrite in ((1.0, False), (2.0, True)):
+        (tmp_path / "checkpoint.json.lock").touch()
+        checkpoint.save({"w": torch.full((3000,), value)}, tmp_path, overwrite=overwrite, timeout=TIMEOUT)
+        assert loaded(tmp_path) == [value]
+        assert {one.name for one in tmp_path.iterdir()} == {"checkpoint.json", "manifest-0", "pack-0"}
 
 
 def test_a_rank_that_is_lost_after_the_commit_delays_the_others_but_not_for_long(tmp_path, monkeypatch):
