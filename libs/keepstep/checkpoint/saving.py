@@ -85,8 +85,8 @@ def save(
         check_replicas: compare the values that are saved once. Ranks with different values are an error.
         sync: for a directory: return when the files are on disk. False: return when they are written, which takes less
             time. A checkpoint that a loss of power damages cannot be loaded then: the error names the file.
-        overwrite: replace the checkpoint that a directory has. It is whole until the new one is committed. Let a save end
-            before the next one to the same directory: of two at once, one raises. A checkpoint at a relay never changes.
+        overwrite: replace the checkpoint that a directory has. It is whole until the new one is committed. Of two such
+            saves at once, one raises: let a save end before the next one. A checkpoint at a relay never changes.
         timeout: time limit.
         token: token for the relay. Default: that of the environment.
         storage_writer: storage of torch, instead of keepstep's. Its arguments count, not those above.

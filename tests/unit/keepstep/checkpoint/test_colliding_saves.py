@@ -89,7 +89,7 @@ def test_of_two_saves_that_overwrite_one_checkpoint_the_later_one_is_refused(tmp
     late = open_target(tmp_path, save_facts(0, 1, 0, "durable", overwrite=True), timeout=TIMEOUT)
     late.begin()
     checkpoint.save({"w": torch.ones(3000)}, tmp_path, overwrite=True)
-    with pytest.raises(CheckpointError, match="another save has committed since this one began, .* let one save end"):
+    with pytest.raises(CheckpointError, match=r"another save has committed since this one began, .* let one save end"):
         late.store(pack_of(local_parts(flatten({"w": torch.full((3000,), 2.0)}))))
     late.fail("too late")
     assert loaded(tmp_path) == [1.0]
