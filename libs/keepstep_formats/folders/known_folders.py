@@ -20,6 +20,9 @@ COMPANIONS = ("common.pt", "meta.pt")
 """Files of torch.save beside ``.metadata``, with the values that are not sharded: of Megatron Core, of Lightning."""
 _DEEPSPEED = "DeepSpeed wrote it: run its zero_to_fp32.py, and import the file that it writes"
 _FOLDERS = {
+    ("checkpoint.json",): (
+        "it is a checkpoint of keepstep already: load it with keepstep.checkpoint.load, or copy the folder"
+    ),
     ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt"): (
         "Orbax wrote it: load it with orbax.checkpoint, and write its arrays with safetensors.flax.save_file"
     ),

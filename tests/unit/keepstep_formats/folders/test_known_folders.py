@@ -62,6 +62,7 @@ def folder(tmp_path: Path, names: str) -> Path:
 @pytest.mark.parametrize(
     ("names", "words"),
     [
+        ("checkpoint.json manifest-0 pack-0", "it is a checkpoint of keepstep already: load it with keepstep"),
         # Orbax 0.12.8: StandardCheckpointer, a step of CheckpointManager, PyTreeCheckpointer with zarr, v1
         (
             "_CHECKPOINT_METADATA _METADATA _sharding commit_success.txt d/89d8 manifest.ocdbt ocdbt.process_0/d/",
