@@ -18,7 +18,7 @@ from keepstep.group.agreement import StepValues
 from keepstep.group.group_listener import GroupListener
 from keepstep.group.quorum_plan import QuorumPlan, make_plan
 from keepstep.group.ranks.gathering import GatheredAsks, GatheredVotes
-from keepstep.group.ranks.merging import DisagreeError, merge_asks, merge_healing
+from keepstep.group.ranks.merging import DisagreeError, merge_asks, merge_healing, merge_shards
 from keepstep.group.ranks.rank_connections import RankConnections
 from keepstep.group.ranks.rank_link import GroupSettings, Leaving
 from keepstep.group.slow_quorum_log import SlowQuorumLog
@@ -48,6 +48,7 @@ from keepstep_mesh.protocol.messages import (
     Quorum,
     QuorumRequest,
     ServiceAddress,
+    ShardReport,
 )
 from keepstep_mesh.protocol.records import copier
 from keepstep_mesh.security.tokens import ClientToken
@@ -105,6 +106,8 @@ class GroupServer:
         """Of the last quorum."""
         self._heals: dict[int, Healing] = {}
         """The last report of each rank on its heal, since the last request."""
+        self._shards: dict[int, ShardReport] = {}
+        """The last report of each rank on its shard."""
         self._failed = ""
         self._stored_at: tuple[str, ...] = ()
         """Relays with the newest durable checkpoint."""
@@ -216,6 +219,16 @@ class GroupServer:
         """Report the heals of all ranks to the lighthouse, as one."""
         self._heals[rank] = progress
         self._session.healing(merge_healing(self._heals, self._settings.world_size))
+
+    def shards(self, report: ShardReport) -> None:
+        """See ``RankLink``."""
+        self.shards_of(0, report)
+
+    def shards_of(self, rank: int, report: ShardReport) -> None:
+        """Report the shards of all ranks to the lighthouse, as one."""
+        self._shards[rank] = report
+        if (merged := merge_shards(self._shards, self._settings.world_size)) is not None:
+            self._session.shards(merged)
 
     def request_leave(self, reason: str) -> None:
         """See ``RankLink``."""

@@ -40,6 +40,7 @@ from keepstep_mesh.protocol.messages import (
     RoundBroken,
     ServiceAddress,
     Services,
+    ShardReport,
     Timing,
     Welcome,
 )
@@ -220,6 +221,10 @@ class LighthouseSession:
     def healing(self, progress: Healing) -> None:
         """Report the progress of a heal. Dropped while disconnected; the next report replaces it."""
         self._session.send(progress)
+
+    def shards(self, report: ShardReport) -> None:
+        """Report the shards of the group. Dropped while disconnected; the next report replaces it."""
+        self._session.send(report)
 
     def _send_request(self, timeout_ms: int) -> None:
         """Send the open request, if any, on a connection that does not have it."""

@@ -112,14 +112,16 @@ def show_jobs(jobs: list[dict[str, Any]], lighthouse: str | None) -> None:
         )
     console().print(table)
     for job in jobs:
-        if why := job["state"]["why"]:
-            console().print(escape(short(f"{job['job']}: {why}")))
+        for sentence in filter(None, (job["state"]["why"], *job.get("exposed", ()))):
+            console().print(escape(short(f"{job['job']}: {sentence}")))
 
 
 def show_replicas(replicas: list[dict[str, Any]], *, wide: bool = False) -> None:
     names = ["replica", "state", "step", "a step", "heard", "restarts", "host"]
+    if sharded := any(one.get("shards") for one in replicas):
+        names += ["seat", "keepers", "copies"]
     more = ["last commit", "member", "ranks", "versions", "address"] if wide else []
-    table = table_of(*names, *more, fold={"state", "host", "versions"})
+    table = table_of(*names, *more, fold={"state", "host", "keepers", "versions"})
     for one in replicas:
         style = STYLES.get(one["state"], "")
         drain = "" if not one["draining"] else ", drained" if one["state"] == "gone" else ", draining"
@@ -134,6 +136,7 @@ def show_replicas(replicas: list[dict[str, Any]], *, wide: bool = False) -> None
             ago_text(one["heard_seconds_ago"]),
             str(one["restarts"]),
             escape(one["host"] or "-"),
+            *(_shard_cells(one.get("shards")) if sharded else ()),
             *(_wide_cells(one) if wide else ()),
         )
     console().print(table)
@@ -146,6 +149,15 @@ def show_replicas(replicas: list[dict[str, Any]], *, wide: bool = False) -> None
         console().print(escape(f"warning: {difference}"))
 
 
+def _shard_cells(shards: dict[str, Any] | None) -> tuple[str, ...]:
+    """Return place, keepers, and size of the copies that a member keeps; a keeper without copies has ``!``."""
+    if shards is None:
+        return "-", "-", "-"
+    without = {hole["keeper"] for hole in shards["exposed"]}
+    keepers = ", ".join(f"{short(one)}{'!' if one in without else ''}" for one in shards["keepers"])
+    return str(shards["seat"]), escape(keepers or "none!"), bytes_text(shards["copies_bytes"])
+
+
 def _wide_cells(replica: dict[str, Any]) -> tuple[str, ...]:
     member = "yes" if replica["member"] else "no"
     commit = ago_text(replica.get("last_commit_seconds_ago"))  # an older lighthouse does not tell it
@@ -154,10 +166,12 @@ def _wide_cells(replica: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _remarks(replica: dict[str, Any]) -> Iterator[str]:
-    """Yield why a group waits or is gone, and its last error if that says more."""
+    """Yield why a group waits, is exposed or gone, and its last error if that says more."""
     why = replica["reason"]["sentence"] if replica["reason"] else ""
     if why:
         yield why
+    for hole in (replica.get("shards") or {}).get("exposed", ()):
+        yield f"exposed: {hole['keeper'] and 'its keeper ' + hole['keeper'] + ' has no copies: '}{hole['reason']}"
     reason = replica["last_error"].partition(": ")[2]
     if replica["last_error"] and not (reason and why.endswith(reason)):
         yield f"{replica['last_error']} ({ago_text(replica['last_error_seconds_ago'])})"
@@ -188,8 +202,13 @@ FACTS = {
 
 def show_facts(facts: dict[str, Any]) -> None:
     table = table_of("fact", "value", fold={"value"})
+    facts = {**facts, **{f"shards: {name}": value for name, value in (facts.get("shards") or {}).items()}}
     for name, value in facts.items():
-        if name == "reason":
+        if name == "shards" and value:
+            continue
+        if name.endswith((": keepers", ": exposed")):
+            text = ", ".join(one if isinstance(one, str) else f"{one['keeper']} ({one['reason']})" for one in value)
+        elif name == "reason":
             text = value["sentence"] if value else "-"
         elif name.endswith("_ago"):
             text = ago_text(value)
@@ -275,6 +294,10 @@ def show_quorum(quorum: dict[str, Any], *, explain: bool) -> None:
         console().print(escape(f"{reason['code']}: {short(reason['sentence'])}"))
         for name, number in reason["numbers"].items():
             console().print(escape(f"  {name.replace('_', ' ')}: {number:g}"))
+        for one in quorum.get("exposed", ()):
+            console().print(escape(short(one)))
+        if copies := quorum.get("copies_bytes"):
+            console().print(f"copies of shards in the memory of the members: {bytes_text(copies)}")
         for one in quorum.get("spares", ()):
             console().print(escape(short(f"spare: {one}")))
         for one in quorum.get("replacing", ()):

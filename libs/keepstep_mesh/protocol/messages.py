@@ -170,6 +170,49 @@ class Healing:
 
 
 @dataclass(frozen=True, slots=True)
+class Exposure:
+    """A keeper that has no copies of a member, so that the loss of the member loses its shards."""
+
+    keeper: str
+    """replica_id; empty: the member has no keeper."""
+    reason: Sentence
+
+
+@dataclass(frozen=True, slots=True)
+class ShardReport:
+    """The shards of a group whose model exists once, of a rank (within a group) or of the group. It replaces the last.
+
+    Sent after each recovery, when keepers or exposure change, and every few seconds.
+    """
+
+    kind: ClassVar[str] = "shards"
+    world: int
+    """quorum_id in which its ranks took their places."""
+    seat: int
+    """Place of the group among the members."""
+    ranks: int
+    """Number of ranks of all members."""
+    former_ranks: int
+    """The same, before the last recovery; 0: the job began."""
+    how: str
+    """The last recovery: ``fresh`` (the job began), ``unchanged``, ``replaced``, ``resized``, ``resumed`` (from a
+    checkpoint), ``lost`` (shards are lost, and the group ends)."""
+    step: int
+    """Step at which the recovery began."""
+    seconds: float
+    """Duration of the last recovery."""
+    copies_bytes: int
+    """Size of the copies that the group keeps of others."""
+    keepers: tuple[str, ...] = ()
+    """replica_ids of the groups that keep copies of this one, or should."""
+    exposed: tuple[Exposure, ...] = ()
+    went_back: int = 0
+    """Committed steps that the last recovery has lost."""
+    formed: bool = False
+    """The first report since the last recovery."""
+
+
+@dataclass(frozen=True, slots=True)
 class Leave:
     """Graceful leave, answered with ``Goodbye``. Never sent in the middle of a step."""
 
@@ -387,7 +430,7 @@ class Goodbye:
     kind: ClassVar[str] = "bye"
 
 
-ToLighthouse = Hello | QuorumRequest | CancelRequest | Heartbeat | Healing | Leave | Moved | Failed
+ToLighthouse = Hello | QuorumRequest | CancelRequest | Heartbeat | Healing | ShardReport | Leave | Moved | Failed
 ToWorker = (
     Welcome
     | Timing

@@ -25,6 +25,7 @@ FROM_ZERO = (
     "collectives_differ",
     "values_differ",
     "port_misled",
+    "shards_lost",
 )
 """Events whose counters start at 0: PromQL's `increase` ignores the first value of a series."""
 MAX_IDLE_SHOWN = 20
@@ -121,6 +122,18 @@ def _of_jobs(jobs: Iterable[Job], now: float) -> Iterator[Metric]:
     gaps = HistogramMetricFamily(
         "keepstep_commit_gap_seconds", "from one step that the job committed to the next", labels=["job"]
     )
+    sharded = GaugeMetricFamily(
+        "keepstep_one_copy_members", "groups that hold shards of a model that exists once", labels=["job"]
+    )
+    exposed = GaugeMetricFamily(
+        "keepstep_one_copy_exposed", "members without copies of their shards at a keeper", labels=["job"]
+    )
+    copies = GaugeMetricFamily(
+        "keepstep_one_copy_copies_bytes", "copies of shards that members keep for others", labels=["job"]
+    )
+    recoveries = HistogramMetricFamily(
+        "keepstep_one_copy_recovery_seconds", "duration of a recovery after a change of members", labels=["job"]
+    )
     groups = GaugeMetricFamily("keepstep_groups", "replica groups by state", labels=["job", "state"])
     group_step = GaugeMetricFamily("keepstep_group_step", "step of a group", labels=["job", "group"])
     for job in jobs:
@@ -140,6 +153,11 @@ def _of_jobs(jobs: Iterable[Job], now: float) -> Iterator[Metric]:
         healed.add_metric([name], job.healed_bytes)
         heal_seconds.add_metric([name], job.heals.buckets, job.heals.seconds)
         gaps.add_metric([name], job.commit_gaps.buckets, job.commit_gaps.seconds)
+        if shards := sum(replica.member and replica.shards is not None for replica in replicas):
+            sharded.add_metric([name], shards)
+            exposed.add_metric([name], len(quorum.exposed))
+            copies.add_metric([name], quorum.copies_bytes)
+            recoveries.add_metric([name], job.recoveries.buckets, job.recoveries.seconds)
         states = Counter(replica.state for replica in replicas)
         for state in ReplicaState:
             groups.add_metric([name, state.value], states[state])
@@ -147,6 +165,7 @@ def _of_jobs(jobs: Iterable[Job], now: float) -> Iterator[Metric]:
             group_step.add_metric([name, replica.name], replica.step)
     yield from (quorum_id, members, step, rounds, waits, steps, step_seconds, of_groups, nonfinite, healed)
     yield from (failures, retried, heal_seconds, gaps, groups, group_step)
+    yield from (sharded, exposed, copies, recoveries)
 
 
 def registry(lighthouse: LighthouseNode) -> CollectorRegistry:

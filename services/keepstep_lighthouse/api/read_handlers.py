@@ -48,6 +48,10 @@ class JobView:
     """None: no commit since this lighthouse leads."""
     expires_in_seconds: float | None
     """Time until the unused job is deleted; None: it is in use, or its job_ttl is 0."""
+    exposed: tuple[str, ...]
+    """As in the quorum: members of a job whose model exists once, without copies of their shards."""
+    copies_bytes: int
+    """As in the quorum."""
     closed: FinalState | None
     """State at which all groups finished together; None: the job is open."""
 
@@ -152,5 +156,7 @@ def _job_view(job: Job) -> JobView:
         steps_per_second=job.rate.per_second(now),
         last_commit_seconds_ago=None if job.rate.committed_at is None else max(0.0, now - job.rate.committed_at),
         expires_in_seconds=None if expires == NEVER else max(0.0, expires - now),
+        exposed=quorum.exposed,
+        copies_bytes=quorum.copies_bytes,
         closed=record.closed,
     )

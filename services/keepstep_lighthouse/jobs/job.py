@@ -98,6 +98,8 @@ class Job:
         self.history = ReplicaHistory()
         self.healed_bytes = 0
         self.heals = DurationCounts()
+        self.recoveries = DurationCounts()
+        """Of a job whose model exists once."""
         self.commit_gaps = DurationCounts()
         """Times between the advances of the job under this lighthouse."""
         self._step: int | None = None
@@ -309,6 +311,8 @@ class Job:
     def _log(self, entry: LogEntry, made: list[Happened]) -> None:
         made.append(self._events.add(self.name, entry.kind, entry.replica_id, entry.detail, time.time()))
         match entry.kind, entry.detail:
+            case "world_formed", {"how": str(how), "seconds": int() | float() as seconds} if how != "fresh":
+                self.recoveries.add(seconds)
             case "healed", {"bytes": int(size), "seconds": int() | float() as seconds}:
                 self.healed_bytes += size
                 self.heals.add(seconds)

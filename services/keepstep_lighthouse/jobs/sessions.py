@@ -22,6 +22,7 @@ from keepstep_lighthouse.quorum.events import (
     HealProgress,
     LeftOnPurpose,
     MovedAway,
+    ShardsReported,
 )
 from keepstep_lighthouse.quorum.job_record import JobRecord
 from keepstep_mesh.config.logging import get_logger
@@ -42,6 +43,7 @@ from keepstep_mesh.protocol.messages import (
     QuorumRequest,
     Refused,
     ServiceAddress,
+    ShardReport,
     Timing,
     Welcome,
 )
@@ -164,6 +166,8 @@ class Session:
                 shell.handle(Cancelled(self.number, request))
             case Healing():
                 shell.handle(HealProgress(self.number, message))
+            case ShardReport():
+                shell.handle(ShardsReported(self.number, message))
             case Leave(reason, cause, step):
                 shell.handle(LeftOnPurpose(self.number, reason, cause, step))
             case Moved():

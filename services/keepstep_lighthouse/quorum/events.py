@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from keepstep_lighthouse.quorum.job_record import JobRecord
 from keepstep_mesh.protocol.membership import Data, HeldAnswer
-from keepstep_mesh.protocol.messages import Healing, Quorum, QuorumRequest, ToWorker
+from keepstep_mesh.protocol.messages import Healing, Quorum, QuorumRequest, ShardReport, ToWorker
 from keepstep_mesh.protocol.policy import Policy
 
 # ---- events
@@ -80,6 +80,12 @@ class Cancelled:
 class HealProgress:
     session: int
     told: Healing
+
+
+@dataclass(frozen=True, slots=True)
+class ShardsReported:
+    session: int
+    told: ShardReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +191,7 @@ Event = (
     | Asked
     | Cancelled
     | HealProgress
+    | ShardsReported
     | LeftOnPurpose
     | MovedAway
     | GroupFailed

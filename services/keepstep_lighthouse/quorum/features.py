@@ -18,6 +18,7 @@ from keepstep_lighthouse.quorum.presence.departures import Departures
 from keepstep_lighthouse.quorum.presence.health import Health
 from keepstep_lighthouse.quorum.presence.ports import Ports
 from keepstep_lighthouse.quorum.probation.probation import Probation
+from keepstep_lighthouse.quorum.shards import Shards
 from keepstep_lighthouse.quorum.spares import Spares
 from keepstep_lighthouse.quorum.takeover import Takeover
 from keepstep_lighthouse.quorum.verification.verification import Verification
@@ -27,6 +28,7 @@ class Features:
     def __init__(self, record: JobRecord, now: float, now_unix: float) -> None:
         job = self.job = JobState(record, now_unix)
         self.takeover = takeover = Takeover(job, now)
+        self.shards = Shards(job)
         self.announcer = Announcer(job)
         self.probation = probation = Probation(job)
         self.verification = verification = Verification(job)

@@ -45,6 +45,7 @@ from keepstep_lighthouse.quorum.events import (
     Reason,
     ReopenOrdered,
     ReplaceOrdered,
+    ShardsReported,
     StragglerFound,
     Tick,
     VerifyOrdered,
@@ -124,6 +125,9 @@ class JobCore:
             case HealProgress(session, told):
                 if (group := self.heard(session, now)) is not None:
                     heals.progressed(job, group, told, now)
+            case ShardsReported(session, told):
+                if (group := self.heard(session, now)) is not None:
+                    features.shards.reported(group, told)
             case Cancelled(session, number):
                 if (group := self.heard(session, now)) is not None:
                     requests.cancel(job, group, number)

@@ -21,7 +21,7 @@ REPORTED_STATES = {state.value for state in State} - {State.LOST.value, State.GO
 
 PLAIN = (
     *("step", "committed_at", "values", "ends", "restarts", "failed_heals", "error", "error_at", "parted"),
-    *("quorum_id", "epoch", "participants", "was_member", "told_to_leave"),
+    *("quorum_id", "epoch", "participants", "was_member", "told_to_leave", "exposed_at", "exposed_why"),
 )
 """Fields that a dump has as they are."""
 
@@ -59,6 +59,9 @@ class Group:
     error: str = ""
     """Why it was lost, failed to heal, or was parted, the last time."""
     error_at: float = 0.0
+    exposed_at: float = 0.0
+    """Since when a keeper has no copies of its shards (a model that exists once); 0: all have."""
+    exposed_why: str = ""
     parted: bool = False
     """Whether it is on probation, and kept out of quorums."""
     was_member: bool = False
@@ -145,7 +148,7 @@ class Group:
     def begin(self, replica_id: str, t: float) -> None:
         """An incarnation joined."""
         self.ends.pop(replica_id, None)
-        self.told_to_leave = False
+        self.told_to_leave, self.exposed_at = False, 0.0
         self.timeline.mark(t, State.WAITING_QUORUM)
 
     def end(self, replica_id: str, t: float, state: State) -> None:
@@ -154,6 +157,7 @@ class Group:
         while len(self.ends) > MAX_ENDS:
             del self.ends[next(iter(self.ends))]
         if replica_id == self.replica_id:
+            self.exposed_at = 0.0
             self.timeline.mark(max(t, self.timeline.since), state)
 
     def forget_loss(self, t: float) -> None:

@@ -309,6 +309,10 @@ class Job:
                     group.timeline.mark(t, State.WAITING_QUORUM)  # before the quorum without it: it is not lost
             case "let_in":
                 group.parted = False
+            case "exposed":
+                group.exposed_at, group.exposed_why = group.exposed_at or t, reason_of(record.detail)
+            case "covered":
+                group.exposed_at = 0.0
             case "drain":
                 group.told_to_leave = replica_id == group.replica_id
                 group.end(replica_id, t, State.DRAINING)

@@ -84,6 +84,19 @@ def sentence(event: str, name: str, detail: Mapping[str, Any]) -> str:
             return what + _missing(detail) + f"; action: {detail.get('action')}"
         case "heal_given_up":
             return f"{name} took too long to heal"
+        case "exposed":
+            return f"{name} is exposed: {reason}"
+        case "covered":
+            keepers = (name_of(one) for one in str(detail.get("keepers")).split(", "))
+            return f"{name} is no longer exposed: {listed(keepers, MAX_NAMED)} has its copies"
+        case "world_formed":
+            former = detail.get("former_ranks")
+            ranks = f"from {former} to {detail.get('ranks')}" if former else f"with {detail.get('ranks')}"
+            how = f"{detail.get('how')} {ranks} ranks in {_number(detail.get('seconds')):.2f} s"
+            lost = f"; {detail['went_back']} steps are lost" if detail.get("went_back") else ""
+            return f"the members train on at step {detail.get('step')}: {how}{lost}"
+        case "shards_lost":
+            return f"shards are lost at step {detail.get('step')}: members were lost together with their keepers"
         case "runtime_differs":
             return f"{name} runs {detail.get('runtime')}; the other groups run {detail.get('others')}"
         case "quorum_id_raised":

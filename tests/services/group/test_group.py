@@ -22,7 +22,7 @@ from keepstep_lighthouse.quorum.views.replicas import HealView
 from keepstep_lighthouse.registry.service_registry import new_record
 from keepstep_mesh.errors import JobClosed, KeepstepError, LayoutMismatch, SessionClosed, StartRefused
 from keepstep_mesh.protocol.group_messages import RankAsk, RankVote
-from keepstep_mesh.protocol.messages import Evicted, Healing, Quorum, RoundBroken, ServiceAddress
+from keepstep_mesh.protocol.messages import Evicted, Exposure, Healing, Quorum, RoundBroken, ServiceAddress, ShardReport
 from keepstep_mesh.protocol.policy import Policy
 from tests.services.group.group_driver import DEADLINE, Group, ask
 from tests.support.services.lighthouse_driver import eventually
@@ -283,6 +283,28 @@ async def test_the_lighthouse_is_told_of_the_heals_of_all_ranks_together(pair, l
     await pair.ask(request=2)
     pair.clients[0].healing(Healing(1, 2, 3.0))
     assert (await seen(1)).bytes_total == 0, "the heal before is forgotten"
+
+
+async def test_the_lighthouse_is_told_of_the_shards_of_all_ranks_together(pair, lighthouse):
+    await pair.ask()
+
+    def seen() -> ShardReport | None:
+        return lighthouse.jobs["default"].core.replicas(0.0)[0].shards
+
+    full = (Exposure("b:1", "no memory"),)
+    pair.server.shards(one := ShardReport(1, 0, 4, 0, "fresh", 0, 0.5, 100, ("b:1",), formed=True))
+    pair.clients[0].shards(replace(one, seconds=0.75, copies_bytes=50, exposed=full))
+    await eventually(lambda: seen() is not None)
+    assert seen() == replace(one, seconds=0.75, copies_bytes=150, exposed=full)
+    pair.server.shards(replace(one, world=2, how="unchanged"))
+    pair.clients[0].shards(replace(one, copies_bytes=60, formed=False))  # still of the world before
+    pair.clients[0].shards(replace(one, world=2, how="unchanged", copies_bytes=70))
+    await eventually(lambda: seen().world == 2)
+    assert (seen().copies_bytes, seen().exposed) == (170, ())
+    assert [one.detail["how"] for one in lighthouse.events.newest("default", 20) if one.kind == "world_formed"] == [
+        "fresh",
+        "unchanged",
+    ]
 
 
 async def test_a_rank_that_leaves_properly_fails_nobody(pair):

@@ -210,6 +210,8 @@ FIRING = {
     "JobFailed": ['keepstep_events_total{job="j",kind="job_failed"} 0+1x60'],
     "HealsFail": ['keepstep_events_total{job="j",kind="heal_failed"} 0+1x60'],
     "ContributionNotFinite": ['keepstep_events_total{job="j",kind="nonfinite"} 0+1x60'],
+    "MemberIsExposed": ['keepstep_one_copy_exposed{job="j"} 1x60'],
+    "ShardsAreLost": ['keepstep_events_total{job="j",kind="shards_lost"} 0+1x60'],
     "CheckpointIsOld": [
         'keepstep_job_durable_age_steps{job="j"} 0+10x60',
         'keepstep_job_durable_every_steps{job="j"} 10x60',

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from keepstep_mesh.protocol.messages import Healing, Heartbeat, Leave
+from keepstep_mesh.protocol.messages import Exposure, Healing, Heartbeat, Leave, ShardReport
 from tests.services.rest.scene import JOB, scene
 from tests.support.services.lighthouse_driver import DEADLINE, eventually, round_of, worker
 
@@ -66,6 +67,39 @@ async def test_metrics_of_a_job_count_steps_waits_heals_and_events_under_stable_
             r'^keepstep_build_info{python="3\.\d+\.\d+",service="lighthouse",version="\S+"} 1.0$', text, re.MULTILINE
         )
         assert re.search(r"^process_resident_memory_bytes [1-9]", text, re.MULTILINE)
+
+
+async def test_shards_of_a_model_that_exists_once_are_shown_with_their_keepers_and_exposure() -> None:
+    async with scene() as (_, rest, members):
+        told = ShardReport(1, 0, 2, 4, "resized", 7, 0.5, 100, (members[1].replica_id,), formed=True)
+        full = (Exposure(members[1].replica_id, "no memory"),)
+        await members[0].send(replace(told, exposed=full))
+        await members[1].send(replace(told, seat=1, keepers=(members[0].replica_id,)), Heartbeat())
+
+        async def replica(number: int) -> dict[str, Any]:
+            return await rest.get(f"{JOB}/replicas/{members[number].replica_id}")
+
+        while (await replica(1))["shards"] is None:
+            pass
+        assert (await replica(0))["shards"] == {
+            **{"world": 1, "seat": 0, "ranks": 2, "former_ranks": 4, "how": "resized", "step": 7, "seconds": 0.5},
+            **{"copies_bytes": 100, "keepers": [members[1].replica_id], "went_back": 0, "formed": True},
+            "exposed": [{"keeper": members[1].replica_id, "reason": "no memory"}],
+        }
+        sentence = f"{members[0].replica_id} is exposed: its keeper {members[1].replica_id} has no copies: no memory"
+        for view in (await rest.get(JOB), await rest.get(f"{JOB}/quorum")):
+            assert (view["exposed"], view["copies_bytes"]) == ([sentence], 200)
+        async with rest.http.get(f"{rest.address}/metrics") as response:
+            lines = (await response.text()).splitlines()
+        for line in (
+            'keepstep_one_copy_members{job="job"} 2.0',
+            'keepstep_one_copy_exposed{job="job"} 1.0',
+            'keepstep_one_copy_copies_bytes{job="job"} 200.0',
+            'keepstep_one_copy_recovery_seconds_sum{job="job"} 0.5',
+            'keepstep_events_total{job="job",kind="world_formed"} 1.0',
+            'keepstep_events_total{job="job",kind="shards_lost"} 0.0',
+        ):
+            assert line in lines, line
 
 
 async def test_a_group_that_comes_back_as_another_incarnation_is_in_the_metrics_once() -> None:

@@ -38,7 +38,7 @@ from keepstep_mesh.protocol.membership import (
     StepFailure,
     StepReport,
 )
-from keepstep_mesh.protocol.messages import MAX_HEAL_ERROR, Healing
+from keepstep_mesh.protocol.messages import MAX_HEAL_ERROR, Healing, ShardReport
 
 
 class DisagreeError(KeepstepError):
@@ -188,6 +188,24 @@ def merge_healing(of_ranks: Mapping[int, Healing], world_size: int) -> Healing:
         seconds=seconds,
         ended=ended,
         error="; ".join(errors)[:MAX_HEAL_ERROR] if ended else "",
+    )
+
+
+def merge_shards(of_ranks: Mapping[int, ShardReport], world_size: int) -> ShardReport | None:
+    """Merge the reports of the ranks on their shards. None: not all ranks of the group have reported on the newest
+    world.
+    """
+    world = max(one.world for one in of_ranks.values())
+    reports = [one for _, one in sorted(of_ranks.items()) if one.world == world]
+    if len(reports) < world_size and all(one.how != "lost" for one in reports):
+        return None
+    exposed = {hole.keeper: hole for one in reversed(reports) for hole in one.exposed}
+    return replace(
+        reports[0],
+        seconds=max(one.seconds for one in reports),
+        copies_bytes=sum(one.copies_bytes for one in reports),
+        exposed=tuple(hole for _, hole in sorted(exposed.items())),
+        formed=any(one.formed for one in reports),
     )
 
 

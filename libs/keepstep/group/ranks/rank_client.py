@@ -41,6 +41,7 @@ from keepstep_mesh.protocol.messages import (
     Refused,
     ServiceAddress,
     Services,
+    ShardReport,
     Timing,
 )
 from keepstep_mesh.security.tokens import ClientToken
@@ -216,6 +217,10 @@ class RankClient:
     def healing(self, progress: Healing) -> None:
         """See ``RankLink``."""
         self._session.send(progress)
+
+    def shards(self, report: ShardReport) -> None:
+        """See ``RankLink``."""
+        self._session.send(report)
 
     def request_leave(self, reason: str) -> None:
         """Nothing to do: the launcher sends its signal to rank 0 too."""

@@ -28,6 +28,7 @@ from keepstep_mesh.protocol.messages import (
     Refused,
     ServiceAddress,
     Services,
+    ShardReport,
     Timing,
 )
 
@@ -58,6 +59,9 @@ class RankHost(Protocol):
 
     def healing_of(self, rank: int, progress: Healing) -> None:
         """Take a rank's report on its heal."""
+
+    def shards_of(self, rank: int, report: ShardReport) -> None:
+        """Take a rank's report on its shard."""
 
     async def fail(self, reason: str) -> None:
         """The group is lost."""
@@ -222,6 +226,8 @@ class _Rank:
                 self._group.asks.withdraw(self._rank, request)
             case Healing():
                 self._host.healing_of(self._rank, message)
+            case ShardReport():
+                self._host.shards_of(self._rank, message)
             case Leave():
                 self._said_goodbye = True
                 self._group.asks.rank_left(self._rank, message.reason)

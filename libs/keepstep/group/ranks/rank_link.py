@@ -21,7 +21,7 @@ from keepstep_mesh.errors import (
 )
 from keepstep_mesh.protocol.group_messages import RankAsk, RankDenied, RankVote
 from keepstep_mesh.protocol.membership import FinalState
-from keepstep_mesh.protocol.messages import Healing, ServiceAddress
+from keepstep_mesh.protocol.messages import Healing, ServiceAddress, ShardReport
 
 RANK_BEAT = 1.0
 """Seconds between heartbeats within a group."""
@@ -95,6 +95,9 @@ class RankLink(Protocol):
 
     def healing(self, progress: Healing) -> None:
         """Report the progress of this rank's heal. The lighthouse gets the sum over all ranks."""
+
+    def shards(self, report: ShardReport) -> None:
+        """Report the shard of this rank. The lighthouse gets one report of all ranks."""
 
     def request_leave(self, reason: str) -> None:
         """Prepare to leave at the next step. A request that stays without an answer is given up for it."""

@@ -29,7 +29,7 @@ from typing import NamedTuple
 from keepstep_lighthouse.quorum.events import Announce
 from keepstep_mesh.protocol.lineage import is_committed, is_following, origin
 from keepstep_mesh.protocol.membership import Lineage, MemberInfo, StepReport
-from keepstep_mesh.protocol.messages import Healing, QuorumRequest
+from keepstep_mesh.protocol.messages import Healing, QuorumRequest, ShardReport
 
 
 class State(IntEnum):
@@ -179,6 +179,9 @@ class Group:
     """It has asked with a state that was committed. A group that only follows commits steps without one."""
     committed_at: float | None = None
     """When it asked after the last of these steps; None: no step yet."""
+
+    shards: ShardReport | None = None
+    """Its last report, of a job whose model exists once."""
 
     # ---- agreement
     info: MemberInfo = field(default_factory=MemberInfo)

@@ -12,9 +12,11 @@ from keepstep_lighthouse.quorum.events import Announce, Reason
 from keepstep_lighthouse.quorum.groups.group import ASKING, HEALING, Exclusion, Group, Heal
 from keepstep_lighthouse.quorum.groups.groups import Groups
 from keepstep_lighthouse.quorum.job_record import JobRecord
+from keepstep_lighthouse.quorum.shards import exposure
 from keepstep_lighthouse.quorum.views import reasons
 from keepstep_mesh.protocol.lineage import is_following
 from keepstep_mesh.protocol.membership import Lineage
+from keepstep_mesh.protocol.messages import ShardReport
 from keepstep_mesh.protocol.names import name_of
 
 MAX_GONE = 100
@@ -79,6 +81,8 @@ class ReplicaView:
     last_error: str = ""
     """Last loss, failed heal, or refusal of this name; a heal that succeeds clears it. Empty: none."""
     last_error_seconds_ago: float | None = None
+    shards: ShardReport | None = None
+    """Of a job whose model exists once: place, keepers, exposure, and the last recovery."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +129,10 @@ class QuorumView:
     """Groups that stand by, sorted."""
     replacing: tuple[str, ...] = ()
     """Groups that train until a spare has taken their place, in the order of the orders."""
+    exposed: tuple[str, ...] = ()
+    """Members without copies of their shards at a keeper, and the reason, sorted; each a sentence."""
+    copies_bytes: int = 0
+    """Size of the copies that all members keep; 0: none, or each group has the whole model."""
 
 
 def _replica_view(group: Group, groups: Groups, record: JobRecord, now: float) -> ReplicaView:
@@ -145,6 +153,7 @@ def _replica_view(group: Group, groups: Groups, record: JobRecord, now: float) -
         healed_bytes=heal.bytes_done if heal else 0,
         heal_bytes=heal.bytes_total if heal else 0,
         reason=reasons.of_group(group, groups, record, now) or reasons.catching_up(group),
+        shards=group.shards,
     )
 
 
@@ -222,6 +231,8 @@ def quorum_view(
         gone=gone,
         spares=tuple(sorted(groups.spares())),
         replacing=tuple(one.replica_id for one in record.replacing),
+        exposed=tuple(sorted(sentence for group in groups if group.member and (sentence := exposure(group)))),
+        copies_bytes=sum(group.shards.copies_bytes for group in groups if group.shards is not None),
     )
 
 

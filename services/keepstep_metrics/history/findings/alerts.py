@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
+from keepstep_mesh.text import listed
 from keepstep_metrics.history.findings import goodput
 from keepstep_metrics.history.findings.blame import blame
 from keepstep_metrics.history.job import Job
@@ -22,7 +23,9 @@ LOST_LIMIT = 5
 HEALS_LIMIT = 2
 LEAST_STEPS = 20
 CHECKPOINTS_LIMIT = 3
+MAX_NAMED = 3
 CHECKPOINT_SECONDS = 300.0
+EXPOSED_SECONDS = 60.0
 FRESH_SECONDS = 5.0
 """A page asks four times a second; adding the times of 1,000 groups takes milliseconds."""
 SEVERITIES = {
@@ -39,6 +42,8 @@ SEVERITIES = {
     "CollectivesDiffer": "warning",
     "OptimizersDiffer": "warning",
     "PortsMislead": "warning",
+    "MemberIsExposed": "warning",
+    "ShardsAreLost": "critical",
     "CheckpointIsOld": "warning",
     "CheckpointWasSkipped": "critical",
 }
@@ -51,6 +56,7 @@ EVENT_ALERTS = {
     "collectives_differ": "CollectivesDiffer",
     "values_differ": "OptimizersDiffer",
     "port_misled": "PortsMislead",
+    "shards_lost": "ShardsAreLost",
 }
 """Events that are alerts for ten minutes, with the sentence of the last one."""
 
@@ -104,6 +110,10 @@ def _found(job: Job, now: float) -> list[Alert]:
         add(
             "HealsFail", f"{kinds['heal_failed'] + kinds['heal_given_up']} heals failed in ten minutes; {last.sentence}"
         )
+    exposed = [one for one in job.groups.values() if one.exposed_at and now - one.exposed_at > EXPOSED_SECONDS]
+    if exposed:
+        said = listed((f"{one.name} ({one.exposed_why})" for one in exposed), MAX_NAMED)
+        add("MemberIsExposed", f"the loss of a member would lose its shards: {said}")
     if (old := _old_checkpoint(job, now)) is not None:
         add("CheckpointIsOld", old)
     if job.durable is not None and job.durable.skipped_at >= since:

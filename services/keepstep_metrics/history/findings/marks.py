@@ -14,6 +14,7 @@ KINDS = {
     "parted": "failure",
     "replicas_differ": "failure",
     "replica_diverged": "failure",
+    "shards_lost": "went_back",
     "went_back": "went_back",
     "nonfinite": "nonfinite",
     "healed": "heal",

@@ -159,3 +159,42 @@ def test_jobs_fit_80_columns_and_say_why_they_do_not_train(
     assert rows[0][-7:] == ["123456", "12", "80", "ms", "ago", "3", "2"]
     assert [" ".join(row[:-7]) for row in rows] == ["a running 90 s", "b finished 2 h 2 min", "c failed 2 d 8 h"]
     assert lines[-1] == "c: r1:9a7c6573 was lost: it was silent for 5 s"
+
+
+SHARDS = {
+    **{"world": 3, "seat": 1, "ranks": 4, "former_ranks": 4, "how": "replaced", "step": 7, "seconds": 0.25},
+    **{"copies_bytes": 4 << 20, "keepers": ["r2:1"], "went_back": 0, "formed": False},
+    "exposed": [{"keeper": "r2:1", "reason": "no memory"}],
+}
+EXPOSED = "r1 is exposed: its keeper r2:1 has no copies: no memory"
+
+
+def test_members_of_a_job_with_one_copy_show_their_seat_and_keepers(capsys: pytest.CaptureFixture[str]) -> None:
+    tables.show_replicas([replica("r0"), replica("r1", shards=SHARDS)])
+    out = capsys.readouterr().out
+    assert ["1", "r2:1!", "4.0", "MiB"] == next(line for line in out.splitlines() if line.startswith("r1:")).split()[
+        -4:
+    ]
+    assert "r1:9a7c6573: exposed: its keeper r2:1 has no copies: no memory" in out
+    tables.show_replicas([replica("r0")])
+    assert "keepers" not in capsys.readouterr().out
+
+
+def test_facts_of_a_member_have_those_of_its_shards(capsys: pytest.CaptureFixture[str]) -> None:
+    tables.show_facts(replica("r1", shards=SHARDS))
+    out = " ".join(capsys.readouterr().out.split())
+    for said in (
+        "shards: how replaced",
+        "shards: exposed r2:1 (no memory)",
+        "shards: seconds 250 ms",
+        "shards: seat 1",
+    ):
+        assert said in out
+
+
+def test_explain_and_status_name_exposed_members(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = quorum("fast", exposed=[EXPOSED], copies_bytes=4 << 20)
+    tables.show_quorum({"job": "j", "quorum_id": 1, "epoch": 1, "age_seconds": 1.0, "step": 7, **shown}, explain=True)
+    out = capsys.readouterr().out
+    assert EXPOSED in out
+    assert "copies of shards in the memory of the members: 4.0 MiB" in out

@@ -138,3 +138,19 @@ def test_a_group_counts_its_restarts_and_keeps_its_last_error() -> None:
     groups = {one.name: one for one in job_views.now_view(world.job, NOTHING, T + 31).groups}
     assert (groups["b"].restarts, groups["b"].error, groups["b"].error_at) == (1, "its process died", T + 20)
     assert (groups["a"].restarts, groups["a"].error) == (0, "")
+
+
+def test_a_member_that_stays_without_copies_is_an_alert_and_lost_shards_are_critical() -> None:
+    world = joined("a:1", "b:1")
+    why = "its keeper b:1 has no copies: no memory"
+    world.happens(10, "exposed", "a:1", reason=why)
+    assert not [one for one in alerts(world.job, T + 60) if one.name == "MemberIsExposed"]
+    (found,) = (one for one in alerts(world.job, T + 80) if one.name == "MemberIsExposed")
+    assert found.sentence == f"the loss of a member would lose its shards: a ({why})"
+    world.happens(81, "covered", "a:1", keepers="b:1")
+    assert not [one for one in alerts(world.job, T + 90) if one.name == "MemberIsExposed"]
+    world.happens(91, "exposed", "a:1", reason=why)
+    world.happens(92, "lost", "a:1", reason="silent")
+    world.happens(93, "shards_lost", "", step=7)
+    assert [one.name for one in alerts(world.job, T + 200) if one.severity == "critical"] == ["ShardsAreLost"]
+    assert not [one for one in alerts(world.job, T + 200) if one.name == "MemberIsExposed"], "it is gone"

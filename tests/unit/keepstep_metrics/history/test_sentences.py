@@ -42,6 +42,23 @@ SENTENCES = [
         {"step": 7, "groups": 2, "missing": [], "diverged": [], "action": "nothing: no state has a majority"},
         "the weights of the groups differ after step 7; action: nothing: no state has a majority",
     ),
+    (
+        "exposed",
+        {"reason": "its keeper r2:a has no copies: no memory"},
+        "r1 is exposed: its keeper r2:a has no copies: no memory",
+    ),
+    ("covered", {"keepers": "r2:a"}, "r1 is no longer exposed: r2 has its copies"),
+    (
+        "world_formed",
+        {"how": "resized", "ranks": 6, "former_ranks": 8, "step": 7, "seconds": 0.25},
+        "the members train on at step 7: resized from 8 to 6 ranks in 0.25 s",
+    ),
+    (
+        "world_formed",
+        {"how": "resumed", "ranks": 8, "step": 5, "seconds": 1.5, "went_back": 3},
+        "the members train on at step 5: resumed with 8 ranks in 1.50 s; 3 steps are lost",
+    ),
+    ("shards_lost", {"step": 9}, "shards are lost at step 9: members were lost together with their keepers"),
     ("heal_given_up", {"failed_heals": 2}, "r1 took too long to heal"),
     (
         "runtime_differs",
