@@ -162,8 +162,17 @@ def test_jobs_fit_80_columns_and_say_why_they_do_not_train(
 
 
 SHARDS = {
-    **{"world": 3, "seat": 1, "ranks": 4, "former_ranks": 4, "how": "replaced", "step": 7, "seconds": 0.25},
-    **{"copies_bytes": 4 << 20, "keepers": ["r2:1"], "went_back": 0, "formed": False},
+    "world": 3,
+    "seat": 1,
+    "ranks": 4,
+    "former_ranks": 4,
+    "how": "replaced",
+    "step": 7,
+    "seconds": 0.25,
+    "copies_bytes": 4 << 20,
+    "keepers": ["r2:1"],
+    "went_back": 0,
+    "formed": False,
     "exposed": [{"keeper": "r2:1", "reason": "no memory"}],
 }
 EXPOSED = "r1 is exposed: its keeper r2:1 has no copies: no memory"
