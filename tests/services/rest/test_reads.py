@@ -82,8 +82,17 @@ async def test_shards_of_a_model_that_exists_once_are_shown_with_their_keepers_a
         while (await replica(1))["shards"] is None:
             pass
         assert (await replica(0))["shards"] == {
-            **{"world": 1, "seat": 0, "ranks": 2, "former_ranks": 4, "how": "resized", "step": 7, "seconds": 0.5},
-            **{"copies_bytes": 100, "keepers": [members[1].replica_id], "went_back": 0, "formed": True},
+            "world": 1,
+            "seat": 0,
+            "ranks": 2,
+            "former_ranks": 4,
+            "how": "resized",
+            "step": 7,
+            "seconds": 0.5,
+            "copies_bytes": 100,
+            "keepers": [members[1].replica_id],
+            "went_back": 0,
+            "formed": True,
             "exposed": [{"keeper": members[1].replica_id, "reason": "no memory"}],
         }
         sentence = f"{members[0].replica_id} is exposed: its keeper {members[1].replica_id} has no copies: no memory"
