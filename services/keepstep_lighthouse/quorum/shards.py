@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from keepstep_lighthouse.quorum.groups.group import Group
 from keepstep_lighthouse.quorum.job_state import JobState
+from keepstep_lighthouse.quorum.views import reasons
 from keepstep_mesh.protocol.membership import Data
 from keepstep_mesh.protocol.messages import ShardReport
 
@@ -26,7 +27,7 @@ class Shards:
             self._log_world(told)
         was = before.exposed if before is not None else ()
         if told.exposed and {hole.keeper for hole in told.exposed} != {hole.keeper for hole in was}:
-            self._job.log("exposed", group.replica_id, reason=reason(told))
+            self._job.log("exposed", group.replica_id, reason=reasons.no_copies(told))
         if was and not told.exposed:
             self._job.log("covered", group.replica_id, keepers=", ".join(told.keepers))
 
@@ -41,18 +42,3 @@ class Shards:
         if told.went_back:
             facts["went_back"] = told.went_back
         self._job.log("world_formed", "", **facts)
-
-
-def reason(told: ShardReport) -> str:
-    """Return why a member has no copies at a keeper."""
-    return "; ".join(
-        f"its keeper {hole.keeper} has no copies: {hole.reason}" if hole.keeper else hole.reason
-        for hole in told.exposed
-    )
-
-
-def exposure(group: Group) -> str:
-    """Return that a member has no copies at a keeper, as a sentence; empty: it has."""
-    if group.shards is None or not group.shards.exposed:
-        return ""
-    return f"{group.replica_id} is exposed: {reason(group.shards)}"

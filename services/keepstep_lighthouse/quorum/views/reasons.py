@@ -21,6 +21,7 @@ from keepstep_lighthouse.quorum.groups.groups import Groups
 from keepstep_lighthouse.quorum.job_record import JobRecord
 from keepstep_mesh.protocol.lineage import is_following
 from keepstep_mesh.protocol.membership import FinalState
+from keepstep_mesh.protocol.messages import ShardReport
 from keepstep_mesh.text import listed
 
 MAX_NAMED = 5
@@ -227,3 +228,18 @@ def of_group(group: Group, groups: Groups, record: JobRecord, now: float) -> Rea
         why = f"{group.replica_id} waits: max_replicas {policy.max_replicas} is reached"
         return Reason("max_replicas", numbers, why)
     return None
+
+
+def no_copies(told: ShardReport) -> str:
+    """Return why a member has no copies of its shards at a keeper."""
+    return "; ".join(
+        f"its keeper {hole.keeper} has no copies: {hole.reason}" if hole.keeper else hole.reason
+        for hole in told.exposed
+    )
+
+
+def exposed(group: Group) -> str:
+    """Return that a member has no copies of its shards at a keeper; empty: it has."""
+    if group.shards is None or not group.shards.exposed:
+        return ""
+    return f"{group.replica_id} is exposed: {no_copies(group.shards)}"

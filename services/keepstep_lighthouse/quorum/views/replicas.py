@@ -12,7 +12,6 @@ from keepstep_lighthouse.quorum.events import Announce, Reason
 from keepstep_lighthouse.quorum.groups.group import ASKING, HEALING, Exclusion, Group, Heal
 from keepstep_lighthouse.quorum.groups.groups import Groups
 from keepstep_lighthouse.quorum.job_record import JobRecord
-from keepstep_lighthouse.quorum.shards import exposure
 from keepstep_lighthouse.quorum.views import reasons
 from keepstep_mesh.protocol.lineage import is_following
 from keepstep_mesh.protocol.membership import Lineage
@@ -231,7 +230,7 @@ def quorum_view(
         gone=gone,
         spares=tuple(sorted(groups.spares())),
         replacing=tuple(one.replica_id for one in record.replacing),
-        exposed=tuple(sorted(sentence for group in groups if group.member and (sentence := exposure(group)))),
+        exposed=tuple(sorted(sentence for group in groups if group.member and (sentence := reasons.exposed(group)))),
         copies_bytes=sum(group.shards.copies_bytes for group in groups if group.shards is not None),
     )
 
