@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -163,7 +163,8 @@ def _take_over(into: Any, loaded: Any) -> None:
         here = into[key]
         if isinstance(here, Mapping):
             _take_over(here, value)
-            into[key] = here  # a subclass of dict may act on it
+            if isinstance(into, MutableMapping):
+                into[key] = here  # a subclass of dict may act on it
         elif not hasattr(here, "load_state_dict"):
             into[key] = value
 

@@ -159,23 +159,23 @@ def async_save(
         UnsupportedValue: the state has a tensor that cannot be stored.
     """
     own_rank, ranks_in_all = ranks(rank, world_size, process_group, no_dist=no_dist)
-    of_torch = TorchParts(
-        {
-            "storage_writer": storage_writer,
-            "planner": planner,
-            "async_checkpointer_type": async_checkpointer_type,
-            "async_stager": async_stager,
-        },
-        {"process_group": process_group, "no_dist": no_dist, "use_collectives": use_collectives},
-    )
-    if of_torch:
-        options: dict[str, Any] = {"step": step, "kind": kind, "sync": sync, "overwrite": overwrite}
-        options |= {"timeout": timeout, "token": token}
-        with errors_of_torch(own_rank):
+    options: dict[str, Any] = {"step": step, "kind": kind, "sync": sync, "overwrite": overwrite}
+    with errors_of_torch(own_rank):
+        of_torch = TorchParts(
+            {
+                "storage_writer": storage_writer,
+                "planner": planner,
+                "async_checkpointer_type": async_checkpointer_type,
+                "async_stager": async_stager,
+            },
+            {"process_group": process_group, "no_dist": no_dist, "use_collectives": use_collectives},
+        )
+        if of_torch:
+            options |= {"timeout": timeout, "token": token}
             saving: Future[None] = of_torch.call("async_save", state_dict, checkpoint_id, "storage_writer", options)
             return saving
-    facts = save_facts(own_rank, ranks_in_all, step, kind, sync=sync, overwrite=overwrite)
-    target = open_target(given(checkpoint_id, "storage_writer"), facts, timeout=timeout, token=token)
+        facts = save_facts(own_rank, ranks_in_all, **options)
+        target = open_target(given(checkpoint_id, "storage_writer"), facts, timeout=timeout, token=token)
     future: Future[None] = Future()
     future.set_running_or_notify_cancel()  # a save cannot be cancelled
     problem: Exception | None = None
@@ -207,6 +207,8 @@ def async_save(
         else:
             future.set_result(None)
 
+    if isinstance(problem, KeepstepError):
+        join_torch(problem, own_rank)
     Thread(target=run, name="keepstep-async-save").start()
     if problem is not None:
         raise problem

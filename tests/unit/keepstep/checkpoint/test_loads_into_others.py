@@ -118,6 +118,15 @@ def test_a_dict_with_an_assignment_of_its_own_sees_each_value(tmp_path, load):
     assert inner == {"x": 3}
 
 
+def test_a_mapping_that_cannot_be_changed_may_have_dicts_in_it(tmp_path):
+    checkpoint.save({"a": {"x": 3, "w": torch.ones(2)}}, tmp_path / "c")
+    into = {"x": 0, "w": torch.zeros(2)}
+    checkpoint.load(MappingProxyType({"a": into}), tmp_path / "c")
+    assert not same(into, {"x": 3, "w": torch.ones(2)})
+    with pytest.raises(CheckpointError, match="a mapping of the state cannot be changed"):
+        checkpoint.load({"a": MappingProxyType(into)}, tmp_path / "c")
+
+
 def test_a_longer_list_is_an_error_that_names_the_missing_keys(tmp_path):
     checkpoint.save({"layers": [torch.ones(1)]}, tmp_path / "c")
     with pytest.raises(CheckpointError, match=r"does not have layers\.1"):

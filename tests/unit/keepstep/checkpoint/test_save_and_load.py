@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from keepstep import checkpoint
 from keepstep.checkpoint import CheckpointAborted, CheckpointError, MissingKeys, StoredCheckpoint
@@ -236,3 +237,17 @@ def test_a_file_that_cannot_grow_is_an_error_that_says_what_to_do(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, handler)
     assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize(
+    ("state", "place", "words"),
+    [
+        ({"w": torch.ones(1)}, None, "the checkpoint has no place"),
+        ({"w": torch.empty(1, device="meta")}, "c", "w is a tensor of .* on meta"),
+    ],
+)
+def test_errors_of_a_background_save_are_those_of_torch_too_before_it_begins(tmp_path, state, place, words):
+    with pytest.raises(CheckpointException, match=words) as raised:
+        checkpoint.async_save(state, place and tmp_path / place)
+    assert isinstance(raised.value, CheckpointError | UnsupportedValue)
+    assert list(raised.value.failures) == [0]
