@@ -13,6 +13,7 @@ from keepstep_cli.errors import Missing
 
 NEEDED = ("torch", "numpy", "xxhash", "sklearn")
 SHORT_GROUPS, SHORT_KILLS = 2, 2
+ONE_COPY_KILLS, SHORT_ONE_COPY_KILLS = 5, 1
 
 
 @click.command(short_help="Watch a training job survive kill -9, again and again.")
@@ -20,6 +21,7 @@ SHORT_GROUPS, SHORT_KILLS = 2, 2
 @click.option("--seconds", type=Seconds(), default=180.0, show_default=True, help="Give up after this time.")
 @click.option("--short", is_flag=True, help="Two groups, one of them and the lighthouse killed, for CI.")
 @click.option("--resume", is_flag=True, help="Kill all groups, the lighthouse and the relay at once, and resume.")
+@click.option("--one-copy", is_flag=True, help="Shard one model over four ranks, and kill them one after another.")
 @click.option(
     "--summary",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -27,13 +29,17 @@ SHORT_GROUPS, SHORT_KILLS = 2, 2
     show_default=True,
     help="File for the table as JSON.",
 )
-def demo(*, replicas: int, seconds: float, short: bool, resume: bool, summary: Path) -> None:
+def demo(*, replicas: int, seconds: float, short: bool, resume: bool, one_copy: bool, summary: Path) -> None:
     """Watch a training job survive: each group and the lighthouse are killed, one after another.
 
     Trains a small network on scikit-learn's handwritten digits over three replica groups, in less than a minute.
 
     With --resume, two groups train the same steps twice: once undisturbed, and once with all groups and services
     killed at once and started again. The losses of both must be equal in every bit.
+
+    With --one-copy, four ranks train one model that is sharded over them (FSDP2), twice: once undisturbed, and once
+    with a rank killed every few seconds. A spare takes its place, and no step is lost: the final weights of both must be
+    equal in every bit.
 
     Exit code: 0 if the job survived every kill, all groups ended with bit-identical weights, and the logs show no
     violation; else 1.
@@ -47,6 +53,10 @@ def demo(*, replicas: int, seconds: float, short: bool, resume: bool, summary: P
         from keepstep_cli.demo.resume_run import run_resume_demo
 
         sys.exit(run_resume_demo(SHORT_GROUPS, seconds, summary))
+    if one_copy:
+        from keepstep_cli.demo.one_copy_run import run_one_copy_demo
+
+        sys.exit(run_one_copy_demo(SHORT_ONE_COPY_KILLS if short else ONE_COPY_KILLS, seconds, summary))
     from keepstep_cli.demo.demo_run import run_demo
 
     replicas, kills = (SHORT_GROUPS, SHORT_KILLS) if short else (replicas, replicas + 1)  # the lighthouse is killed too
