@@ -12,7 +12,7 @@ GPU_PYTHON ?= 3.12
 # The tests start hundreds of Python processes: without stored byte code each would compile all of keepstep.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo demo-resume test coverage lint reference site wheel bench simulate mutants faults upgrade month soak gpu gpu-bundle clean
+.PHONY: help setup demo demo-resume demo-one-copy test coverage lint reference site wheel bench simulate mutants faults upgrade month soak gpu gpu-bundle clean
 .DEFAULT_GOAL := help
 
 help: ## what there is to do
@@ -34,6 +34,9 @@ demo: $(STAMP) ## a real training job survives kills, with a live view
 
 demo-resume: $(STAMP) ## all groups and services killed at once; the job resumes with equal losses
 	@$(BIN)/keepstep demo --resume
+
+demo-one-copy: $(STAMP) ## one model sharded over four ranks, killed one after another; no step is lost
+	@$(BIN)/keepstep demo --one-copy
 
 test: $(STAMP) ## all tests, in four processes: make test TESTS=tests/unit PROCESSES=1
 	@$(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder $(TESTS)

@@ -104,10 +104,10 @@ def test_a_sigterm_ends_a_training_between_two_steps(trainings, tmp_path: Path) 
     assert not [line for line in run.lines if "Traceback" in line or "SIGKILL" in line or "killed" in line]
 
 
-def demo(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+def demo(folder: Path, *flags: str, deadline: float = DEADLINE) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "keepstep_cli", "demo", *flags],
-        cwd=folder, env=environment(**{FORKS: "1"}), capture_output=True, text=True, timeout=DEADLINE, check=False,
+        cwd=folder, env=environment(**{FORKS: "1"}), capture_output=True, text=True, timeout=deadline, check=False,
     )  # fmt: skip
 
 
@@ -136,6 +136,21 @@ def test_the_resume_demo_ends_with_the_losses_of_an_undisturbed_job(tmp_path: Pa
     assert summary["steps_with_other_losses"] == []
     assert summary["weights_bit_identical"]
     assert summary["violations"] == {}
+
+
+@pytest.mark.timeout(660)
+def test_the_demo_with_one_copy_ends_with_the_shards_of_an_undisturbed_job(tmp_path: Path) -> None:
+    """It takes long because the killed rank starts again, and a second job is launched."""
+    done = demo(tmp_path, "--one-copy", "--short", "--summary", "summary.json", "--seconds", "600", deadline=640.0)
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["kills"] == summary["kills_survived"] == 1
+    assert summary["each_kill"][0]["rank"] == 0
+    assert summary["each_kill"][0]["place_taken_by"] != summary["each_kill"][0]["member"]
+    assert summary["each_kill"][0]["step"] < summary["steps"]
+    assert summary["shards_bit_identical"]
+    assert "SIGKILL to r" in done.stdout
+    assert "after the kill" in done.stdout
 
 
 def test_a_demo_that_takes_too_long_fails_and_says_what_was_printed_last(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hatchling.build import build_sdist, build_wheel
 ROOT = Path(__file__).resolve().parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES = [path.parent for top in ("libs", "services") for path in sorted((ROOT / top).glob("*/__init__.py"))]
-SCRIPTS_OF_THE_DEMO = {"keepstep_cli/train_ddp.py", "keepstep_cli/durable.py"}
+SCRIPTS_OF_THE_DEMO = {"keepstep_cli/train_ddp.py", "keepstep_cli/durable.py", "keepstep_cli/one_copy.py"}
 
 
 def test_a_wheel_made_from_the_sdist_has_every_file_of_every_package_and_torch_is_an_extra(tmp_path, monkeypatch):
