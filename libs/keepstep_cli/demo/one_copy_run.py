@@ -28,7 +28,7 @@ from keepstep_cli.running.supervisor_events import Restarts
 RANKS = 4
 STEPS_BETWEEN = 100
 """Minimum number of steps between two kills."""
-PAUSE_SECONDS = 0.02
+STEP_PAUSE_SECONDS = 0.02
 """After each step of the job that is killed: a process that starts again needs the processors."""
 
 
@@ -60,7 +60,7 @@ class _Training:
             **os.environ,
             "STEPS": str(self._steps_file),
             "EVERY": "1",
-            "PAUSE": str(PAUSE_SECONDS if self._kills else 0),
+            "PAUSE": str(STEP_PAUSE_SECONDS if self._kills else 0),
         }
         job = JobSpec(
             command=command_line(str(example("one_copy.py")), ()),

@@ -40,7 +40,7 @@ FRAGMENTS = {
     },
     "keepstep_chaos": {"pace"},  # pure
     "keepstep_cli": {
-        *("completion", "demo", "doctor_command", "metrics_command", "restart"),  # one file for each command
+        *("completion", "doctor_command", "metrics_command", "restart"),  # one file for each command
         *("too_few", "watching"),
     },
     "keepstep_lighthouse": {"repeated_frames", "service_handlers", "shards", "welcomed"},
