@@ -20,9 +20,12 @@ from torch.distributed.distributed_c10d import (
     AllToAllOptions,
     BarrierOptions,
     BroadcastOptions,
+    GatherOptions,
     GroupName,
     ReduceOp,
+    ReduceOptions,
     ReduceScatterOptions,
+    ScatterOptions,
     Store,
     Work,
 )
@@ -312,6 +315,24 @@ class ProcessGroup(TorchProcessGroup):  # its metaclass is not ABCMeta: abstract
 
     def broadcast_one(self, tensor: torch.Tensor, root: int) -> Work:
         return self.broadcast([tensor], root)
+
+    def scatter(  # type: ignore[override]
+        self, output_tensors: Tensors, input_tensors: list[Tensors], opts: ScatterOptions | int | None = None
+    ) -> Work:
+        """Give each rank its tensor of the root's list. ``input_tensors``: of the root; empty in all other ranks."""
+        return self._begin("scatter", output_tensors, input_tensors, _as_options(ScatterOptions, opts))
+
+    def gather(  # type: ignore[override]
+        self, output_tensors: list[Tensors], input_tensors: Tensors, opts: GatherOptions | int | None = None
+    ) -> Work:
+        """Gather the tensors of all ranks in the root. ``output_tensors``: of the root; empty in all other ranks."""
+        return self._begin("gather", output_tensors, input_tensors, _as_options(GatherOptions, opts))
+
+    def reduce(  # type: ignore[override]
+        self, tensors: Tensors | torch.Tensor, opts: ReduceOptions | Plain = None
+    ) -> Work:
+        """Reduce the tensors of all ranks into those of the root."""
+        return self._begin("reduce", _as_list(tensors), _as_options(ReduceOptions, opts))
 
     def barrier(self, opts: BarrierOptions | timedelta | None = None) -> Work:
         return self._begin("barrier", _as_options(BarrierOptions, opts))

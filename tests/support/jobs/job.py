@@ -35,6 +35,8 @@ SCRIPTS = Path(__file__).with_name("scripts.py")
 """In place of ``TRAINER`` for a group with SCRIPTS in its environment."""
 SHARDED = Path(__file__).with_name("sharded_trainer.py")
 """In place of ``TRAINER`` for a group with TRAINER_SHARDED in its environment."""
+ONE_COPY = Path(__file__).with_name("one_copy_trainer.py")
+"""In place of ``TRAINER`` for a group with TRAINER_ONE_COPY in its environment."""
 ELASTIC = Path(__file__).with_name("elastic_trainer.py")
 """In place of ``TRAINER`` for a group with TRAINER_ELASTIC in its environment."""
 
@@ -52,7 +54,12 @@ class Rank:
         host: Host,
         launcher: Sequence[str] = (),
     ) -> None:
-        others = {"SCRIPTS": SCRIPTS, "TRAINER_SHARDED": SHARDED, "TRAINER_ELASTIC": ELASTIC}
+        others = {
+            "SCRIPTS": SCRIPTS,
+            "TRAINER_SHARDED": SHARDED,
+            "TRAINER_ELASTIC": ELASTIC,
+            "TRAINER_ONE_COPY": ONE_COPY,
+        }
         script = next((script for name, script in others.items() if name in environment), TRAINER)
         command = [*host.command, *(launcher or (sys.executable, str(script)))]
         self.process = subprocess.Popen(

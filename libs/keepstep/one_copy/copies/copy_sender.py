@@ -79,7 +79,7 @@ class CopySender:
         self._fill = any(fill for _, fill in keepers.values())
         self._next = 0
         self.exposed = {}
-        need, boxes = round(tensors.nbytes * (1 + LOG_SHARE)), tensors.boxes()
+        need, boxes = round(tensors.nbytes * (1 + LOG_SHARE)), tensors.boxes
         for name, (address, _) in keepers.items():
             link = connect(address, self._token, self._timeout, self._reason)
             # One stream goes to all keepers, so that all are filled if one of them needs it.

@@ -55,6 +55,8 @@ class RankState:
         gradients = sum(_nbytes(self.parameters[index]) for index in self._group_of)
         self.slices = cut(sizes, slice_count(self.nbytes, gradients))
         """Indices into ``parameters`` of each slice."""
+        self.boxes = self._boxes()
+        """The box of each shard in its parameter. A DTensor computes it from the rank, which may change."""
 
     def _bytes(self, index: int) -> int:
         state = self.optimizer.state.get(self.parameters[index], {})
@@ -66,8 +68,7 @@ class RankState:
         """Return the names of the parameters of each slice."""
         return [[self.names[index] for index in one] for one in self.slices]
 
-    def boxes(self) -> Boxes:
-        """Return the box of each shard in its parameter."""
+    def _boxes(self) -> Boxes:
         found = {}
         for name, one in zip(self.names, self.parameters, strict=True):
             own = list(local(one).shape)

@@ -61,8 +61,9 @@ def plan_reads(needed: Boxes, held: Sequence[Boxes]) -> dict[str, list[Part]]:
         covered = sum(_product(part.place[1]) for part in parts)
         if covered != _product(shape):
             raise KeepstepError(
-                f"the shards of parameter {name!r} cannot be cut again: {covered} of {_product(shape)} elements are "
-                f"held; replace lost members, so that the number of ranks stays"
+                f"the shards of parameter {name!r} cannot be cut again: {covered} of {_product(shape)} elements at "
+                f"{offset} are held, of shards at {[boxes[name][1:] for boxes in held]}; replace lost members, so that "
+                f"the number of ranks stays"
             )
         if not parts:  # an empty shard; its counters come from any rank
             zeros = [[0] * len(shape), [0] * len(shape)]

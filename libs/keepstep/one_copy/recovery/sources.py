@@ -48,7 +48,7 @@ class Sources:
         """
         sources = sorted(self._recovery.sources, key=lambda one: (one.holder != own, one.way is Way.COPY, one.rank))
         held = [self._reader.boxes(self._address(one), one.rank, copy=one.way is Way.COPY) for one in sources]
-        needed = tensors.boxes()
+        needed = tensors.boxes
 
         def read(index: int, cuts: dict[str, Any]) -> dict[str, Any]:
             one = sources[index]

@@ -18,7 +18,7 @@ from keepstep.one_copy.copies.rank_state import RankState
 from keepstep.one_copy.copies.shard_reader import ShardReader
 from keepstep.one_copy.core.holding import Holding, State
 from keepstep.one_copy.core.mesh_shape import MeshShape
-from keepstep.one_copy.core.recovery_plan import Kind, Recovery, Way, plan_recovery
+from keepstep.one_copy.core.recovery_plan import Kind, Recovery, Source, Way, plan_recovery
 from keepstep.one_copy.core.world import World, keepers
 from keepstep.one_copy.member_link import MemberLink
 from keepstep.one_copy.recovery.meeting import GROUPS, Meeting
@@ -201,7 +201,7 @@ class WorldRecovery:
         source = next((one for one in recovery.sources if one.holder == own and one.way is not Way.COPY), None)
         served = None
         if source is not None:
-            self._settle(target, source.way, sources, shared=recovery.shared == own)
+            self._settle(recovery, source, sources, own)
             served = self._served(shard.now(), previous.number, source.rank)
         with serving(self.server, served):
             held = self._read(recovery, sources, own, rank, target) if rank in recovery.building else shard.now()
@@ -211,11 +211,14 @@ class WorldRecovery:
         held.world, held.rank = recovery.world, rank
         return held
 
-    def _settle(self, target: State, way: Way, sources: Sources, *, shared: bool) -> None:
+    def _settle(self, recovery: Recovery, source: Source, sources: Sources, own: int) -> None:
         """Bring a shard that this rank has to the target."""
         shard, whole = self.shard, self.shard.whole
-        shard.settle(target, forward=way is Way.FORWARD, build=lambda: self._built(muted=True))
-        if not shared and (way is Way.FORWARD or not whole):
+        target, shared = recovery.target, recovery.shared == own
+        assert target is not None
+        build = None if recovery.kind is Kind.RESIZED else lambda: self._built(muted=True)
+        shard.settle(target, forward=source.way is Way.FORWARD, build=build)
+        if not shared and (source.way is Way.FORWARD or not whole):
             shard.load_others(shard.now(), sources.shared()["shared"])
         shard.whole = True
 
@@ -225,7 +228,7 @@ class WorldRecovery:
             slice_of=held.tensors.base,
             end=held.end(),
             shared={name: one.state_dict() for name, one in self.shard.others(held.built).items()},
-            boxes=held.tensors.boxes(),
+            boxes=held.tensors.boxes,
         )
 
     def _read(self, recovery: Recovery, sources: Sources, own: int, rank: int, target: State) -> Held:

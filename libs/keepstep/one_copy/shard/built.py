@@ -82,4 +82,20 @@ def end_broken_pass(model: nn.Module) -> bool:
             return False
     for parameter in model.parameters():
         parameter.grad = None
+    return all(_drop_accumulated(one) for one in model.modules() if isinstance(one, FSDPModule))
+
+
+def _drop_accumulated(module: Any) -> bool:
+    """Drop gradients of whole parameters, of passes without ``set_requires_gradient_sync``.
+
+    ``reset_iter_state`` of torch 2.13 says that it drops them, and keeps them. Return whether they could be dropped.
+    """
+    try:
+        for group in module._get_fsdp_state()._fsdp_param_groups:  # noqa: SLF001  torch has no public way
+            for one in group.fsdp_params:
+                one.unsharded_accumulated_grad = None
+                if hasattr(one, "_unsharded_param"):
+                    one._unsharded_param.grad = None  # noqa: SLF001
+    except AttributeError:
+        return False
     return True

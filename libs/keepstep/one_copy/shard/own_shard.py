@@ -73,7 +73,8 @@ class OwnShard:
         """Whether a step of the optimizer has begun and not ended, so that the shard is of no state."""
         self._stepped = False
         """Whether the optimizer has stepped in a step that is not known to be committed."""
-        self._way_back: tuple[State, list[Stored], list[dict[str, Any]]] | None = None
+        self._way_back: tuple[State, list[Stored]] | None = None
+        self._options: list[dict[str, Any]] = []
         self._ahead: list[Stored] = []
 
     def now(self) -> Held:
@@ -141,7 +142,8 @@ class OwnShard:
         held = self.now()
         tensors, optimizer = held.tensors, held.built.optimizer
         if self._way_back is None or self._way_back[0] != held.state:
-            self._way_back = held.state, self._packed(tensors), tensors.options()
+            self._way_back = held.state, self._packed(tensors)
+        self._options = tensors.options()
         self._stepped = True
         if not self._skipped:
             optimizer.step()
@@ -160,7 +162,7 @@ class OwnShard:
         if self.replayed and not self._skipped:
             optimizer.step()
         if not self.replayed:
-            self._way_back = following, self._ahead, held.tensors.options()
+            self._way_back = following, self._ahead
         self._stepped = False
         if self._scaler is not None and self._scaler.is_enabled():
             self._scaler.update()
@@ -178,11 +180,10 @@ class OwnShard:
         held.built.optimizer.zero_grad()
         if self._stepped:
             assert self._way_back is not None
-            _, slices, options = self._way_back
-            held.tensors.load((state_of(*one) for one in slices), options)
+            held.tensors.load((state_of(*one) for one in self._way_back[1]), self._options)
             self._stepped = False
         for scaler in (self._scaler, *self.others(held.built).values()):
-            if isinstance(scaler, GradScaler) and scaler._per_optimizer_states:  # noqa: SLF001
+            if isinstance(scaler, GradScaler) and scaler.is_enabled() and scaler._per_optimizer_states:  # noqa: SLF001
                 scaler.update(new_scale=scaler.get_scale())
         held.tensors.load_buffers(self._before.get("buffers", {}))
         self.restart_random()
@@ -209,20 +210,20 @@ class OwnShard:
 
     # ---- a recovery
 
-    def settle(self, target: State, *, forward: bool, build: Callable[[], Built]) -> None:
+    def settle(self, target: State, *, forward: bool, build: Callable[[], Built] | None) -> None:
         """Bring the shard to the target of a recovery, and make its model usable again.
 
         Args:
             target: the state of the shard, or with ``forward`` the state after it.
             forward: apply the gradients of the step that this rank has voted for.
-            build: builds another model, if the passes of this one cannot be ended.
+            build: builds another model, if the passes of this one cannot be ended; None: another one replaces it.
         """
         held = self.now()
         if forward:
             self.apply(target)
         else:
             self.drop()
-        if not end_broken_pass(held.built.model):
+        if build is not None and not end_broken_pass(held.built.model):
             self._build_again(held, build())
         if forward:
             held.tensors.load_buffers(self._before["buffers"])

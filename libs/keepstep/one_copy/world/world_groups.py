@@ -7,6 +7,7 @@ members; only their members change.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from itertools import count
@@ -118,6 +119,8 @@ class WorldGroups:
             group.configure(f"{number}", name, index, len(ranks), quorum_id, 0, 1, list(ranks), store=place, host=host)
         if not self._initialised:
             self._register(rank, size)
+        elif (rank, size) != (self._rank, self._size):
+            _forget_sharding()
         self._rank, self._size = rank, size
         known = dist.distributed_c10d._world.pg_group_ranks  # noqa: SLF001  torch has no public way to change members
         known[self._world] = {one: one for one in range(size)}
@@ -185,3 +188,19 @@ class WorldGroups:
             self._initialised = False
         for group in self._all:
             group.shutdown()
+
+
+def _forget_sharding() -> None:
+    """Clear what DTensor remembers of earlier meshes.
+
+    It looks results up by meshes that are equal, and meshes of one size are equal for all ranks. A rank that has
+    another number than in an earlier world of this size would get the offsets of that number.
+    """
+    from torch.distributed.tensor import debug  # noqa: PLC0415  loads slowly
+
+    debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # noqa: SLF001  torch has no public way
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torch.distributed.tensor"):
+            for one in list(vars(module).values()):
+                if not isinstance(one, type) and callable(clear := getattr(one, "cache_clear", None)):
+                    clear()

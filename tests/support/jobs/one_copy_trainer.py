@@ -1,0 +1,218 @@
+"""Train a sharded model with one copy, and end or freeze where the test says: ``ONE_COPY_FAULTS``.
+
+Each fault is ``step:rank:phase``, once in a job, whose directory is ``ONE_COPY_DIRECTORY``. Phases: ``forward``,
+``backward``, ``copy`` (between two frames to the keeper), ``vote``, ``committed``, ``reading`` and ``serving`` (in a
+recovery, by a newcomer and by another rank), and ``freeze`` (SIGSTOP before the backward pass).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from keepstep.one_copy import OneCopy
+from keepstep.one_copy.copies.copy_sender import CopySender
+from keepstep.one_copy.recovery.sources import Sources
+from keepstep.one_copy.shard.own_shard import OwnShard
+from keepstep.one_copy.world.world_groups import WorldGroups
+
+STEPS = int(os.environ.get("ONE_COPY_STEPS", "8"))
+KIND = os.environ.get("ONE_COPY_KIND", "plain")
+FAULTS = [one.split(":") for one in os.environ.get("ONE_COPY_FAULTS", "").split(",") if one]
+DIRECTORY = Path(os.environ["ONE_COPY_DIRECTORY"])
+BATCH = 16
+
+
+def event(name: str, **facts: Any) -> None:
+    print(json.dumps({"event": name, "pid": os.getpid(), **facts}), flush=True)
+
+
+def fault(phase: str, rank: int | None = None) -> None:
+    """End or freeze this process, if it is its turn."""
+    for step, of_rank, wanted in FAULTS:
+        here = job.rank if rank is None and job._shard.held is not None else rank
+        if (wanted, int(step)) == (phase, now[0]) and (here is None or int(of_rank) == here):
+            mark = DIRECTORY / f"{step}.{of_rank}.{wanted}"
+            try:
+                mark.touch(exist_ok=False)
+            except FileExistsError:
+                continue
+            event("fault", phase=phase, step=now[0])
+            os.kill(os.getpid(), signal.SIGSTOP if phase == "freeze" else signal.SIGKILL)
+
+
+class Net(nn.Module):
+    def __init__(self, noisy: bool) -> None:
+        super().__init__()
+        layers = [nn.Linear(10, 30), nn.Tanh(), nn.Linear(30, 30, bias=False), nn.Tanh(), nn.Linear(30, 3)]
+        self.layers = nn.Sequential(*layers)
+        self.norm = nn.BatchNorm1d(30) if noisy else nn.Identity()
+        self.drop = nn.Dropout(0.1) if noisy else nn.Identity()
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.sometimes = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor, step: int) -> torch.Tensor:
+        y: torch.Tensor = self.drop(self.norm(self.layers[:2](x)))
+        y = self.layers[2:](y) * self.frozen
+        return y * self.sometimes if step % 2 else y
+
+
+class Lion(torch.optim.Optimizer):
+    """An optimizer that keepstep does not know."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # noqa: ARG002
+        for group in self.param_groups:
+            for one in group["params"]:
+                if one.grad is not None:
+                    moment = self.state[one].setdefault("moment", torch.zeros_like(one))
+                    one.add_(torch.sign(moment * 0.9 + one.grad * 0.1), alpha=-group["lr"])
+                    moment.mul_(0.99).add_(one.grad, alpha=0.01)
+
+
+def build(mesh: Any) -> tuple[Any, ...]:
+    torch.manual_seed(7)
+    model = Net(noisy=KIND in ("plain", "scaler"))
+    data = mesh
+    if KIND == "tensor parallel":
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        parallelize_module(
+            model.layers, mesh["tp"], {"0": ColwiseParallel(use_local_output=True), "2": RowwiseParallel()}
+        )
+        data = mesh["fsdp"]
+    fully_shard(model.layers[2], mesh=data)
+    fully_shard(model, mesh=data)
+    trained = [one for one in model.parameters() if one.requires_grad]
+    match KIND:
+        case "lion":
+            optimizer: Any = Lion(trained, 1e-3)
+        case "adafactor":
+            optimizer = torch.optim.Adafactor(trained, lr=1e-2)
+        case _:
+            groups: Any = [{"params": trained[:2]}, {"params": trained[2:], "weight_decay": 0.1}]
+            optimizer = torch.optim.AdamW(groups, lr=torch.tensor(1e-2) if KIND == "tensor lr" else 1e-2)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=3, enabled=KIND == "scaler")
+    return model, optimizer, schedule, scaler
+
+
+def hook(cls: Any, method: str, phase: str, rank: Any = None) -> None:
+    inner = getattr(cls, method)
+
+    def outer(self: Any, *args: Any, **kwargs: Any) -> Any:
+        fault(phase, rank(self, args) if rank else None)
+        return inner(self, *args, **kwargs)
+
+    setattr(cls, method, outer)
+
+
+torch.set_num_threads(1)
+now = [0]
+sent = [0]
+mesh = {"fsdp": -1, "tp": 2} if KIND == "tensor parallel" else None
+job = OneCopy(build, mesh=mesh, copies=int(os.environ.get("ONE_COPY_COPIES", "1")))
+event("started", rank=0)
+send = CopySender._send
+
+
+def send_and_count(self: Any, part: str, state: Any, *args: Any, **kwargs: Any) -> None:
+    send(self, part, state, *args, **kwargs)
+    if part == "gradients":
+        fault("copy")
+
+
+CopySender._send = send_and_count  # type: ignore[method-assign]
+vote = WorldGroups.vote
+
+
+def voting(self: Any, values: list[int], timeout: Any) -> list[int]:
+    if len(values) == 3:
+        fault("vote")
+    return vote(self, values, timeout)
+
+
+WorldGroups.vote = voting  # type: ignore[method-assign]
+settle = OwnShard.settle
+
+
+def settling(self: Any, *args: Any, **kwargs: Any) -> None:
+    fault("serving")
+    settle(self, *args, **kwargs)
+
+
+OwnShard.settle = settling  # type: ignore[method-assign]
+shard_of = Sources.shard_of
+
+
+def reading(self: Any, rank: int) -> Any:
+    for step, _, wanted in FAULTS:
+        if wanted == "reading" and int(step) <= self._reader.state.step:
+            now[0] = int(step)
+            fault("reading", rank)
+    return shard_of(self, rank)
+
+
+Sources.shard_of = reading  # type: ignore[method-assign]
+
+
+def digest() -> str:
+    """Return the digest of the shard of this rank."""
+    found = hashlib.sha256()
+    named: list[Any] = list(model.named_parameters()) + list(model.named_buffers())
+    for name, one in sorted(named, key=lambda pair: pair[0]):
+        for value in (one, *(value for _, value in sorted(optimizer.state.get(one, {}).items()))):
+            own = value.to_local() if hasattr(value, "to_local") else torch.as_tensor(value)
+            found.update(name.encode() + own.detach().contiguous().numpy().tobytes())
+    return found.hexdigest()[:12]
+
+
+while job.step < STEPS:
+    with job.attempt() as (model, optimizer, _, scaler):
+        now[0] = job.step
+        random = torch.Generator().manual_seed(1000 + job.step)
+        x, goal = torch.randn(BATCH, 10, generator=random), torch.randn(BATCH, 3, generator=random)
+        share = job.share(BATCH)
+        if KIND == "scaler" and job.step == 2 and job.rank == 1:
+            goal = goal * 1e36
+        x, goal = x[share.indices], goal[share.indices]
+        for micro in range(2):
+            fault("forward")
+            model.set_requires_gradient_sync(micro == 1)
+            loss = (model(x, job.step) - goal).pow(2).mean() * share.weight / 2
+            fault("freeze")
+            scaler.scale(loss).backward()
+            fault("backward")
+        if KIND == "clip":
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        before = job.step
+        done = job.commit(scaler if KIND == "scaler" else None)
+        if done:
+            facts = {"loss": float(total) / job.world_size, "world": job.world_size}
+            event("committed", step=job.step, rank=job.rank, digest=digest(), **facts)
+        fault("committed")
+event(
+    "finished",
+    rank=job.rank,
+    step=job.step,
+    digest=digest(),
+    lr=float(optimizer.param_groups[0]["lr"]),
+    scale=scaler.get_scale(),
+    kept=job.copies_bytes,
+    random=float(torch.rand(())),
+)
+job.finish()

@@ -1,0 +1,116 @@
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from keepstep.one_copy.copies.copy_sender import CopySender, Membership
+from keepstep.one_copy.copies.copy_server import CopyServer
+from keepstep.one_copy.copies.frames import CopyError, connect
+from keepstep.one_copy.copies.keeper import Keeper
+from keepstep.one_copy.copies.rank_state import RankState
+from keepstep.one_copy.copies.shard_reader import ShardReader
+from keepstep.one_copy.core.holding import State
+from keepstep_mesh.security.tokens import ClientToken
+
+SECONDS = 30.0
+TOKEN = ClientToken.of("secret")
+START = State(0, 0)
+
+
+@pytest.fixture
+def keeper() -> Keeper:
+    return Keeper(torch.optim.SGD, torch.device("cpu"), lambda: 1 << 30)
+
+
+@pytest.fixture
+def server(keeper: Keeper) -> Iterator[CopyServer]:
+    made = CopyServer("127.0.0.1", TOKEN, keeper, SECONDS)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def sender() -> Iterator[CopySender]:
+    made = CopySender(TOKEN, SECONDS, lambda: "")
+    yield made
+    made.close()
+
+
+def rank_state() -> RankState:
+    torch.manual_seed(3)
+    model = torch.nn.Linear(4, 3)
+    return RankState(model, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))
+
+
+def end(state: RankState) -> dict[str, object]:
+    return {"options": state.options(), "buffers": {}, "random": {}, "skipped": False}
+
+
+def step(state: RankState, sender: CopySender, number: int) -> None:
+    for one in state.parameters:
+        one.grad = torch.full_like(one, float(number))
+    sender.begin(State(number - 1, number - 1), lambda: end(state))
+    sender.finish(State(number, number), end(state))
+    state.optimizer.step()
+
+
+def test_a_rank_reads_the_state_that_another_one_has_sent_bit_for_bit(server: CopyServer, sender: CopySender) -> None:
+    state = rank_state()
+    sender.connect(state, Membership(1, 0, 1), {"k": (server.address, True)}, whole=False)
+    for number in range(1, 6):
+        step(state, sender, number)
+    reader = ShardReader(TOKEN, 1, State(5, 5), SECONDS, lambda: "")
+    found, rest = reader.read(server.address, 0, copy=True)
+    for name, one in zip(state.names, state.parameters, strict=True):
+        assert torch.equal(found[name]["parameter"], one)
+        assert torch.equal(found[name]["state"]["momentum_buffer"], state.optimizer.state[one]["momentum_buffer"])
+    assert rest["end"]["options"][0]["lr"] == 0.5
+    assert reader.boxes(server.address, 0, copy=True) == state.boxes
+    part, _ = reader.read(server.address, 0, copy=True, cuts={"weight": [[1, 0], [2, 4]]})
+    assert list(part) == ["weight"]
+    assert torch.equal(part["weight"]["parameter"], state.parameters[0][1:3])
+    with pytest.raises(CopyError, match="no copy of rank 0 of world 2"):
+        ShardReader(TOKEN, 2, State(5, 5), SECONDS, lambda: "").read(server.address, 0, copy=True)
+
+
+def test_a_wrong_token_and_a_large_hello_are_refused(server: CopyServer) -> None:
+    with pytest.raises(CopyError, match=r"wrong token|closed the connection"):
+        ShardReader(ClientToken.of("other"), 1, START, SECONDS, lambda: "").read(server.address, 0, copy=True)
+    link = connect(server.address, TOKEN, SECONDS)
+    link.close()
+    host, port = server.address.split(":")
+    with socket.create_connection((host, int(port)), SECONDS) as raw:
+        raw.sendall((1 << 30).to_bytes(4))
+        assert b"header too large" in raw.recv(1 << 16)
+
+
+def test_a_keeper_that_goes_away_fails_the_step_and_one_that_refuses_leaves_the_rank_exposed(
+    server: CopyServer, sender: CopySender, keeper: Keeper
+) -> None:
+    state = rank_state()
+    keeper._limit = lambda: 10
+    sender.connect(state, Membership(1, 0, 1), {"k": (server.address, True)}, whole=False)
+    assert "do not fit into" in sender.exposed["k"]
+    step(state, sender, 1)  # without a keeper
+    keeper._limit = lambda: 1 << 30
+    sender.connect(state, Membership(1, 0, 2), {"k": (server.address, True)}, whole=False)
+    assert sender.exposed == {}
+    step(state, sender, 2)
+    server.end_copies_before(3)
+    with pytest.raises(CopyError):
+        step(state, sender, 3)
+
+
+def test_a_wait_for_a_keeper_ends_when_the_quorum_does() -> None:
+    ended = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        sender = CopySender(TOKEN, SECONDS, lambda: "m1 is lost" if ended.is_set() else "")
+        try:
+            threading.Timer(0.1, ended.set).start()
+            address = f"127.0.0.1:{silent.getsockname()[1]}"
+            with pytest.raises(CopyError, match="m1 is lost"):
+                sender.connect(rank_state(), Membership(1, 0, 1), {"k": (address, True)}, whole=False)
+        finally:
+            sender.close()
