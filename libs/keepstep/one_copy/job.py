@@ -22,8 +22,11 @@ from keepstep.one_copy.copies.frames import CopyError
 from keepstep.one_copy.copies.keeper import Keeper
 from keepstep.one_copy.core.holding import State
 from keepstep.one_copy.core.mesh_shape import MeshShape, Share
+from keepstep.one_copy.core.recovery_plan import Kind, Recovery
 from keepstep.one_copy.member_link import MemberLink
 from keepstep.one_copy.recovery.world_recovery import ShardsLostError, UnfitMembersError, WorldRecovery
+from keepstep.one_copy.reporting.shard_reports import ShardReports
+from keepstep.one_copy.reporting.step_reports import StepReports
 from keepstep.one_copy.shard.built import Stateful, end_broken_pass
 from keepstep.one_copy.shard.own_shard import OwnShard
 from keepstep.one_copy.world.world_groups import WorldGroups
@@ -144,6 +147,8 @@ class OneCopy:
         self._unexplained = 0
         """Number of failed attempts of this step in a row without a lost member."""
         self._in_attempt = self._committed = self._void = False
+        self._may_leave = True
+        """Whether this member leaves when it is asked to: all ranks had copies of their shards at the last commit."""
         self._recovery: WorldRecovery | None = None
         self._shard = OwnShard()
         self._membership = MemberLink(self._settings, settings_text(arithmetic), self._on_lost)
@@ -151,6 +156,15 @@ class OneCopy:
         self._keeper = Keeper(self._optimizer, torch.device(device_type), self._room(memory))
         self._server = CopyServer(self._settings.host, self._membership.token, self._keeper, seconds)
         self._sender = CopySender(self._membership.token, seconds, self._loss)
+        self._reports = StepReports(self._membership)
+        self._shard_reports = ShardReports(
+            self._membership.replica_id,
+            self._settings.rank,
+            self._membership.shards,
+            exposed=lambda: self._sender.exposed,
+            copies_bytes=lambda: self._keeper.nbytes,
+            copies=copies,
+        )
         self._recovery = WorldRecovery(
             build=build,
             init=init,
@@ -295,6 +309,7 @@ class OneCopy:
         else:
             if not self._committed and not self._void:
                 log.warning("attempt ended without commit(): the step is dropped", step=held.state.step)
+                self._reports.discarded(self._quorum, held.state, "commit() was not called")
                 shard.drop()
         finally:
             self._in_attempt = False
@@ -307,6 +322,8 @@ class OneCopy:
         shard = self._shard
         reason = str(error) or type(error).__name__
         log.warning("step failed", step=shard.now().state.step, reason=reason)
+        if not self._committed:
+            self._reports.discarded(self._quorum, shard.now().state, reason)
         shard.whole = not self._committed
         quorum = self._quorum
         lost = quorum is not None and self._membership.lost_member(quorum.quorum_id)
@@ -345,12 +362,14 @@ class OneCopy:
         self._sender.finish(following, end, shard.step_ahead())
         self._raise_if_lost()
         shard.voted = quorum.quorum_id
-        values = self._groups.vote([int(ok), state.step, -state.step], self._timeout)
+        mine = int(ok) * (1 + self._shard_reports.covered)
+        values = self._groups.vote([mine, state.step, -state.step], self._timeout)
         if values[1] != -values[2]:
             raise KeepstepError(f"the ranks are at different steps, {values[1]} to {-values[2]}; report this as a bug")
         if not values[0]:
             shard.drop()
             self._committed = True  # the step has ended
+            self._reports.discarded(quorum, state, "a rank refused the step")
             return False
         shard.apply(following)
         self._committed = True
@@ -358,6 +377,9 @@ class OneCopy:
         self._membership.committed()
         if self._recovery is not None:
             self._keeper.forget(but=self._recovery.kept())
+        self._may_leave = values[0] > 1
+        self._reports.committed(quorum, state, following)
+        self._shard_reports.committed()
         return True
 
     # ---- losses
@@ -414,13 +436,16 @@ class OneCopy:
             known, self._quorum = self._quorum, plan
             if known is not None and plan.quorum_id == known.quorum_id and not self._broken:
                 return plan
+            began, before = time.monotonic(), self._shard.held
+            state = before.state if before is not None else None
             try:
-                recovery.run(plan)
+                done = recovery.run(plan)
             except UnfitMembersError as error:
                 log.warning("no step possible", reason=str(error))
                 self._broken = str(error)
                 time.sleep(UNFIT_SECONDS)  # nothing tells when another member comes
             except ShardsLostError as error:
+                self._shard_reports.lost(plan.quorum_id, error.step)
                 raise StateLost(str(error)) from error
             except Exception as error:
                 if self._shard.torn or not self._is_loss(error):
@@ -429,7 +454,18 @@ class OneCopy:
                 self._break(str(error))
             else:
                 self._broken = ""
+                self._note_recovery(plan, done, state, built=self._shard.held is not before, began=began)
                 return plan
+
+    def _note_recovery(
+        self, plan: QuorumPlan, recovery: Recovery, before: State | None, *, built: bool, began: float
+    ) -> None:
+        seconds, state = time.monotonic() - began, self._shard.now().state
+        if before is not None and not built and state != before:
+            self._reports.forwarded(plan.epoch, recovery.previous, before, state)
+        self._reports.recovered(plan, recovery, state, built=built, seconds=seconds)
+        self._shard_reports.recovered(recovery, state.step, seconds)
+        self._may_leave = recovery.kind is Kind.FRESH
 
     def _ask(self, *, final: bool) -> QuorumPlan:
         held = self._shard.held
@@ -445,7 +481,9 @@ class OneCopy:
         )
         while True:
             try:
-                return self._membership.ask(ask, self._quorum_timeout.total_seconds())
+                with self._reports.waiting():
+                    seconds = self._quorum_timeout.total_seconds()
+                    return self._membership.ask(ask, seconds, may_leave=self._may_leave or final)
             except TimeoutError as error:
                 log.warning("no quorum yet; asking again", step=state.step, reason=str(error))
 
@@ -466,4 +504,5 @@ class OneCopy:
         if self._recovery is not None:
             self._recovery.close()
         self._groups.shutdown()
+        self._reports.close()
         self._membership.close()

@@ -20,7 +20,7 @@ from keepstep.session.session_events import Push
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import Banned, Drained, JobClosed, KeepstepError, LayoutMismatch
 from keepstep_mesh.protocol.group_messages import RankAsk
-from keepstep_mesh.protocol.messages import Drain, Evicted, Healing, MemberLost, RoundBroken
+from keepstep_mesh.protocol.messages import Drain, Evicted, Healing, MemberLost, RoundBroken, ShardReport
 from keepstep_mesh.security.tokens import ClientToken
 
 log = get_logger("keepstep.one_copy")
@@ -122,12 +122,13 @@ class MemberLink:
 
     # ---- quorums
 
-    def ask(self, ask: RankAsk, timeout: float) -> QuorumPlan:
+    def ask(self, ask: RankAsk, timeout: float, *, may_leave: bool = True) -> QuorumPlan:
         """Return the quorum of the next step.
 
         Args:
             ask: number, time limit, layout and leave are filled in here.
             timeout: seconds.
+            may_leave: False: an order to leave waits, because shards would be lost with this member.
 
         Raises:
             TimeoutError: no quorum formed in time.
@@ -136,7 +137,10 @@ class MemberLink:
         """
         if self._fatal is not None:
             raise self._fatal
-        if self._leaving and self.settings.world_size == 1:
+        leaving = self._leaving if may_leave else ""
+        if self._leaving and not may_leave:
+            log.warning("order to leave waits: a rank has no copies of its shard at a keeper", reason=self._leaving)
+        if leaving and self.settings.world_size == 1:
             self._leave()
         self._requests += 1
         self.compared.read()
@@ -144,7 +148,7 @@ class MemberLink:
             ask,
             request=self._requests,
             timeout_ms=max(1, round(timeout * 1000)),
-            leaving=self._leaving,
+            leaving=leaving,
             layout=self.compared.digest,
             settings=self.compared.settings,
         )
@@ -177,6 +181,10 @@ class MemberLink:
     def recovering(self, progress: Healing) -> None:
         """Report how far this rank has read its shard."""
         self.loop_thread.loop.call_soon_threadsafe(self.link.healing, progress)
+
+    def shards(self, report: ShardReport) -> None:
+        """Report the shard of this rank to the lighthouse."""
+        self.loop_thread.loop.call_soon_threadsafe(self.link.shards, report)
 
     def leave(self, reason: str, cause: str, step: int | None) -> None:
         """Say goodbye to the lighthouse."""

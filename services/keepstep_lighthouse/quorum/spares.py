@@ -7,8 +7,9 @@ group waits for it. From then on it is a group like any other, until its process
   first ones that ask, later after a loss. The spare with the newest state comes first, then the one that arrived first.
 * A group with an order to replace it counts as missing, and stays. When so many others have committed a step that the
   job has all its groups without it, it is drained: it leaves between two steps, and no step is lost. The order is
-  stored until the group has left. If the group comes back as a spare, it is drained at once. A group that has to leave
-  soon is drained when the spare for it is gone. If
+  stored until the group has left. A member of a job whose model exists once is drained at once: the spare takes its
+  seat, with the copies of its keeper. If the group comes back as a spare, it is drained at once. A group that has to
+  leave soon is drained when the spare for it is gone. If
   ``max_replicas`` has no room for the spare beside it, it is drained first. With ``max_replicas`` 1 no group would be
   left: orders are refused, and those that wait are dropped.
 * Nothing is decided during the grace of a takeover, in which the groups that train may not have reconnected.
@@ -68,6 +69,8 @@ class Spares:
                 new = Replacement(group.replica_id, order.reason, order.by)
                 self._job.persist(changed(self._job.record, replacing=(*self._job.record.replacing, new)))
                 self._job.log("replace", group.replica_id, reason=order.reason, by=order.by)
+                if group.shards is not None:
+                    self._job.drain(group.replica_id, f"replaced: {order.reason}", order.by)
 
     def leaves_soon(self, group: Group, reason: str) -> None:
         """The group has to leave. Replace it, or drain it if no spare is ready, or if the one for it is gone."""

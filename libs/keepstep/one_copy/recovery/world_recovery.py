@@ -38,7 +38,11 @@ class UnfitMembersError(KeepstepError):
 
 
 class ShardsLostError(KeepstepError):
-    """Members and their keepers were lost together."""
+    """Members and their keepers were lost together. ``step``: the number of committed steps that are lost."""
+
+    def __init__(self, text: str, step: int) -> None:
+        super().__init__(text)
+        self.step = step
 
 
 @dataclass(kw_only=True)
@@ -86,7 +90,7 @@ class WorldRecovery:
                 f"{world.size} ranks do not fill the mesh {self.shape.sizes}; waiting for another member"
             )
         if recovery.kind is Kind.LOST:
-            raise ShardsLostError(_lost_text(recovery))
+            raise ShardsLostError(_lost_text(recovery), recovery.given_up)
         seat = world.seat_of(self.member.replica_id)
         assert seat is not None
         rank = world.rank(seat, settings.rank)

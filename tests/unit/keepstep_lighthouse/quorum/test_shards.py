@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from keepstep_lighthouse.quorum.events import ShardsReported
+from keepstep_lighthouse.quorum.events import ReplaceOrdered, ShardsReported
 from keepstep_mesh.protocol.messages import Exposure, ShardReport
 from tests.support.models.core_driver import Driver
 
@@ -83,3 +83,15 @@ def test_a_group_without_shards_is_shown_as_before(driver: Driver) -> None:
     view = driver.core.quorum_view(driver.now)
     assert (view.exposed, view.copies_bytes) == ((), 0)
     assert all(one.shards is None for one in driver.core.replicas(driver.now))
+
+
+def test_an_order_to_replace_a_member_drains_it_at_once_and_a_spare_takes_its_seat() -> None:
+    driver = Driver(min_replicas=1)
+    for one in ("a", "b"):
+        driver.opens(one, groups=2)
+    driver.all_ask(("a", "b"))
+    reports(driver, "a", A)
+    driver.feed(ReplaceOrdered("a", "a bad disk", "ann"))
+    driver.feed(ReplaceOrdered("b", "a bad disk", "ann"))
+    drained = [one.replica_id for one in driver.log if one.kind == "drain"]
+    assert drained == ["a"], "b has the whole model: a spare must heal from it or another before it leaves"
