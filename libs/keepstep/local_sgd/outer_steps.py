@@ -1,8 +1,9 @@
 """The shell of LocalSGD and DiLoCo: count the steps of the inner optimizer, begin and end outer steps.
 
 Each outer step is a step of the Manager. Groups meet at its quorum, so those that are behind heal there. A process that
-has no state of the job yet requests the quorum when it enters the block, before it trains: it gets the position in the
-period together with the weights.
+has no state of the job yet requests the quorum at the first use in the block, before it trains: it gets the position in
+the period together with the weights. Not when it enters the block: the functions that save and load the script's state
+may need the name that ``with ... as`` binds after that.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -70,8 +72,10 @@ class OuterSteps(ABC):
         self._schedule = schedule
         self._sources: list[dict[str, Any]] = []
         """States that this group loaded in the current quorum."""
-        self._hook: RemovableHandle | None = None
-        self._joined = False
+        self._hooks: list[RemovableHandle] = []
+        self._forward_hook: RemovableHandle | None = None
+        """Until the first use in the block."""
+        self._joined = self._leave_out = False
         manager.register_state_dict_fn(type(self).__name__, self._load, self._save)
         manager.compare_only(compared)
 
@@ -88,16 +92,15 @@ class OuterSteps(ABC):
         """Forget the collectives."""
 
     def __enter__(self) -> Self:
-        if self._manager.steps.rehearsing:
-            raise RuntimeError(f"{type(self).__name__} in rehearse(), which cannot undo its steps; enter it afterwards")
-        if self._hook is not None:
+        self._refuse_in_rehearsal()
+        if self._hooks:
             raise RuntimeError(f"this {type(self).__name__} is entered already; leave its block first")
-        self._hook = self._optimizer.register_step_post_hook(self._after_inner_step)
-        try:
-            self._join()
-        except BaseException:
-            self._unhook()
-            raise
+        self._hooks = [
+            self._optimizer.register_step_pre_hook(self._before_inner_step),
+            self._optimizer.register_step_post_hook(self._after_inner_step),
+        ]
+        if not self._joined:
+            self._await_first_use()
         return self
 
     def __exit__(
@@ -113,9 +116,57 @@ class OuterSteps(ABC):
             self._schedule.abandon()
 
     def _unhook(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        self._end_first_use()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def begin(self) -> None:
+        """Heal now, if this process has no state of the job yet, and not in the first forward pass of the block.
+
+        Call it first in the block, in all ranks, if the loop needs the state before that pass, or if a rank enters that
+        pass only after another one has left it, as the stages of a pipeline do.
+        """
+        if self._forward_hook is None:
+            return
+        self._refuse_in_rehearsal()
+        self._end_first_use()  # a function that loads the state may use the model
+        try:
+            with torch.inference_mode(mode=False):  # the first use may be an evaluation
+                self._join()
+        except BaseException:
+            self._await_first_use()
+            raise
+
+    def _refuse_in_rehearsal(self) -> None:
+        if self._manager.steps.rehearsing:
+            raise RuntimeError(f"{type(self).__name__} in rehearse(), which cannot undo its steps; enter it afterwards")
+
+    def _await_first_use(self) -> None:
+        """Begin in the next forward pass.
+
+        The hook sees all modules: the model around the fragments is not known, and FSDP gathers weights in its hooks.
+        """
+        self._forward_hook = register_module_forward_pre_hook(self._before_forward)
+
+    def _end_first_use(self) -> None:
+        if self._forward_hook is not None:
+            self._forward_hook.remove()
+            self._forward_hook = None
+
+    def _before_forward(self, module: nn.Module, _arguments: object) -> None:
+        if not torch.compiler.is_compiling() and any(id(one) in self._forms for one in module.parameters()):
+            self.begin()
+
+    def _before_inner_step(self, *_: object) -> None:
+        self.begin()  # if no hook saw a forward pass, as in a compiled function
+        if self._leave_out:
+            self._leave_out = False
+            self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def _join(self) -> None:
         """Heal before the first inner step, if this process has no state of the job yet."""
@@ -127,8 +178,11 @@ class OuterSteps(ABC):
             self._schedule.skip_to_begin()  # the others average now, and this group heals when they end
         if self._schedule.begins:
             self._advance()
+            self._leave_out = not self._schedule.position  # else it trains a step more than a loop asks for
         else:
             self._manager.steps.cancel()  # the first outer step has a quorum of its own, with groups that start later
+        if self._sources:
+            self._drop_gradients()  # of weights that this group has no more
 
     def _after_inner_step(self, *_: object) -> None:
         found_inf = getattr(self._optimizer, "found_inf", None)  # set by a GradScaler while a fused optimizer steps

@@ -70,6 +70,7 @@ class LocalSGD(OuterSteps):
         Returns:
             Whether the average committed. False also if this group has healed from one that is earlier in its period.
         """
+        self.begin()
         self._schedule.skip_to_begin()
         self._start_quorum()
         if not self._schedule.begins:

@@ -107,6 +107,7 @@ def test_a_slow_group_merges_what_it_trained_and_sets_no_pace(lighthouse, steps:
         with merging(lighthouse, "c", settings, rank=rank, **places["c"]) as one:
             meet.wait(DEADLINE)
             with pytest.raises(Drained, match=r"the job finished at step .*, and this group was behind"), one.block:
+                one.block.begin()  # the others wait for it
                 while len(one.seen) < 3:
                     pace.inner_step(one)
                 caught_up.set()
@@ -150,6 +151,7 @@ def test_groups_that_are_too_few_train_on_and_wait_after_max_periods(lighthouse)
             one.until(1)
         assert trained.wait(DEADLINE)
         with merging(lighthouse, "b", settings) as one, one.block:
+            one.block.begin()
             assert one.manager.current_step() == 2, "it took part at once"
             assert one.inner_steps == 0
             one.seen[2] = one.shared()

@@ -57,6 +57,14 @@ class Trainer:
             outers = [torch.optim.SGD(one.parameters(), lr=0.7, momentum=0.9, nesterov=True) for one in fragments]
             self.block = DiLoCo(m, fragments, self.inner, outers, **{"sync_every": 8, **options})
 
+    def evaluate(self) -> torch.Tensor:
+        """Use the model without a step."""
+        self.model.eval()
+        with torch.inference_mode():
+            result = self.model(torch.ones(2, 3))
+        self.model.train()
+        return result
+
     def step(self) -> None:
         self.inner_steps += 1
         batch = torch.randn(8, 3, generator=self.random)
@@ -134,6 +142,7 @@ def test_a_group_that_joins_late_trains_on_from_the_state_of_another(lighthouse,
     def second() -> list[torch.Tensor]:
         assert trained.wait(DEADLINE)
         with trainer(lighthouse, "b", kind) as one, one.block:
+            one.evaluate()
             assert one.manager.current_step() >= 3, "it healed before it trained"
             if kind not in ("local-sync", "diloco"):  # these took an outer step at once
                 one.until(one.manager.current_step() + 1)
@@ -156,6 +165,7 @@ def test_groups_that_start_together_begin_with_equal_weights(lighthouse, kind, s
         with trainer(lighthouse, name, kind, min_replica_size=2) as one:
             meet.wait(DEADLINE)  # else one may begin alone
             with one.block:
+                one.block.begin()
                 seen[name] = [parameter.detach().clone() for parameter in one.model.parameters()]
                 one.until(4)
                 assert one.inner_steps == 16
@@ -178,6 +188,7 @@ def test_a_group_that_starts_a_moment_later_is_in_the_first_outer_step(lighthous
             if name == "b":
                 meet.wait(DEADLINE)
             with one.block:
+                one.block.begin()
                 if name == "a":
                     assert one.manager.num_participants() == 1
                     entered.set()
@@ -233,6 +244,7 @@ def test_a_group_that_restarts_from_its_own_checkpoint_keeps_its_error_feedback_
             assert before[0].any()
             meet.wait(DEADLINE)
             with one.block:
+                one.evaluate()
                 after = one.block._codec.error(key)
                 if name == "a":
                     equal(after, before)
@@ -244,6 +256,80 @@ def test_a_group_that_restarts_from_its_own_checkpoint_keeps_its_error_feedback_
 
     together(lambda: first("a"), lambda: first("b"))
     equal(*together(lambda: again("a"), lambda: again("b")))
+
+
+@pytest.mark.parametrize("kind", ["local-async", "local-sync", "diloco"])
+def test_the_functions_of_the_state_may_use_the_name_that_the_block_binds(lighthouse, kind) -> None:
+    """The first forward pass in the block sees the weights of the job."""
+    meet = threading.Barrier(2)
+
+    def run(name: str) -> list[torch.Tensor]:
+        bound: list[object] = []
+
+        def save() -> int:
+            assert len(bound) == 1
+            return 7
+
+        def load(saved: int) -> None:
+            assert (saved, len(bound)) == (7, 1)
+            one.model[0](torch.ones(2, 3))  # begins nothing again
+
+        with trainer(lighthouse, name, kind, min_replica_size=2) as one:
+            one.manager.register_state_dict_fn("script", load, save)
+            one.evaluate()  # before the block, which begins nothing
+            meet.wait(DEADLINE)
+            with one.block as block:
+                bound.append(block)
+                first = one.evaluate()
+                one.until(1)
+                meet.wait(DEADLINE)
+                return [first, *one.shared()]
+
+    equal(*together(lambda: run("a"), lambda: run("b")))
+
+
+@pytest.mark.parametrize("kind", ["local-async", "diloco"])
+def test_a_first_step_without_a_forward_pass_heals_and_applies_no_gradient_of_older_weights(lighthouse, kind) -> None:
+    meet = threading.Barrier(2)
+
+    def run(name: str) -> bool:
+        with trainer(lighthouse, name, kind, min_replica_size=2) as one:
+            one.model(torch.ones(2, 3)).sum().backward()
+            meet.wait(DEADLINE)
+            with one.block:
+                one.inner.step()
+                applied = one.model[0].weight.grad is not None
+                one.until(1)
+                meet.wait(DEADLINE)
+                return applied
+
+    assert together(lambda: run("a"), lambda: run("b")) == [True, False], "b has healed"
+
+
+@pytest.mark.parametrize("kind", ["local-sync", "diloco"])
+def test_a_group_that_joins_in_the_last_outer_step_trains_no_step_more(lighthouse, kind) -> None:
+    """It heals and takes part in its first forward pass. The step of that pass would change the final weights."""
+    trained = threading.Event()
+
+    def weights(one: Trainer) -> list[torch.Tensor]:
+        return [parameter.detach().clone() for parameter in one.model.parameters()]
+
+    def first() -> list[torch.Tensor]:
+        with trainer(lighthouse, "a", kind) as one, one.block:
+            one.until(2)
+            trained.set()
+            until_connected(lighthouse, "b")
+            one.until(3)
+            return weights(one)
+
+    def second() -> list[torch.Tensor]:
+        assert trained.wait(DEADLINE)
+        with trainer(lighthouse, "b", kind) as one, one.block:
+            one.until(3)
+            assert one.inner_steps == 1
+            return weights(one)
+
+    equal(*together(first, second))
 
 
 class Died(Exception):

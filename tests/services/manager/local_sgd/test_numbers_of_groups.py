@@ -45,6 +45,7 @@ def test_two_groups_train_the_numbers_of_a_plain_computation(lighthouse, bucketi
             )
             ready.wait(60)
             with diloco:
+                diloco.begin()  # no forward pass does
                 for step in range(INNER_STEPS):
                     if step == 3 * PERIOD - 1:
                         m.report_error(RuntimeError("this outer step fails in all groups"))

@@ -317,10 +317,11 @@ def test_a_block_whose_first_quorum_failed_requests_it_again() -> None:
     manager.start_quorum = start_quorum
     _, _, diloco = make(manager)
     with pytest.raises(KeepstepError), diloco:
-        pass
+        diloco.begin()
     for _ in range(2):
         with diloco:
-            pass
+            for _ in range(2):
+                diloco.begin()
     assert len(quorums) == 2, "once it has formed, the block joins no more"
 
 
