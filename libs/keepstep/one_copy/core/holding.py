@@ -43,43 +43,41 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
+class Shard:
+    """The shard of one rank of a world."""
+
+    world: World
+    rank: int
+    """In ``world``."""
+    state: State
+    voted: int = 0
+    """quorum_id in which its holder voted for the step after ``state``, with gradients that it still has; 0: none."""
+    trial: bool = False
+    """Whether its holder does not know yet that all ranks of the world have their shards."""
+
+    @property
+    def next_state(self) -> State | None:
+        """The state to which the gradients of its holder lead; None: it has none."""
+        return self.state.after(self.voted) if self.voted else None
+
+
+@dataclass(frozen=True, slots=True)
 class Holding:
-    """The shard and the copies of one rank, and the address at which others read them."""
+    """The shards and the copies of one rank, and the address at which others read them."""
 
     replica_id: str
     group_rank: int
     domain: str
     """Failure domain of its member, such as the name of the host."""
     address: str
-    """``host:port`` at which its shard and its copies are read."""
-    world: World | None = None
-    """The world to which its shard belongs; None: it has no shard."""
-    rank: int = 0
-    """In ``world``."""
-    state: State | None = None
-    """Of its shard."""
-    voted: int = 0
-    """quorum_id in which it voted for the step after ``state``, with gradients that it still has; 0: none."""
-    whole: bool = True
-    """Whether the script has gone through its step to the end, so that schedulers and samplers fit ``state`` too."""
-    rebuilt: World | None = None
-    """A later world of which it holds a whole shard beside, also at ``state``, and for which it has voted."""
-    rebuilt_rank: int = 0
-    """In ``rebuilt``."""
+    """``host:port`` at which its shards and its copies are read."""
+    shards: tuple[Shard, ...] = ()
+    """At most one of each world."""
     copies: tuple[Copy, ...] = ()
+    whole: bool = True
+    """Whether the script has gone through its step to the end, so that schedulers and samplers fit its shard too."""
 
     @property
     def seat(self) -> Seat:
         """Of its member."""
         return Seat(self.replica_id, self.domain)
-
-    @property
-    def next_state(self) -> State | None:
-        """The state to which its gradients lead; None: it has none."""
-        return self.state.after(self.voted) if self.state is not None and self.voted else None
-
-    def rank_in(self, number: int) -> int | None:
-        """Return its rank in a world of which it holds a shard; None: it holds none."""
-        if self.world is not None and self.world.number == number:
-            return self.rank
-        return self.rebuilt_rank if self.rebuilt is not None and self.rebuilt.number == number else None

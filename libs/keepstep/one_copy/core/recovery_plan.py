@@ -2,16 +2,17 @@
 
 Rules:
 
-1. Candidates are the states that a living rank, or a copy at a living keeper, shows to be committed. The world of the
-   latest number in which a living rank has its shard comes first, and in it the state of the highest worth.
+1. Candidates are the states that a shard or a copy of a living rank shows to be committed, each in its world. The state
+   of the highest worth comes first: a rank that was frozen may have an older state in a later world. Of equal states,
+   that of a world comes first of which a living rank knows that all ranks had their shards, then that of the latest.
 2. A candidate is possible if each rank of its world has a source: a living rank at that state; one that voted for it
    and still has its gradients, which then goes *forward*; or a keeper that can rebuild it. The first possible candidate
-   is the *target*. A state that only some living ranks have reached, and that is not possible, is given up.
+   is the *target*. A better one, which only ranks that were cut off from the others have reached, is given up.
 3. All ranks continue at the target: a rank with another state, or of another world, is a newcomer.
 4. If the number of members is that of the world, its members keep their seats and their shards, and newcomers read the
    shards of the empty seats. Otherwise the shards are cut again, and all ranks read.
-5. No candidate, or no step was committed: the job begins. No possible one: the shards are lost, and the job resumes
-   from a checkpoint.
+5. No candidate is possible: the job begins, if it has not committed a step yet. Otherwise shards are lost, and the job
+   resumes from a checkpoint.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from keepstep.one_copy.core.holding import Holding, State
+from keepstep.one_copy.core.holding import Holding, Shard, State
 from keepstep.one_copy.core.world import World, form_world, keepers
+from keepstep_mesh.protocol.lineage import Soundness, soundness
 
 
 class Kind(Enum):
     """How the job continues."""
 
     FRESH = "fresh"
-    """No rank has a shard: all build the model."""
+    """No step was committed: all build the model."""
     REPLACED = "replaced"
     """The shards stay as they are cut; newcomers, if any, read theirs."""
     RESIZED = "resized"
@@ -82,7 +84,7 @@ class Recovery:
     missing: tuple[int, ...] = ()
     """Ranks of ``previous`` without a source, at the best candidate; with ``LOST``."""
     given_up: int = 0
-    """Number of steps that a living rank has committed beyond the target."""
+    """Number of steps that a living rank has committed beyond the target; with ``LOST`` all of its steps."""
 
 
 def plan_recovery(
@@ -106,62 +108,77 @@ def plan_recovery(
     fresh = form_world(quorum_id, members, ranks_per_seat, None)
     if not fits(fresh.size):
         return Recovery(Kind.UNFIT, fresh)
-    best: Recovery | None = None
+    lost: tuple[World, tuple[int, ...]] | None = None
     for previous, target in _candidates(holdings):
-        sources = [_source(rank, previous.number, target, holdings) for rank in range(previous.size)]
-        found = tuple(one for one in sources if one is not None)
-        if len(found) == previous.size:
+        found = [_source(rank, previous, target, holdings) for rank in range(previous.size)]
+        sources = tuple(one for one in found if one is not None)
+        if len(sources) == previous.size:
             world = form_world(quorum_id, members, ranks_per_seat, previous)
-            return _continued(world, previous, target, found, holdings, copies)
-        if best is None:
-            missing = tuple(rank for rank, one in enumerate(sources) if one is None)
-            best = Recovery(Kind.LOST, fresh, previous, sources=found, missing=missing)
-    everyone = tuple(range(fresh.size))
-    if best is None or not any(one.state is not None and one.state.step for one in holdings):
-        best = Recovery(Kind.FRESH, fresh)  # before the first commit nothing is lost
+            return _continued(world, previous, target, sources, holdings, copies)
+        if lost is None and soundness(target.step, target.lineage) is not Soundness.UNTRAINED:
+            lost = previous, tuple(rank for rank, one in enumerate(found) if one is None)
     return Recovery(
-        best.kind,
+        Kind.LOST if lost else Kind.FRESH,
         fresh,
-        best.previous,
-        building=everyone,
+        lost[0] if lost else None,
+        building=tuple(range(fresh.size)),
         fills=_pairs(fresh, copies),
-        missing=best.missing,
-        given_up=max((one.state.step for one in holdings if one.state is not None), default=0),
+        missing=lost[1] if lost else (),
+        given_up=_steps_beyond(None, holdings),
     )
 
 
-def _candidates(holdings: Sequence[Holding]) -> Iterator[tuple[World, State]]:
-    """Yield the states that are known as committed, with their worlds, best first."""
-    worlds: dict[int, World] = {}
-    states: dict[int, set[State]] = {}
-    for one in holdings:
-        if one.world is None or one.state is None:
-            continue
-        number = one.world.number
-        if number not in worlds or one.world.formed > worlds[number].formed:
-            worlds[number] = one.world
-        states.setdefault(number, set()).add(one.state)
-    for copy in (copy for one in holdings for copy in one.copies):
-        if copy.world in worlds and copy.committed is not None:
-            states[copy.world].add(copy.committed)
-    for number in sorted(worlds, reverse=True):
-        for state in sorted(states[number], key=lambda state: state.worth, reverse=True):
-            yield worlds[number], state
+def _shards(holdings: Sequence[Holding]) -> Iterator[Shard]:
+    return (shard for one in holdings for shard in one.shards)
 
 
-def _source(rank: int, number: int, target: State, holdings: Sequence[Holding]) -> Source | None:
-    """Return where the shard of ``rank`` of the world with ``number`` is, for the state ``target``."""
-    ways: dict[Way, int] = {}
-    latest = -1
+def _candidates(holdings: Sequence[Holding]) -> list[tuple[World, State]]:
+    """Return the states that are known as committed, with their worlds, best first."""
+    worlds: dict[int, tuple[bool, int, World]] = {}
+    for shard in _shards(holdings):
+        found = not shard.trial, shard.world.formed, shard.world
+        worlds[shard.world.number] = max(worlds.get(shard.world.number, found), found, key=lambda one: one[:2])
+    known = {(shard.state, shard.world.number) for shard in _shards(holdings)}
+    known |= {(copy.committed, copy.world) for one in holdings for copy in one.copies if copy.committed is not None}
+    ordered = sorted(
+        ((state, *worlds[number]) for state, number in known if number in worlds),
+        key=lambda one: (one[0].worth, one[1], one[3].number),
+        reverse=True,
+    )
+    return [(world, state) for state, _, _, world in ordered]
+
+
+def _source(rank: int, previous: World, target: State, holdings: Sequence[Holding]) -> Source | None:
+    """Return where the shard of ``rank`` of ``previous`` is, for the state ``target``. None: nowhere.
+
+    A member that another one has replaced may be back: its shard counts after that of the member in the seat.
+    """
+    seat = previous.seats[rank // previous.ranks_per_seat]
+    best: tuple[int, bool, int] | None = None
+    ways = list(Way)
     for index, one in enumerate(holdings):
-        if one.rank_in(number) == rank:
-            way = Way.LIVE if one.state == target else Way.FORWARD if one.next_state == target else None
-            formed = one.world.formed if one.world is not None else 0
-            if way is not None and (way not in ways or formed > latest):  # a member that was replaced may be back
-                ways[way], latest = index, formed
-        if any((copy.world, copy.rank) == (number, rank) and target in copy.states for copy in one.copies):
-            ways.setdefault(Way.COPY, index)
-    return next((Source(rank, ways[way], way) for way in Way if way in ways), None)
+        for way in _ways(one, previous.number, rank, target):
+            found = ways.index(way), one.replica_id != seat.replica_id, index
+            best = min(best or found, found)
+    return Source(rank, best[2], ways[best[0]]) if best is not None else None
+
+
+def _ways(holding: Holding, number: int, rank: int, target: State) -> Iterator[Way]:
+    """Yield the ways in which a rank can bring the shard of ``rank`` to ``target``."""
+    for shard in holding.shards:
+        if (shard.world.number, shard.rank) == (number, rank):
+            if shard.state == target:
+                yield Way.LIVE
+            elif shard.next_state == target:
+                yield Way.FORWARD
+    if _keeps(holding, number, rank, target):
+        yield Way.COPY
+
+
+def _steps_beyond(target: State | None, holdings: Sequence[Holding]) -> int:
+    """Return the number of steps that a living rank has committed beyond ``target``; None: at all."""
+    base, step = (target.worth, target.step) if target is not None else ((), 0)
+    return max((shard.state.step - step for shard in _shards(holdings) if shard.state.worth > base), default=0)
 
 
 def _continued(
@@ -177,9 +194,8 @@ def _continued(
     holder = [
         at[seat.replica_id, group_rank] for seat in world.seats for group_rank in range(world.ranks_per_seat)
     ]  # of each rank of the new world
-    live = [one.holder for one in sources if one.way is Way.LIVE]
-    shared = next((index for index in live if holdings[index].whole), live[0] if live else sources[0].holder)
-    given_up = max((one.state.step for one in holdings if one.state is not None), default=0) - target.step
+    ways = list(Way)
+    shared = min(sources, key=lambda one: (ways.index(one.way), not holdings[one.holder].whole)).holder
     if world.number != previous.number:
         everyone = tuple(range(world.size))
         kind, building, fills = Kind.RESIZED, everyone, _pairs(world, copies)
@@ -191,7 +207,9 @@ def _continued(
             for rank, keeper in _pairs(world, copies)
             if rank in building or not _keeps(holdings[holder[keeper]], world.number, rank, target)
         )
-    return Recovery(kind, world, previous, target, sources, building, shared, fills, given_up=max(0, given_up))
+    return Recovery(
+        kind, world, previous, target, sources, building, shared, fills, given_up=_steps_beyond(target, holdings)
+    )
 
 
 def _keeps(holding: Holding, number: int, rank: int, target: State) -> bool:

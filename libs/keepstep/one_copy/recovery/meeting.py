@@ -10,7 +10,7 @@ from typing import Any
 import msgpack
 
 from keepstep.group.quorum_plan import QuorumPlan
-from keepstep.one_copy.core.holding import Copy, Holding, State
+from keepstep.one_copy.core.holding import Copy, Holding, Shard, State
 from keepstep.one_copy.core.world import Seat, World
 from keepstep.rendezvous.key_value_server import KeyValueServer, Table
 from keepstep.rendezvous.store_client import RendezvousStore
@@ -103,8 +103,10 @@ def unpacked(data: bytes) -> Holding:
     """Return the holding of another rank. KeepstepError: it runs another keepstep."""
     try:
         values = dict(zip((one.name for one in fields(Holding)), msgpack.unpackb(data), strict=True))
-        values["world"], values["rebuilt"] = _world(values["world"]), _world(values["rebuilt"])
-        values["state"] = _state(values["state"])
+        values["shards"] = tuple(
+            Shard(_world(world), rank, State(*state), voted, trial)
+            for world, rank, state, voted, trial in values["shards"]
+        )
         values["copies"] = tuple(
             Copy(world, rank, tuple(State(*one) for one in states), _state(committed))
             for world, rank, states, committed in values["copies"]
@@ -121,8 +123,6 @@ def _state(value: Any) -> State | None:
     return None if value is None else State(*value)
 
 
-def _world(value: Any) -> World | None:
-    if value is None:
-        return None
+def _world(value: Any) -> World:
     number, formed, seats, ranks_per_seat = value
     return World(number, formed, tuple(Seat(*one) for one in seats), ranks_per_seat)

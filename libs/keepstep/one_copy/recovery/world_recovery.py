@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +16,7 @@ from keepstep.one_copy.copies.copy_server import CopyServer, Served
 from keepstep.one_copy.copies.keeper import Keeper
 from keepstep.one_copy.copies.rank_state import RankState
 from keepstep.one_copy.copies.shard_reader import ShardReader
-from keepstep.one_copy.core.holding import Holding, State
+from keepstep.one_copy.core.holding import Holding, Shard, State
 from keepstep.one_copy.core.mesh_shape import MeshShape
 from keepstep.one_copy.core.recovery_plan import Kind, Recovery, Source, Way, plan_recovery
 from keepstep.one_copy.core.world import World, keepers
@@ -157,19 +157,20 @@ class WorldRecovery:
 
     def _holding(self) -> Holding:
         held, rebuilt = self.shard.held, self.shard.rebuilt
-        mine = Holding(
+        shards = []
+        if held is not None and (rebuilt is None or rebuilt.world.number != held.world.number):
+            shards.append(Shard(held.world, held.rank, held.state, self.shard.voted))
+        if rebuilt is not None:
+            shards.append(Shard(rebuilt.world, rebuilt.rank, rebuilt.state, trial=True))
+        return Holding(
             self.member.replica_id,
             self.member.settings.rank,
             self.domain,
             self.server.address,
-            whole=self.shard.whole,
-            copies=self.keeper.copies(),
+            tuple(shards),
+            self.keeper.copies(),
+            self.shard.whole,
         )
-        if held is not None:
-            mine = replace(mine, world=held.world, rank=held.rank, state=held.state, voted=self.shard.voted)
-        if rebuilt is not None:
-            mine = replace(mine, rebuilt=rebuilt.world, rebuilt_rank=rebuilt.rank, state=rebuilt.state)
-        return mine
 
     # ---- the shard
 
