@@ -107,4 +107,4 @@ def test_members_lost_after_an_attempt_that_all_have_dropped_in_the_same_quorum(
     explorer = Explorer(job, [ANY])
     explorer.step(job.after_step(start(job, ["a", "b", "c"], 2), committed=False))
     assert explorer.kinds == {Kind.REPLACED, Kind.RESIZED}
-    assert explorer.plans == 497
+    assert explorer.plans == 105
