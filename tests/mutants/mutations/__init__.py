@@ -10,6 +10,7 @@ from tests.mutants.mutations import (
     leadership,
     local_sgd,
     mesh,
+    one_copy,
     probation,
     quorum,
     retries,
@@ -19,4 +20,4 @@ from tests.mutants.mutations import (
 
 MUTATIONS = leadership.MUTATIONS + quorum.MUTATIONS + jobs.MUTATIONS + mesh.MUTATIONS + worker.MUTATIONS
 MUTATIONS += local_sgd.MUTATIONS + retries.MUTATIONS + elastic_data.MUTATIONS + spares.MUTATIONS
-MUTATIONS += probation.MUTATIONS + finishing.MUTATIONS + divergence.MUTATIONS
+MUTATIONS += probation.MUTATIONS + finishing.MUTATIONS + divergence.MUTATIONS + one_copy.MUTATIONS

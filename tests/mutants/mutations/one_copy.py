@@ -1,0 +1,162 @@
+"""Bugs in ``one_copy``: which states of a model that exists once are kept, and how a job continues."""
+
+from __future__ import annotations
+
+from tests.mutants.mutation import Mutation, Test
+
+CORE = "libs/keepstep/one_copy/core"
+TESTS = "tests/unit/keepstep/one_copy/core"
+PLANS = f"{TESTS}/test_recovery_plan.py"
+LEDGER = f"{TESTS}/test_copy_ledger.py"
+MOMENTS = f"{TESTS}/test_commit_rule.py::test_members_lost_between_any_two_messages_lose_no_step[in a later step]"
+
+MUTATIONS = (
+    Mutation(
+        "the base of a dead member does not show that it has committed a step",
+        f"{CORE}/recovery_plan.py",
+        "    known |= {(copy.committed, copy.world) for one in holdings for copy in one.copies "
+        "if copy.committed is not None}\n",
+        "",
+        Test(f"{PLANS}::test_a_base_at_a_keeper_shows_that_the_dead_member_committed_its_step"),
+    ),
+    Mutation(
+        "the job continues from the oldest state that can be had",
+        f"{CORE}/recovery_plan.py",
+        "        reverse=True,\n",
+        "        reverse=False,\n",
+        Test(MOMENTS),
+    ),
+    Mutation(
+        "an older state of a later world comes first",
+        f"{CORE}/recovery_plan.py",
+        "key=lambda one: (one[0].worth, one[1], one[3].number)",
+        "key=lambda one: (one[1], one[3].number, one[0].worth)",
+        Test(f"{PLANS}::test_an_older_state_in_a_later_world_undoes_no_step"),
+    ),
+    Mutation(
+        "new shards are used before a rank knows that all have them",
+        f"{CORE}/recovery_plan.py",
+        "(one[0].worth, one[1], one[3].number)",
+        "(one[0].worth, one[3].number)",
+        Test(f"{PLANS}::test_new_shards_of_which_no_member_knows_that_all_have_them_are_cut_again"),
+    ),
+    Mutation(
+        "no rank goes forward to a step that another one has committed",
+        f"{CORE}/recovery_plan.py",
+        "            elif shard.next_state == target:\n                yield Way.FORWARD\n",
+        "",
+        Test(MOMENTS),
+    ),
+    Mutation(
+        "a rank goes forward with gradients of another quorum",
+        f"{CORE}/recovery_plan.py",
+        "            elif shard.next_state == target:\n",
+        "            elif shard.voted and shard.state.step + 1 == target.step:\n",
+        Test(f"{PLANS}::test_gradients_of_a_step_in_another_quorum_do_not_lead_to_the_target"),
+    ),
+    Mutation(
+        "a shard of another state at an equal step is taken",
+        f"{CORE}/recovery_plan.py",
+        "            if shard.state == target:\n",
+        "            if shard.state.step == target.step:\n",
+        Test(f"{PLANS}::test_gradients_of_another_attempt_do_not_mix"),
+    ),
+    Mutation(
+        "a keeper counts that cannot rebuild the target",
+        f"{CORE}/recovery_plan.py",
+        "(number, rank) and target in copy.states for copy",
+        "(number, rank) for copy",
+        Test(f"{PLANS}::test_a_copy_that_is_not_complete_is_no_source"),
+    ),
+    Mutation(
+        "a job whose shards are lost begins from the first step",
+        f"{CORE}/recovery_plan.py",
+        "Kind.LOST if lost else Kind.FRESH",
+        "Kind.FRESH",
+        Test(f"{PLANS}::test_a_member_and_its_keeper_lost_together_lose_the_shard"),
+    ),
+    Mutation(
+        "a job without a committed step does not begin again",
+        f"{CORE}/recovery_plan.py",
+        "if lost is None and soundness(target.step, target.lineage) is not Soundness.UNTRAINED:",
+        "if lost is None:",
+        Test(f"{PLANS}::test_a_job_without_a_committed_step_begins_again"),
+    ),
+    Mutation(
+        "a newcomer does not send its keeper a base",
+        f"{CORE}/recovery_plan.py",
+        "if rank in building or not _keeps",
+        "if not _keeps",
+        Test(f"{PLANS}::test_a_spare_takes_the_empty_seat_and_reads_the_shard_from_its_keeper"),
+    ),
+    Mutation(
+        "a newcomer gets no base of the rank that it keeps",
+        f"{CORE}/recovery_plan.py",
+        "if rank in building or not _keeps(holdings[holder[keeper]], world.number, rank, target)",
+        "if rank in building",
+        Test(f"{PLANS}::test_a_spare_takes_the_empty_seat_and_reads_the_shard_from_its_keeper"),
+    ),
+    Mutation(
+        "schedulers come from a rank whose script did not go through the step",
+        f"{CORE}/recovery_plan.py",
+        "(ways.index(one.way), not holdings[one.holder].whole)",
+        "ways.index(one.way)",
+        Test(f"{PLANS}::test_schedulers_come_from_a_rank_whose_script_went_through_the_step"),
+    ),
+    Mutation(
+        "a member that was replaced is the source of the shard of its old seat",
+        f"{CORE}/recovery_plan.py",
+        "one.replica_id != seat.replica_id, index",
+        "False, index",
+        Test(f"{PLANS}::test_the_member_in_the_seat_is_the_source_before_one_that_it_has_replaced"),
+    ),
+    Mutation(
+        "a keeper drops the options that the replay of another slice needs",
+        f"{CORE}/copy_ledger.py",
+        "oldest = min(",
+        "oldest = max(",
+        Test(MOMENTS),
+    ),
+    Mutation(
+        "gradients of a dropped attempt stay in the log",
+        f"{CORE}/copy_ledger.py",
+        "        self._logs[number] = [*(one for one in log if one.step < state.step), state]\n",
+        "        self._logs[number] = [*log, state]\n",
+        Test(f"{LEDGER}::test_gradients_of_another_attempt_replace_those_that_were_dropped"),
+    ),
+    Mutation(
+        "a log is not cut at a new base",
+        f"{CORE}/copy_ledger.py",
+        "        self._logs[number] = [one for one in log if one.step > state.step]\n",
+        "",
+        Test(MOMENTS),
+    ),
+    Mutation(
+        "a state counts that not all slices have",
+        f"{CORE}/copy_ledger.py",
+        "            if reached != state:\n",
+        "            if reached.step != state.step:\n",
+        Test(f"{LEDGER}::test_gradients_of_another_attempt_replace_those_that_were_dropped"),
+    ),
+    Mutation(
+        "a gap in the log is stepped over",
+        f"{CORE}/copy_ledger.py",
+        "                if one.step != reached.step + 1:\n                    return False\n",
+        "",
+        Test(f"{LEDGER}::test_a_gap_in_the_log_leads_nowhere"),
+    ),
+    Mutation(
+        "members change their seats when one is replaced",
+        f"{CORE}/world.py",
+        "tuple(seat or next(waiting) for seat in kept)",
+        "tuple(members)",
+        Test(f"{TESTS}/test_world.py::test_members_keep_their_seats_while_their_number_stays"),
+    ),
+    Mutation(
+        "a keeper is in the failure domain of the member though another one is there",
+        f"{CORE}/world.py",
+        "        if world.seats[one].domain not in domains:\n",
+        "        if one is not None:\n",
+        Test(f"{TESTS}/test_world.py::test_a_keeper_is_in_another_failure_domain_where_there_is_one"),
+    ),
+)
