@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from random import Random
 
 from keepstep.one_copy.core.holding import State
 from keepstep.one_copy.core.recovery_plan import Kind, Recovery, Way, plan_recovery
@@ -18,6 +19,8 @@ from tests.support.models.symbolic_copies import History, KeptCopy, Rank, base_m
 NEW = State(0, "new:job")
 Copies = dict[int, tuple[KeptCopy, bool]]
 """By the seat of a keeper: the copy of one rank, and whether it is complete."""
+Stage = tuple[int, Rank, Copies]
+"""See ``Job._stages``."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,17 @@ class Job:
             if max(phases) < 2 or min(phases) > 0:
                 newest = group.state.after(group.world.formed) if max(phases) == 2 else group.state
                 yield self._moment(group, chosen), newest
+
+    def random_moment_of_step(self, group: Group, random: Random) -> list[Rank]:
+        """Return one of the moments of an attempt, after its copies are checked."""
+        counts = (0.0, 1.0, random.random(), random.random())
+        rows = [self._positions(group, seat, counts) for seat in range(group.world.size)]
+        phases = random.choice(((0, 1), (0, 1), (1, 2)))  # a rank commits when all have voted
+        chosen = [random.choice([one for one in row if one[1] in phases]) for row in rows]
+        committed = max(phase for _, phase in chosen) == 2
+        ranks = self._moment(group, chosen)
+        check_copies(self, group, ranks, group.state.after(group.world.formed) if committed else group.state)
+        return ranks
 
     def after_step(self, group: Group, *, committed: bool = True) -> Group:
         """Return the members after a step that all have committed, or dropped."""
@@ -107,18 +121,19 @@ class Job:
         """Yield the moments before all members have adopted the new world."""
         rows = [self._stages(ranks, recovery, index) for index in range(len(ranks))]
         needs = _needs(ranks, recovery)
-        seats = [_seat(recovery.world, one) for one in ranks]
         for chosen in itertools.product(*rows):
-            stages = [stage for stage, _, _ in chosen]
-            fits = all(
-                (stages[index] < 2 or all(stages[one] >= 1 for one in needs[index]))
-                and (stages[index] < 3 or min(stages) >= 2)
-                and (stages[index] < 4 or min(stages) >= 3)
-                for index in range(len(ranks))
-            )
-            if fits and min(stages) < 4:
-                moment = [rank for _, rank, _ in chosen]
-                yield _with_copies(moment, recovery.world, [copies for _, _, copies in chosen], seats)
+            if _is_moment([stage for stage, _, _ in chosen], needs):
+                yield _moment_of_recovery(ranks, recovery, chosen)
+
+    def random_moment_of_recovery(self, ranks: Sequence[Rank], recovery: Recovery, random: Random) -> list[Rank]:
+        """Return one of the moments before all members have adopted the new world."""
+        rows = [self._stages(ranks, recovery, index) for index in range(len(ranks))]
+        needs = _needs(ranks, recovery)
+        while True:
+            most = random.randint(0, 4)
+            chosen = [random.choice([one for one in row if most - 1 <= one[0] <= most] or row[:1]) for row in rows]
+            if _is_moment([stage for stage, _, _ in chosen], needs):
+                return _moment_of_recovery(ranks, recovery, chosen)
 
     def after_recovery(self, ranks: Sequence[Rank], recovery: Recovery, turn: int = 0) -> Group:
         """Return the members when all have adopted the new world."""
@@ -130,7 +145,7 @@ class Job:
         (shard, history) = ordered[0].shards[0]
         return Group(recovery.world, shard.state, history, ordered, frozenset(fills), turn)
 
-    def _stages(self, ranks: Sequence[Rank], recovery: Recovery, index: int) -> list[tuple[int, Rank, Copies]]:
+    def _stages(self, ranks: Sequence[Rank], recovery: Recovery, index: int) -> list[Stage]:
         """Return what a rank does in a recovery.
 
         Stages: 0 nothing yet; 1 its shard is at the target; 2 it has its new shard; 3 its keepers have the base of a
@@ -138,7 +153,7 @@ class Job:
         """
         world, own = recovery.world, ranks[index]
         seat = _seat(world, own)
-        rows: list[tuple[int, Rank, Copies]] = [(0, own, {})]
+        rows: list[Stage] = [(0, own, {})]
         if recovery.kind is Kind.FRESH:
             now = own.with_trial(world, seat, NEW, ())
             return [*rows, (3, now, {}), (4, now.adopted(world, seat), {})]
@@ -191,6 +206,21 @@ def _needs(ranks: Sequence[Rank], recovery: Recovery) -> list[list[int]]:
         return [list(live.values()) for _ in ranks]
     seats = [_seat(recovery.world, one) for one in ranks]
     return [[live[seat]] if seat in recovery.building and seat in live else [] for seat in seats]
+
+
+def _is_moment(stages: Sequence[int], needs: Sequence[Sequence[int]]) -> bool:
+    """Return whether ranks can be at these stages, and have not all adopted the world."""
+    low = min(stages)
+    return low < 4 and all(
+        (stage < 2 or all(stages[one] >= 1 for one in waits)) and (stage < 3 or low >= 2) and (stage < 4 or low >= 3)
+        for stage, waits in zip(stages, needs, strict=True)
+    )
+
+
+def _moment_of_recovery(ranks: Sequence[Rank], recovery: Recovery, chosen: Sequence[Stage]) -> list[Rank]:
+    seats = [_seat(recovery.world, one) for one in ranks]
+    moment = [rank for _, rank, _ in chosen]
+    return _with_copies(moment, recovery.world, [copies for _, _, copies in chosen], seats)
 
 
 def _with_copies(ranks: list[Rank], world: World, copies: Sequence[Copies], seats: Sequence[int]) -> list[Rank]:
