@@ -115,7 +115,7 @@ MUTATIONS = (
         f"{CORE}/copy_ledger.py",
         "oldest = min(",
         "oldest = max(",
-        Test(MOMENTS),
+        Test(f"{LEDGER}::test_ends_are_kept_from_the_oldest_base_on"),
     ),
     Mutation(
         "gradients of a dropped attempt stay in the log",
