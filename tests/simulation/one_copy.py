@@ -37,7 +37,7 @@ class Walk:
         """Members that were lost since all copies were complete."""
         self._filling = bool(self.group.fills)
         self._cut_off = False
-        """Whether a frozen member has come back: a step that it alone has committed may be given up."""
+        """Whether a frozen member has returned: a step that it alone has committed may be given up."""
 
     def run(self) -> None:
         """Lose members until shards are lost. AssertionError: a rule is broken."""

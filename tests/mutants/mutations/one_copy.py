@@ -55,7 +55,7 @@ MUTATIONS = (
         Test(f"{PLANS}::test_gradients_of_a_step_in_another_quorum_do_not_lead_to_the_target"),
     ),
     Mutation(
-        "a shard of another state at an equal step is taken",
+        "a shard of another state at an equal step is used",
         f"{CORE}/recovery_plan.py",
         "            if shard.state == target:\n",
         "            if shard.state.step == target.step:\n",

@@ -1,6 +1,6 @@
 """All moments of a job with one copy, in which members may be lost: in a step, and in a recovery.
 
-What a process does is a row of positions. A moment is a position of each process that the messages between them allow.
+The actions of a process are a row of positions. A moment is a position of each process that the messages between them allow.
 So no order of events has to be played, and a few thousand moments stand for all of them.
 """
 

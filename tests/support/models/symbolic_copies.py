@@ -61,7 +61,7 @@ class KeptCopy:
 
     @property
     def told(self) -> Copy:
-        """What the keeper tells others."""
+        """The copy as the keeper tells it to others."""
         if self._told is None:
             self._told = self.ledger.copy()
         return self._told

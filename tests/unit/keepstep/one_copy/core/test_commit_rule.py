@@ -44,7 +44,7 @@ class Explorer:
             group: before the step.
             away: members that were lost. Each is dead, or frozen and may come back as it was.
             depth: number of losses before.
-            back: whether one has come back.
+            back: whether one has returned.
         """
         for ranks, newest in self.job.moments_of_step(group, self.details[depth]):
             check_copies(self.job, group, ranks, newest)
@@ -82,7 +82,7 @@ class Explorer:
 @pytest.mark.parametrize(
     ("copies", "details", "steps", "plans"),
     [(1, ANY, 0, 497), (1, ANY, 3, 497), (2, SOME, 3, 13_091)],
-    ids=["in the first step", "in a later step", "two of three, and there are two copies"],
+    ids=["in the first step", "in a later step", "two of three, with two copies"],
 )
 def test_members_lost_between_any_two_messages_lose_no_step(
     copies: int, details: Sequence[float], steps: int, plans: int

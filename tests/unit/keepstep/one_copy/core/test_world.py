@@ -44,7 +44,7 @@ def test_the_keeper_is_the_next_seat_in_the_ring() -> None:
     world = World(1, 1, seats("a", "b", "c"), 1)
     assert [keepers(world, seat, 1) for seat in range(3)] == [(1,), (2,), (0,)]
     assert keepers(world, 1, 2) == (2, 0)
-    assert keepers(world, 1, 9) == (2, 0), "there are no more"
+    assert keepers(world, 1, 9) == (2, 0), "all others"
 
 
 def test_a_keeper_is_in_another_failure_domain_where_there_is_one() -> None:
