@@ -1,7 +1,7 @@
 """All moments of a job with one copy, in which members may be lost: in a step, and in a recovery.
 
-The actions of a process are a row of positions. A moment is a position of each process that the messages between them allow.
-So no order of events has to be played, and a few thousand moments stand for all of them.
+The actions of a process are a row of positions. A moment is a position of each process that the messages between them
+allow. So no order of events has to be played, and a few thousand moments stand for all of them.
 """
 
 from __future__ import annotations
