@@ -22,6 +22,7 @@ import hsdp_step
 import join
 import kill_to_commit
 import loss
+import one_copy
 import outer_step
 import quantized
 import quorum_round
@@ -60,6 +61,7 @@ ALONE = {
     "quantized": quantized.run,
     "loss": loss.run,
     "sharded": sharded_speed.run,
+    "one_copy": one_copy.run,
     "scale": scale.run,
 }
 """Without torchft: these need no environment of it."""
