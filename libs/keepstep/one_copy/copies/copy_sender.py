@@ -77,7 +77,6 @@ class CopySender:
         self._ended = ""
         self._state, self._whole = tensors, whole
         self._fill = any(fill for _, fill in keepers.values())
-        self._next = 0
         self.exposed = {}
         need, boxes = round(tensors.nbytes * (1 + LOG_SHARE)), tensors.boxes
         for name, (address, _) in keepers.items():
