@@ -17,8 +17,8 @@ MAX_SLICES = 16
 def slice_count(state_bytes: int, gradient_bytes: int) -> int:
     """Return into how many slices a rank is cut.
 
-    A log then has on average as many bytes as a base. Six for Adam in one dtype, whose state is three times the
-    gradients.
+    The logs then have as many bytes as the bases: those of ``n`` slices have one to ``n`` steps. Five for Adam in one
+    dtype, whose state is three times the gradients.
 
     Args:
         state_bytes: of the parameters and their optimizer state.
@@ -26,7 +26,7 @@ def slice_count(state_bytes: int, gradient_bytes: int) -> int:
     """
     if not gradient_bytes:
         return 1
-    return max(1, min(MAX_SLICES, round(2 * state_bytes / gradient_bytes)))
+    return max(1, min(MAX_SLICES, round(2 * state_bytes / gradient_bytes) - 1))
 
 
 def cut(sizes: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:
