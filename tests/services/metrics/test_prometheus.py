@@ -172,8 +172,8 @@ async def test_every_query_of_dashboards_and_alerts_finds_the_metrics_that_it_na
         for where, query in queries():
             await one.until(query, where)
         for alert, expression in ALERTS.items():
-            if alert == "CertificateEndsSoon":
-                continue  # the services of the scene have no TLS
+            if alert in ("CertificateEndsSoon", "MemberIsExposed"):
+                continue  # the services of the scene have no TLS, and its job has several copies
             for selector in re.findall(r"\b(?:keepstep|etcd)_\w+(?:\{.*?\})?|\bup\{.*?\}", expression):
                 await one.until(re.sub(r"kind=~?\".*?\"", "", selector), alert)
         found = {rule["name"]: rule for group in (await one.get("rules"))["groups"] for rule in group["rules"]}

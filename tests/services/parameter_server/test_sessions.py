@@ -121,7 +121,7 @@ def test_a_client_that_freezes_ends_its_session_by_the_timeout_and_delays_no_oth
             client.stdin.write("\n")
             client.stdin.flush()
             assert client.stdout.readline() == "2.0\n"
-            assert ended(server).startswith("TimeoutError: recv")
+            assert ended(server).startswith("ProcessGroupTimeoutError: recv")
         client.stdin.write("\n")
         client.stdin.flush()
         assert client.stdout.readline() == "2.0\n"

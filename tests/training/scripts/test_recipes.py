@@ -122,7 +122,9 @@ async def test_a_sharded_group_heals_after_one_of_its_ranks_was_killed() -> None
 
 
 def test_the_pages_show_lines_of_the_scripts() -> None:
-    pages = [(EXAMPLES.parent / "docs" / name).read_text() for name in ("recipes.md", "hsdp.md", "epochs.md")]
+    pages = [
+        (EXAMPLES.parent / "docs" / name).read_text() for name in ("recipes.md", "hsdp.md", "epochs.md", "one-copy.md")
+    ]
     shown = set()
     for section in [section for page in pages for section in re.split(r"^## ", page, flags=re.MULTILINE)[1:]]:
         scripts = set(re.findall(r"\]\(\.\./examples/(\w+\.py)\)", section))
