@@ -106,9 +106,11 @@ def running(side: Side, words: Sequence[str], log: Path, **variables: str) -> It
     try:
         yield process
     finally:
+        if "torch.distributed.run" in words:
+            stop(process)  # it ends its ranks, which have sessions of their own
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        stop(process)
+        process.wait()
 
 
 @contextlib.contextmanager
