@@ -59,7 +59,7 @@ class Ranks:
             }
             if len(reached) >= processes:
                 return reached
-            time.sleep(0.01)
+            time.sleep(0.01)  # files announce nothing
         raise RuntimeError(f"{processes} ranks did not reach step {step} within {LIMIT_SECONDS:g} s")
 
     def resumed(self, after: float, processes: int, *, new: bool, old: set[int]) -> tuple[float, int]:
@@ -82,7 +82,7 @@ class Ranks:
             if len(firsts) >= processes:
                 firsts.sort()
                 return firsts[processes - 1][0], min(step for _, step in firsts)
-            time.sleep(0.01)
+            time.sleep(0.01)  # files announce nothing
         raise RuntimeError(f"no commit within {LIMIT_SECONDS:g} s after a kill")
 
 
@@ -144,7 +144,7 @@ def kill_ours(side: Side, layers: int, spares: int, log: Path) -> tuple[float, f
         with ours(side, RANKS, words, log, left, spares):
             deadline = time.monotonic() + LIMIT_SECONDS
             while len(list(Path(folder).glob("ready-*"))) < RANKS + spares and time.monotonic() < deadline:
-                time.sleep(0.05)
+                time.sleep(0.05)  # files announce nothing
             lines = ranks.wait(RANKS, 12)
             shard = layers * LAYER_BYTES / RANKS
             copies = max(rows[-1][2] for rows in lines.values()) / shard

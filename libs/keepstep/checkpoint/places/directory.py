@@ -221,7 +221,7 @@ class DirectoryTarget:
                     seen, since = found, time.monotonic()
                 elif time.monotonic() - since > OLD_SECONDS:
                     lock.unlink(missing_ok=True)
-                time.sleep(min(_POLL_SECONDS, self._deadline.remaining()))
+                time.sleep(min(_POLL_SECONDS, self._deadline.remaining()))  # a shared file system announces nothing
             else:
                 return
 

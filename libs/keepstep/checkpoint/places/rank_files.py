@@ -245,7 +245,7 @@ class RankFiles:
                 log.warning("a committed save ends without all ranks", place=str(self._place), reason=what)
                 return
             attempts += 1
-            time.sleep(self._poll.seconds(attempts))
+            time.sleep(self._poll.seconds(attempts))  # a shared file system announces nothing
 
     def fail(self, error: str) -> None:
         """Tell the other ranks why this one failed. Never raises."""

@@ -9,7 +9,6 @@ import json
 import subprocess
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ import pytest
 from keepstep.coordination import LighthouseClient, LighthouseServer, ManagerClient, ManagerServer, Quorum
 from keepstep_mesh.net.addresses import outward_address
 from keepstep_mesh.testing import ChaosProxy, scripted_lighthouse
+from tests.support.checkpoints.checkpoint_ends import eventually
 from tests.support.network.certificates import Authority
 from tests.support.network.namespaces import Namespaces, why_not
 from tests.support.services.command import environment
@@ -326,11 +326,9 @@ def test_a_replica_that_waits_for_a_quorum_is_alive_longer_than_the_heartbeat_ti
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             waits = pool.submit(client.quorum, "a", LIMIT)
             try:
-                while state_of(server, "a") != "asking":
-                    time.sleep(0.01)
+                eventually(lambda: state_of(server, "a") == "asking")
                 client.heartbeat("silent")
-                while state_of(server, "silent") not in ("gone", "unknown"):
-                    time.sleep(0.01)
+                eventually(lambda: state_of(server, "silent") in ("gone", "unknown"))
                 assert state_of(server, "a") == "asking"
             finally:
                 second = client.quorum("b", LIMIT)
