@@ -170,7 +170,9 @@ class Manager:
         from keepstep.lifecycle.membership import GroupMembership
         from keepstep.lifecycle.steps import Steps
         from keepstep.script_checks.script_checker import ScriptChecker
+        from keepstep.step.reconfigurer import check_changeable
 
+        check_changeable(pg)
         relays = environment.variable("DURABLE_RELAYS") or durable_relays
         self._settings = ManagerSettings(
             link=LinkSettings.from_arguments(

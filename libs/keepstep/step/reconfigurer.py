@@ -45,9 +45,6 @@ class Reconfigurer:
         key_values: the rendezvous table, if this process serves one (rank 0).
         own_address: of that table.
         timeout: of a rebuild.
-
-    Raises:
-        ValueError: ``pg`` cannot change its members.
     """
 
     def __init__(
@@ -64,11 +61,6 @@ class Reconfigurer:
         own_address: str,
         timeout: timedelta,
     ) -> None:
-        if not (hasattr(pg, "configure") or _has_reconfigure(pg)):
-            raise ValueError(
-                f"pg is a {type(pg).__name__}, which cannot change its members: pass a process group of keepstep, or "
-                "one of torch >= 2.14 that was made with enable_reconfigure=True"
-            )
         self.pg = pg
         self._job = job
         self._replica_id = replica_id
@@ -244,6 +236,15 @@ class Reconfigurer:
                 self._store.abort("shutting down")
                 self._store.close()
             self.pg.shutdown()
+
+
+def check_changeable(pg: dist.ProcessGroup) -> None:
+    """Raise ValueError if ``pg`` cannot change its members."""
+    if not (hasattr(pg, "configure") or _has_reconfigure(pg)):
+        raise ValueError(
+            f"pg is a {type(pg).__name__}, which cannot change its members: pass a process group of keepstep, or "
+            f"one of torch >= 2.14 that was made with enable_reconfigure=True"
+        )
 
 
 def _has_reconfigure(pg: dist.ProcessGroup) -> bool:
