@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from keepstep import DistributedDataParallel, Manager, Optimizer
+from keepstep import DistributedDataParallel, ManagedProcessGroup, Manager, Optimizer
 from tests.gpu.check import DIGEST, Check, Result
 from tests.gpu.rank import TIMEOUT, Rank, seconds_of
 
@@ -128,7 +128,8 @@ def train_variant(rank: Rank, variant: str) -> Result:
         module = torch.compile(training.ddp)
     half = torch.float16 if variant == "scaler" and rank.on_gpu else torch.bfloat16
     scaler = torch.amp.GradScaler(rank.device.type, init_scale=2.0**10) if variant == "scaler" else None
-    last = float("nan")
+    last, met = float("nan"), False
+    groups = ManagedProcessGroup(training.manager)
     while training.manager.current_step() < STEPS:
         training.optimizer.zero_grad()
         with torch.autocast(rank.device.type, dtype=half, enabled=variant in ("autocast", "scaler")):
@@ -136,6 +137,7 @@ def train_variant(rank: Rank, variant: str) -> Result:
         last = loss.item()
         if scaler is None:
             loss.backward()
+            met = groups.barrier().wait()  # reduces a tensor of its own, on the device of the process group
             training.optimizer.step()
         else:
             scaler.scale(loss).backward()
@@ -144,6 +146,7 @@ def train_variant(rank: Rank, variant: str) -> Result:
     digest = training.digest()
     training.manager.shutdown()
     assert last == last, "the loss is a NaN"  # noqa: PLR0124
+    assert met or scaler is not None, "the barrier of the last step failed"
     return {DIGEST: digest, "last loss": round(last, 3)}
 
 

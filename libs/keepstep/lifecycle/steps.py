@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
+import torch
 from torch.optim import Optimizer
 
 from keepstep.group.agreement import FixedLines, LayoutChanges, LayoutPart, PartsMissing
@@ -19,6 +20,7 @@ from keepstep.lifecycle.manager_settings import ManagerSettings
 from keepstep.lifecycle.membership import GroupMembership
 from keepstep.lifecycle.rehearsal.rehearsed_step import RehearsedStep
 from keepstep.lifecycle.rehearsal.state_before import StateBefore
+from keepstep.process_group import ProcessGroup
 from keepstep.runtime.exits import handled_error
 from keepstep.script_checks.script_checker import ScriptChecker
 from keepstep.step.attempt import Attempt
@@ -82,6 +84,15 @@ class Steps:
         if attempt is None or attempt.done or attempt.requested_early or self._membership.ended:
             return None
         return attempt.number
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the tensors that the process group reduces."""
+        pg = self._context.reconfigurer.pg
+        if isinstance(pg, ProcessGroup):
+            return pg.device
+        types = {one.type for one in pg._device_types}  # noqa: SLF001  torch has no public name for it
+        return torch.device("cpu" if not types or "cpu" in types else types.pop())
 
     @property
     def continued(self) -> bool:

@@ -103,6 +103,11 @@ class ProcessGroup(TorchProcessGroup):  # its metaclass is not ABCMeta: abstract
         return {}
 
     @property
+    def device(self) -> torch.device:
+        """Device of the tensors that the collectives of this group take: the CPU, or the current accelerator."""
+        return torch.device("cpu")
+
+    @property
     def supports_reconfigure(self) -> bool:
         """Whether the group has torch's ``get_reconfigure_handle`` and ``reconfigure``."""
         return True

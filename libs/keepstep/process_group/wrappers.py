@@ -88,6 +88,10 @@ class ProcessGroupWrapper(ProcessGroup):
         return self._pg.job_settings
 
     @property
+    def device(self) -> torch.device:
+        return self._pg.device
+
+    @property
     def parent(self) -> ProcessGroup:
         """The wrapped group."""
         return self._pg
@@ -329,6 +333,12 @@ class ManagedProcessGroup(ProcessGroup):
         self._manager = manager
 
     @property
+    def device(self) -> torch.device:
+        """That of the Manager's process group; the CPU for an object that is no Manager."""
+        device = getattr(getattr(self._manager, "steps", None), "device", None)
+        return device if isinstance(device, torch.device) else super().device
+
+    @property
     def supports_reconfigure(self) -> bool:
         return False
 
@@ -356,7 +366,7 @@ class ManagedProcessGroup(ProcessGroup):
                 tensors, options = args
                 works = [self._gather(one, [one], options.rootRank) for one in tensors]
             case "barrier":
-                tensors = [torch.zeros(1)]
+                tensors = [torch.zeros(1, dtype=torch.int64, device=self.device)]
                 works = [self._manager.allreduce(tensors[0], reduce_op=ReduceOp.SUM)]
             case _:
                 raise ProcessGroupError(

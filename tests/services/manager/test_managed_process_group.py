@@ -13,7 +13,7 @@ from torch.distributed import ReduceOp
 from torch.distributed import _functional_collectives as functional
 
 from keepstep import ManagedProcessGroup, ProcessGroupDummy
-from keepstep.process_group import ProcessGroupError
+from keepstep.process_group import FakeProcessGroupWrapper, ProcessGroupError
 from tests.services.manager.groups import manager, together
 
 
@@ -136,6 +136,28 @@ def test_small_values_are_gathered_and_broadcast_bit_for_bit_over_the_groups(lig
             assert chosen.item() == 2
 
     together(*(lambda number=number: group(number) for number in range(3)))
+
+
+class OnAnAccelerator(ProcessGroupDummy):
+    """A group that takes tensors of one device, as NCCL does. This machine may have no accelerator: "meta" is there."""
+
+    device = torch.device("meta")
+
+    def _run(self, operation: str, *args: Any) -> dist.Work:
+        if any(not one.is_meta for one in args[0]):
+            raise RuntimeError(f"No backend type associated with device type {args[0][0].device}")
+        return super()._run(operation, *args)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_barrier_reduces_on_the_device_of_the_process_group(lighthouse, wrapped) -> None:
+    pg = OnAnAccelerator()
+    with manager(lighthouse, "a", pg=FakeProcessGroupWrapper(pg) if wrapped else pg) as m:
+        m.start_quorum()
+        managed = ManagedProcessGroup(m)
+        assert managed.device == torch.device("meta")
+        assert managed.barrier().wait()
+        assert m.should_commit()
 
 
 def test_a_gather_of_a_failed_step_leaves_its_outputs_and_does_not_raise(lighthouse) -> None:

@@ -19,6 +19,7 @@ from keepstep.process_group.baby.children import Spawner
 from keepstep.process_group.base import DEFAULT_TIMEOUT, ProcessGroup
 from keepstep.process_group.group_errors import ProcessGroupAbortedError, ProcessGroupError
 from keepstep.process_group.store_exchange import create_store_client
+from keepstep.process_group.torch_backends.accelerator import current_accelerator
 from keepstep.process_group.torch_backends.backend import check_rank
 from keepstep.process_group.torch_backends.gloo import host_of
 from keepstep.process_group.torch_backends.membership_changes import job_settings
@@ -172,6 +173,10 @@ class ProcessGroupBabyNCCL(ProcessGroupBaby):
     def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
         require_accelerator(self._backend.upper(), type(self).__name__)
         super().__init__(timeout)
+
+    @property
+    def device(self) -> torch.device:
+        return current_accelerator()
 
     @property
     def job_settings(self) -> Mapping[str, str]:

@@ -37,6 +37,12 @@ ABORT_SECONDS = 10.0
 """Limit of the wait for an abort in progress when a communicator is freed."""
 
 
+def current_accelerator() -> torch.device:
+    """Return the device that is current in this thread, on a machine that has an accelerator."""
+    device: Any = torch.accelerator.current_accelerator()
+    return torch.device(device.type, torch.accelerator.current_device_index())
+
+
 class AcceleratorCommunicator(Communicator):
     """A communicator on torch's ``backend_class``. It initialises without blocking, so that it can be aborted.
 
@@ -77,9 +83,9 @@ class AcceleratorCommunicator(Communicator):
         While torch connects, it holds a lock that its ``abort`` needs. A thread that still connects after ``fail`` is
         left behind with its backend, and ends by torch's timeout.
         """
-        device: Any = torch.accelerator.current_accelerator()
-        place = torch.device(device.type, torch.accelerator.current_device_index())
-        Thread(target=self._connect_into, args=(place,), name="keepstep-nccl-connect", daemon=True).start()
+        Thread(
+            target=self._connect_into, args=(current_accelerator(),), name="keepstep-nccl-connect", daemon=True
+        ).start()
         try:
             self._connecting.result()
         except concurrent.futures.CancelledError:

@@ -11,7 +11,11 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, Work
 
 from keepstep.process_group.group_errors import ProcessGroupError
-from keepstep.process_group.torch_backends.accelerator import AcceleratorCommunicator, AcceleratorWork
+from keepstep.process_group.torch_backends.accelerator import (
+    AcceleratorCommunicator,
+    AcceleratorWork,
+    current_accelerator,
+)
 from keepstep.process_group.torch_backends.backend import BackendProcessGroup
 from keepstep.process_group.torch_backends.backend_work import flat_tensors
 from keepstep.process_group.torch_backends.communicator import Communicator
@@ -64,6 +68,10 @@ class ProcessGroupNCCL(BackendProcessGroup):
     @property
     def job_settings(self) -> Mapping[str, str]:
         return job_settings() if self._can_change_members else {}
+
+    @property
+    def device(self) -> torch.device:
+        return current_accelerator()
 
     def getBackendName(self) -> str:  # noqa: N802
         return f"keepstep-{self._backend_name.lower()}"
