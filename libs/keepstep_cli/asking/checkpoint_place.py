@@ -58,6 +58,11 @@ class Places:
                     refusals.append(refusal)
             raise refusals[0]
 
+    def at_relay(self, checkpoint_id: str) -> tuple[Relay, str, str] | None:
+        """Return the relay, job and name that ``existing`` has found; None for a directory."""
+        at = _relay_of(checkpoint_id)
+        return None if at is None else (Relay(at.address, self.token, self.tls), at.job, at.id)
+
     def new(self, name: str) -> str:
         """Return the ``checkpoint_id`` of a checkpoint to save, after a request to its relay.
 
@@ -86,7 +91,7 @@ class Places:
 @contextmanager
 def _naming_directories(name: str) -> Iterator[None]:
     """Add to an error that ``name``, which has no slash, is one at a relay."""
-    hint = f"; {name} names a checkpoint at a relay: for a directory write ./{name}"
+    hint = f"\n{name} names a checkpoint at a relay: for a directory write ./{name}"
     try:
         yield
     except Unreachable as error:

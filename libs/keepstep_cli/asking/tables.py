@@ -52,6 +52,10 @@ def _clock(unix: float) -> str:
     return datetime.fromtimestamp(unix).astimezone().strftime("%H:%M:%S")
 
 
+def _date(unix: float) -> str:
+    return datetime.fromtimestamp(unix).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
 def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else WIDE, highlight=False, emoji=False)
 
@@ -218,6 +222,8 @@ def show_facts(facts: dict[str, Any]) -> None:
             text = bytes_text(value)
         elif isinstance(value, bool):
             text = "yes" if value else "no"
+        elif name in ("begun", "committed") and isinstance(value, float):
+            text = _date(value)
         else:
             text = str(value)
         table.add_row(FACTS.get(name, name.replace("_", " ")), escape(text or "-"))
@@ -243,7 +249,7 @@ def show_checkpoints(checkpoints: list[dict[str, Any]]) -> None:
             str(one["chunks"]),
             str(one["lacking"]),
             ", ".join(tier for tier, some in tiers.items() if some),
-            datetime.fromtimestamp(one["begun"]).astimezone().strftime("%Y-%m-%d %H:%M:%S"),
+            _date(one["begun"]),
         )
     console().print(table)
 

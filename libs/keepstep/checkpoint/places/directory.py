@@ -16,7 +16,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from io import FileIO
 from pathlib import Path
@@ -278,6 +278,16 @@ class DirectorySource:
 
     def manifests(self) -> list[StoredManifest]:
         """See ``PackSource``."""
+        return [self.manifest(rank, root) for rank, root in enumerate(self.record()["roots"])]
+
+    def record(self) -> dict[str, Any]:
+        """Return ``checkpoint.json``.
+
+        Raises:
+            CheckpointNotFound: the directory has no checkpoint.
+            CheckpointDamaged: the file does not name the root of each rank.
+            CheckpointError: it is of another version.
+        """
         if self._path.is_file():
             raise CheckpointNotFound(
                 f"{self._path} is a file, expected a directory of keepstep.checkpoint.save{_IMPORT}"
@@ -294,20 +304,24 @@ class DirectorySource:
             )
         attempt = str(record.get("attempt"))
         self._attempt = attempt if _ATTEMPT.fullmatch(attempt) else ""
-        found = []
-        for rank, root in enumerate(_roots(record, self._path)):
-            name = f"manifest-{rank}"
-            with self._open(name) as file:
-                data = file.read()
-            try:
-                envelope = read_envelope(data)
-            except ManifestError as error:
-                raise CheckpointDamaged(f"{self._path / name} is damaged: {error}") from error
-            if envelope.root.hex() != root:
-                raise CheckpointDamaged(f"{self._path / name} is not the committed manifest")
-            self._check_size(rank, envelope.pack_bytes)
-            found.append(StoredManifest(data, envelope))
-        return found
+        roots = record.get("roots")
+        if not isinstance(roots, list) or len(roots) != record.get("ranks") or not roots:
+            raise CheckpointDamaged(f"{self._path / RECORD} is damaged: it must name the root of each rank")
+        return record
+
+    def manifest(self, rank: int, root: str) -> StoredManifest:
+        """Return the manifest of a rank. ``CheckpointDamaged`` if it has not this root, or its pack not its length."""
+        name = f"manifest-{rank}"
+        with self._open(name) as file:
+            data = file.read()
+        try:
+            envelope = read_envelope(data)
+        except ManifestError as error:
+            raise CheckpointDamaged(f"{self._path / name} is damaged: {error}") from error
+        if envelope.root.hex() != root:
+            raise CheckpointDamaged(f"{self._path / name} is not the committed manifest")
+        self._check_size(rank, envelope.pack_bytes)
+        return StoredManifest(data, envelope)
 
     def _check_size(self, rank: int, size: int) -> None:
         with self._open(f"pack-{rank}") as file:
@@ -345,10 +359,3 @@ class DirectorySource:
 
     def close(self) -> None:
         """See ``PackSource``."""
-
-
-def _roots(record: dict[str, Any], path: Path) -> Iterable[str]:
-    roots = record.get("roots")
-    if not isinstance(roots, list) or len(roots) != record.get("ranks") or not roots:
-        raise CheckpointDamaged(f"{path / RECORD} is damaged: it must name the root of each rank")
-    return map(str, roots)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import pickle
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,3 +107,45 @@ async def test_every_failure_has_an_exit_code_and_leaves_nothing(tmp_path: Path)
         assert (said.code, said.out) == (1, "")
         assert "a value of it has no key" in said.err
     assert names(tmp_path) == before | {"disk"}
+
+
+async def test_a_checkpoint_in_a_directory_is_shown_and_verified_without_a_relay(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("KEEPSTEP_LIGHTHOUSE", "http://127.0.0.1:1")
+    monkeypatch.chdir(tmp_path)
+    save({"w": torch.arange(3.0 * 2**20), "step": 3}, tmp_path / "ours", step=3)
+    said = await keepstep("checkpoint", "show", "./ours")
+    assert said.code == 0, said.err
+    assert {"3", "12.0", "committed"} <= set(said.out.split())
+    shown = json.loads((await keepstep("checkpoint", "show", "./ours", "--json")).out)
+    assert [shown["checkpoint"][name] for name in ("step", "ranks", "bytes", "chunks")] == [3, 1, 12 << 20, 2]
+    assert shown["by_rank"][0]["root"] == json.loads((tmp_path / "ours" / "checkpoint.json").read_text())["roots"][0]
+    for name in ("./ours", f"file://{tmp_path}/ours"):
+        said = await keepstep("checkpoint", "verify", name)
+        assert (said.code, said.out) == (0, f"{name}: 2 chunks, 12.0 MiB, good\n")
+    flip(tmp_path / "ours" / "pack-0")
+    said = await keepstep("checkpoint", "verify", "./ours", "--json")
+    assert said.code == 1
+    assert [(one["rank"], one["chunk"]) for one in json.loads(said.out)["damaged"]] == [(0, 0)]
+    os.truncate(tmp_path / "ours" / "pack-0", 1000)
+    said = await keepstep("checkpoint", "verify", "./ours")
+    assert said.code == 1
+    assert f"pack-0 has 1000 bytes, expected {12 << 20}" in said.out
+
+
+async def test_what_is_no_checkpoint_in_a_directory_says_what_to_do(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("KEEPSTEP_LIGHTHOUSE", "http://127.0.0.1:1")
+    (tmp_path / "dcp").mkdir()
+    (tmp_path / "dcp" / ".metadata").write_bytes(b"")
+    for command in ("show", "verify"):
+        for name, code, words in (
+            (f"{tmp_path}/dcp", 4, "has no committed checkpoint: missing checkpoint.json; keepstep checkpoint import"),
+            (f"{tmp_path}/nowhere", 4, "has no committed checkpoint"),
+            ("s3://bucket/x", 1, "expected http://HOST:PORT"),
+            ("ours", 3, "ours names a checkpoint at a relay: for a directory write ./ours"),
+        ):
+            said = await keepstep("checkpoint", command, name)
+            assert (said.code, said.out) == (code, ""), (command, name, said)
+            assert words in " ".join(said.err.split())
+    said = await keepstep("checkpoint", "rm", f"{tmp_path}/dcp")
+    assert said.code == 2
+    assert "is a directory: delete it as any other" in said.err
