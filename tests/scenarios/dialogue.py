@@ -87,6 +87,8 @@ OPTIONS = (
     "has to leave",
     "publish",
     "stepped with",
+    "without copies at",
+    "multiple",
 )
 BRACKETS = r"(?: \[(?P<options>[^\]]*)\])?"
 
@@ -255,6 +257,7 @@ class Dialogue:
                 retry="retry" in options,
                 replace="SIGTERM" if "has to leave" in options else "",
                 publish=options.get("publish", ""),
+                multiple=int(options.get("multiple", "1")),
                 last_step=self._report(int(match["step"]), options),
             ),
         )
@@ -273,6 +276,11 @@ class Dialogue:
 
     def healed(self, match: re.Match[str]) -> list[Decision]:
         return self._each(match, lambda one: self.driver.reports(one, Healing(1, 1, 1.0, ended=True)))
+
+    def tells_shards(self, match: re.Match[str]) -> list[Decision]:
+        keepers = tuple(match["keepers"].split(", ")) if match["keepers"] else ()
+        holes = tuple(one for one in _options(match).get("without copies at", "").split(" and ") if one)
+        return self.driver.tells_shards(match["ids"], int(match["world"]), keepers, without=holes)
 
     def leaves(self, match: re.Match[str]) -> list[Decision]:
         told: tuple[str, str, int | None] = "told to", "", None
@@ -335,6 +343,10 @@ EVENTS: tuple[tuple[str, Action], ...] = (
     (r"(?P<ids>[\w:]+) is healing, (?P<done>\d+) of (?P<total>\d+) MiB", Dialogue.heals),
     (r"(?P<ids>[\w:]+) fails to heal: (?P<error>.+)", Dialogue.fails_to_heal),
     (IDS + r" ha(?:s|ve) healed", Dialogue.healed),
+    (
+        r"(?P<ids>[\w:]+) is in world (?P<world>\d+)(?:, kept by (?P<keepers>[\w:, ]+))?" + BRACKETS,
+        Dialogue.tells_shards,
+    ),
     (IDS + r" leaves?" + BRACKETS, Dialogue.leaves),
     (IDS + r" moves? to another lighthouse", _simple("moves")),
     (IDS + r" fails?", _simple("fails")),

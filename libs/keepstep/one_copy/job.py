@@ -478,6 +478,7 @@ class OneCopy:
             commit_failures=max(self._failures, 1 if self._broken else 0),
             timeout_ms=0,
             final=final,
+            multiple=self._shape.multiple(self._settings.world_size),
         )
         while True:
             try:

@@ -28,7 +28,7 @@ from keepstep_mesh.protocol.membership import (
     StepReport,
 )
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 """Version of this build."""
 OLDEST_PROTOCOL_VERSION = 5
 """Oldest version that this build works with. Version 5 changed the order of the fields of requests and answers."""
@@ -119,6 +119,8 @@ class StepRequest:
     publish: str = ""
     """With ``final``, whether the final state goes to the relays before the job is closed, equal in all groups: ``no``,
     ``wanted`` (answered with a quorum when all groups have finished at one state), ``done``. Empty: unknown."""
+    multiple: int = 1
+    """A quorum has a multiple of so many groups, because the mesh of a model that exists once has that shape."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -205,7 +205,10 @@ class OrderHandlers:
 
     async def verify(self, request: web.Request) -> web.Response:
         await read_body(request, VerifyBody)
-        made = await self._execute(find_job(self._node, request), VerifyOrdered(_who(request)), "verify_ordered")
+        job = find_job(self._node, request)
+        if job.core.incomparable:
+            raise Problem(HTTPStatus.CONFLICT, "the model exists once: each group holds other shards, so none compare")
+        made = await self._execute(job, VerifyOrdered(_who(request)), "verify_ordered")
         assert made is not None  # this order always has an effect
         return _done(
             made,

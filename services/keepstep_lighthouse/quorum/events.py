@@ -283,7 +283,7 @@ class Reason:
     code: str
     """announced: ``fast`` ``all_asking`` ``stragglers_dropped``; waiting: ``nobody`` ``takeover_grace``
     ``min_replicas`` ``initial_replicas`` ``majority`` ``stragglers`` ``grace`` ``healing`` ``finish_grace``
-    ``closed``; for one group: ``duplicate_name`` ``max_replicas`` ``not_in_shrink`` ``layout`` ``parted``
-    ``spare`` ``replacing`` ``gone``. ``store``: the store accepts no writes."""
+    ``shards`` ``closed``; for one group: ``duplicate_name`` ``max_replicas`` ``multiple`` ``not_in_shrink``
+    ``layout`` ``parted`` ``spare`` ``replacing`` ``gone``. ``store``: the store accepts no writes."""
     numbers: dict[str, float]
     sentence: str

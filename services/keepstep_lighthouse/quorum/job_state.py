@@ -59,6 +59,8 @@ class JobState:
         """Members of the last quorum that committed a step, as far as this lighthouse knows."""
         self.reached = max(record.step, record.finished_step)
         """Highest step that the groups are known to have committed."""
+        self.leaving_later: dict[str, Group] = {}
+        """Groups whose order to drain waits."""
         self.active_since = now_unix
         """When the first group came, or the first quorum formed after a long wait; Unix seconds."""
         self.decisions: list[Decision] = []
@@ -92,9 +94,20 @@ class JobState:
         """Ask the groups that ``target`` names to leave; a disconnected group is asked when it reconnects."""
         for group in self.groups.matching(target):
             group.draining, group.drained_by = reason, by
-            if group.session is not None:
-                self.tell(group.session, Drain(reason))
+            self.tell_to_leave(group)
             self.log("drain", group.replica_id, reason=reason, by=by)
+
+    def tell_to_leave(self, group: Group) -> None:
+        """Send a group its order to drain; later, if a shard would be lost to the groups that stay (``shards``)."""
+        assert group.draining is not None
+        stay = {one.replica_id for one in self.groups if one.member and not one.told_to_leave}
+        waits = len(stay) > 1 and group.replica_id in stay and self.groups.sources.needs(group.replica_id, stay)
+        self.leaving_later.pop(group.replica_id, None)
+        if waits:
+            self.leaving_later[group.replica_id] = group
+        elif group.session is not None:
+            group.told_to_leave = True
+            self.tell(group.session, Drain(group.draining))
 
     def deny(self, group: Group, code: str, why: str, *, logged: bool = True) -> None:
         """Withdraw the open request of a group, if it has one, and tell it why."""

@@ -263,6 +263,11 @@ class JobCore:
         return self._features.spares.refusal(found[0]) if found else f"{target} is not connected"
 
     @property
+    def incomparable(self) -> bool:
+        """Whether each group holds other shards of the model, so that their weights cannot be compared."""
+        return bool(self._groups.sources)
+
+    @property
     def tally(self) -> Tally:
         return self._groups.tally
 

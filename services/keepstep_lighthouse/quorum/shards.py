@@ -1,7 +1,19 @@
-"""Shards of a job whose model exists once: worlds that its members form, and members without copies. Pure."""
+"""Shards of a job whose model exists once: worlds that its members form, and members without copies. Pure.
+
+Each member tells its keepers, and those of them that have no copies. A shard can be had of its member and of the
+keepers that have copies (``groups.sources``). Rules:
+
+* No quorum forms without all groups that have a shard, as long as one of them is there, also if it hangs: the others
+  could not go on. If all of them are gone, the quorum forms, and its members find that the shard is lost.
+* ``max_replicas`` and ``QuorumRequest.multiple`` leave out no group that alone has a shard, so a job may shrink in
+  several quorums.
+* Groups that drain get the order one after the other, if together they would take a shard with them: the next one
+  when the others have formed a world without the first. An eviction does not wait.
+"""
 
 from __future__ import annotations
 
+from keepstep_lighthouse.quorum.forming.quorum_rules import Verdict, choose, surplus
 from keepstep_lighthouse.quorum.groups.group import Group
 from keepstep_lighthouse.quorum.job_state import JobState
 from keepstep_lighthouse.quorum.views import reasons
@@ -9,6 +21,7 @@ from keepstep_mesh.protocol.membership import Data
 from keepstep_mesh.protocol.messages import ShardReport
 
 LOST = "lost"
+WAITS_FOR_SHARDS = Verdict("shards")
 
 
 class Shards:
@@ -16,20 +29,45 @@ class Shards:
 
     def __init__(self, job: JobState) -> None:
         self._job = job
-        self._world = 0
-        """The newest world that was logged."""
+        self._world = self._logged = 0
+        """The newest world of which a group has told, and the newest that was logged."""
 
     def reported(self, group: Group, told: ShardReport) -> None:
         """The group reports its shards."""
         before, group.shards = group.shards, told
-        if told.formed and told.world > self._world:
+        record = self._job.record
+        if told.world > self._world:
             self._world = told.world
+            self._job.groups.sources.begin(record.members if record.quorum_id == told.world else ())
+        if told.world == self._world and told.how != LOST:
+            without = {hole.keeper for hole in told.exposed}
+            self._job.groups.sources.note(group.replica_id, [one for one in told.keepers if one not in without])
+        if told.formed and told.world > self._logged:
+            self._logged = told.world
             self._log_world(told)
         was = before.exposed if before is not None else ()
         if told.exposed and {hole.keeper for hole in told.exposed} != {hole.keeper for hole in was}:
             self._job.log("exposed", group.replica_id, reason=reasons.no_copies(told))
         if was and not told.exposed:
             self._job.log("covered", group.replica_id, keepers=", ".join(told.keepers))
+
+    def lacks_some(self) -> bool:
+        """Return whether a quorum of the groups that ask would lose shards that can be had, or not fit the mesh."""
+        groups = self._job.groups
+        if not groups.sources:
+            return False
+        chosen = choose(groups, self._job.record)
+        if surplus(len(chosen), groups):
+            return True
+        return any(groups.sources.lost_without({one.replica_id for one in chosen}, groups.by_id))
+
+    def let_leave(self) -> None:
+        """Send the orders to drain that have waited, if shards can be had without these groups now."""
+        for group in list(self._job.leaving_later.values()):
+            if group.replica_id in self._job.groups.by_id:
+                self._job.tell_to_leave(group)
+            else:
+                del self._job.leaving_later[group.replica_id]
 
     def _log_world(self, told: ShardReport) -> None:
         if told.how == LOST:

@@ -1,9 +1,11 @@
-"""Bugs in ``one_copy``: which states of a model that exists once are kept, and how a job continues."""
+"""Bugs about a model that exists once: which states are kept, how a job continues, and which quorums may form."""
 
 from __future__ import annotations
 
 from tests.mutants.mutation import Mutation, Test
 
+SHARDS = Test("tests/scenarios/test_scenarios.py::test_the_lighthouse_decides_as_the_scenario_says[54_shards]")
+QUORUM = "services/keepstep_lighthouse/quorum"
 CORE = "libs/keepstep/one_copy/core"
 TESTS = "tests/unit/keepstep/one_copy/core"
 PLANS = f"{TESTS}/test_recovery_plan.py"
@@ -158,5 +160,68 @@ MUTATIONS = (
         "        if world.seats[one].domain not in domains:\n",
         "        if one is not None:\n",
         Test(f"{TESTS}/test_world.py::test_a_keeper_is_in_another_failure_domain_where_there_is_one"),
+    ),
+    Mutation(
+        "a quorum forms without a member and its keeper, which hang",
+        f"{QUORUM}/settling.py",
+        "        if self._is_due and features.shards.lacks_some():\n            self.verdict = WAITS_FOR_SHARDS\n",
+        "",
+        SHARDS,
+    ),
+    Mutation(
+        "a quorum waits for members that are gone with their shards",
+        f"{QUORUM}/groups/shard_sources.py",
+        "for one in sources if one in alive",
+        "for one in sources",
+        SHARDS,
+    ),
+    Mutation(
+        "a keeper without copies counts as a source of shards",
+        f"{QUORUM}/shards.py",
+        "[one for one in told.keepers if one not in without]",
+        "told.keepers",
+        SHARDS,
+    ),
+    Mutation(
+        "a member and its keeper get the order to leave at once",
+        f"{QUORUM}/job_state.py",
+        "        if waits:\n",
+        "        if False:\n",
+        SHARDS,
+    ),
+    Mutation(
+        "a member that waits for its order to leave is never told",
+        f"{QUORUM}/settling.py",
+        "            features.shards.let_leave()\n",
+        "            pass\n",
+        SHARDS,
+    ),
+    Mutation(
+        "max_replicas leaves out a member and its keeper",
+        f"{QUORUM}/forming/quorum_rules.py",
+        "if too_many and not groups.sources.needs(group.replica_id, kept):",
+        "if too_many:",
+        SHARDS,
+    ),
+    Mutation(
+        "a group that does not fit the mesh stops the others",
+        f"{QUORUM}/forming/quorum_rules.py",
+        "count if groups.multiple <= 1 else count - surplus(count, groups)",
+        "count",
+        SHARDS,
+    ),
+    Mutation(
+        "a quorum forms that does not fit the mesh",
+        f"{QUORUM}/shards.py",
+        "        if surplus(len(chosen), groups):\n            return True\n",
+        "",
+        SHARDS,
+    ),
+    Mutation(
+        "sources of shards of an older world count",
+        f"{QUORUM}/shards.py",
+        "            self._job.groups.sources.begin(record.members if record.quorum_id == told.world else ())\n",
+        "",
+        SHARDS,
     ),
 )

@@ -109,6 +109,7 @@ async def test_shards_of_a_model_that_exists_once_are_shown_with_their_keepers_a
             'keepstep_events_total{job="job",kind="shards_lost"} 0.0',
         ):
             assert line in lines, line
+        assert "each group holds other shards" in (await rest.post(f"{JOB}/verify", status=409))["detail"]
 
 
 async def test_a_group_that_comes_back_as_another_incarnation_is_in_the_metrics_once() -> None:

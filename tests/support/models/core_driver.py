@@ -29,6 +29,7 @@ from keepstep_lighthouse.quorum.events import (
     ReadmitOrdered,
     ReopenOrdered,
     ReplaceOrdered,
+    ShardsReported,
     StragglerFound,
     Tell,
     Tick,
@@ -38,7 +39,7 @@ from keepstep_lighthouse.quorum.job_record import JobRecord
 from keepstep_lighthouse.quorum.machine import JobCore
 from keepstep_lighthouse.quorum.views.replicas import ReplicaState
 from keepstep_mesh.protocol.membership import HeldAnswer, Lineage, MemberInfo, StateRoot, StepFailure, StepReport
-from keepstep_mesh.protocol.messages import Healing, QuorumRequest, ToWorker
+from keepstep_mesh.protocol.messages import Exposure, Healing, QuorumRequest, ShardReport, ToWorker
 from keepstep_mesh.protocol.policy import Policy
 
 BEAT_SECONDS = 0.5
@@ -141,6 +142,7 @@ class Driver:
         retry: bool = False,
         replace: str = "",
         publish: str = "",
+        multiple: int = 1,
     ) -> list[Decision]:
         if settings is not None and info is None:
             info = MemberInfo(f"http://{replica_id}")
@@ -160,6 +162,7 @@ class Driver:
             retry=retry,
             replace=replace,
             publish=publish,
+            multiple=multiple,
         )
         return self.feed(Asked(self.session_of[replica_id], wanted))
 
@@ -191,6 +194,14 @@ class Driver:
 
     def reports(self, replica_id: str, told: Healing) -> list[Decision]:
         return self.feed(HealProgress(self.session_of[replica_id], told))
+
+    def tells_shards(
+        self, replica_id: str, world: int, keepers: tuple[str, ...] = (), *, without: tuple[str, ...] = ()
+    ) -> list[Decision]:
+        """Report the shards of a member of ``world``. ``without``: its keepers that have no copies."""
+        exposed = tuple(Exposure(one, "they are on their way") for one in without)
+        report = ShardReport(world, 0, 0, 0, "replaced", 0, 0.1, 0, keepers, exposed, formed=True)
+        return self.feed(ShardsReported(self.session_of[replica_id], report))
 
     def leaves(
         self, replica_id: str, reason: str = "told to", *, cause: str = "", step: int | None = None

@@ -43,7 +43,7 @@ FRAGMENTS = {
         *("completion", "doctor_command", "metrics_command", "restart"),  # one file for each command
         *("too_few", "watching"),
     },
-    "keepstep_lighthouse": {"repeated_frames", "service_handlers", "shards", "welcomed"},
+    "keepstep_lighthouse": {"repeated_frames", "service_handlers", "shard_sources", "welcomed"},
     "keepstep_megatron": {"nonpersistent"},  # public
     "keepstep_mesh": {"certificate_end", "clock_offset"},
     "keepstep_metrics": {"commits", "lost_steps", "pace"},  # pure

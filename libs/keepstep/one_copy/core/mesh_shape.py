@@ -66,6 +66,10 @@ class MeshShape:
         """Return whether a world of ``size`` ranks fills the mesh."""
         return size > 0 and size % self._fixed == 0
 
+    def multiple(self, ranks: int) -> int:
+        """Return of which number of members, with so many ranks each, a world that fills the mesh has a multiple."""
+        return self._fixed // math.gcd(self._fixed, ranks)
+
     def of(self, size: int) -> tuple[int, ...]:
         """Return the size of each dimension in a world of ``size`` ranks, which fit."""
         return tuple(size // self._fixed if one == -1 else one for one in self.sizes.values())

@@ -23,8 +23,9 @@ After a takeover these waits begin again, but a request keeps its deadline. So t
 for no group beyond the first deadline of a request: a group that hangs would end the healthy ones.
 
 Candidates are the asking groups; if one of them asks with shrink_only, only members of the previous quorum; never more
-than max_replicas. Groups that heal are known to be alive: they do not count in rule 3 and have a time limit of their
-own, which doubles with each heal of that name that exceeded it.
+than max_replicas. Where a model exists once, their number fits its mesh (``QuorumRequest.multiple``), and a group stays
+that alone has a shard: ``shards`` has those rules. Groups that heal are known to be alive: they do not count in rule 3
+and have a time limit of their own, which doubles with each heal of that name that exceeded it.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ Code = Literal[
     "grace",
     "healing",
     "finish_grace",
+    "shards",
 ]
 ANNOUNCING: frozenset[Code] = frozenset(("fast", "all_asking", "stragglers_dropped"))
 
@@ -181,15 +183,26 @@ def full_count(groups: Groups, policy: Policy) -> int:
 
 def candidate_count(groups: Groups, quorum_size: int, policy: Policy) -> int:
     count = groups.members_asking if groups.shrinking and quorum_size else groups.asking_count
-    return min(count, policy.max_replicas) if policy.max_replicas else count
+    count = min(count, policy.max_replicas) if policy.max_replicas else count
+    return count if groups.multiple <= 1 else count - surplus(count, groups)
+
+
+def surplus(count: int, groups: Groups) -> int:
+    """Return how many of ``count`` groups do not fit the mesh. Groups that finish take no step, and all fit."""
+    return count % groups.multiple if groups.multiple > 1 and not groups.final else 0
 
 
 def choose(groups: Groups, record: JobRecord) -> list[Group]:
-    """Return the candidates, sorted by replica_id. ``max_replicas`` prefers members of the previous quorum."""
+    """Return the candidates, sorted by replica_id. If some are too many, members of the previous quorum come first."""
     chosen, policy = groups.all_asking(), record.policy
     if groups.shrinking and record.members:
         chosen = [group for group in chosen if group.member]
-    if policy.max_replicas and len(chosen) > policy.max_replicas:
-        chosen.sort(key=lambda group: (not group.member, group.replica_id))
-        chosen = sorted(chosen[: policy.max_replicas], key=lambda group: group.replica_id)
-    return chosen
+    too_many = len(chosen) - candidate_count(groups, len(record.members), policy)
+    if not too_many:
+        return chosen
+    kept = {group.replica_id for group in chosen}
+    for group in sorted(chosen, key=lambda group: (not group.member, group.replica_id), reverse=True):
+        if too_many and not groups.sources.needs(group.replica_id, kept):
+            kept.remove(group.replica_id)
+            too_many -= 1
+    return [group for group in chosen if group.replica_id in kept]

@@ -151,6 +151,8 @@ class Group:
     """Reason of the drain."""
     drained_by: str = ""
     """Sender of that order."""
+    told_to_leave: bool = False
+    """Whether its order to drain was sent: it waits if shards would be lost with this group."""
 
     # ---- between two quorums
     state: State = State.WORKING

@@ -16,6 +16,7 @@ from operator import attrgetter
 from keepstep_lighthouse.quorum.events import Announce
 from keepstep_lighthouse.quorum.groups.group import ANSWER, ASK, EXCLUDE, WITHDRAW, Answer, Excluded, Exclusion, Group
 from keepstep_lighthouse.quorum.groups.open_heals import OpenHeals
+from keepstep_lighthouse.quorum.groups.shard_sources import ShardSources
 from keepstep_lighthouse.quorum.groups.tally import Tally
 from keepstep_mesh.protocol.lineage import is_committed, is_live
 from keepstep_mesh.protocol.messages import QuorumRequest
@@ -41,6 +42,9 @@ class Groups:
         not start the join timeout."""
         self.heals = OpenHeals()
         self.standing_by: dict[str, Group] = {}
+        self.sources = ShardSources()
+        self.multiple = 1
+        """``QuorumRequest.multiple`` of the group that asked last; it is equal in all groups of a job."""
         self.counted = 0
         self.asking_count = 0
         """Asking or passed over."""
@@ -243,6 +247,7 @@ class Groups:
             self._count_step(group, request, now - group.working_since)
         self.set_state(group, request)
         group.trained = group.trained or is_committed(request.lineage)
+        self.multiple = request.multiple
         group.highest_request = request.request
         self._count_request(group, self.asking)
         heapq.heappush(self._deadlines, (now + request.timeout_ms / 1000, group.replica_id, request.request))

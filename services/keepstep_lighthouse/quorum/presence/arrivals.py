@@ -14,7 +14,7 @@ from keepstep_lighthouse.quorum.presence.ports import Ports
 from keepstep_lighthouse.quorum.probation.probation import Probation
 from keepstep_lighthouse.quorum.takeover import Takeover
 from keepstep_mesh.protocol.membership import HeldAnswer
-from keepstep_mesh.protocol.messages import Drain, MemberLost, Refused, RoundBroken
+from keepstep_mesh.protocol.messages import MemberLost, Refused, RoundBroken
 
 
 class Arrivals:
@@ -61,7 +61,7 @@ class Arrivals:
         if group.replica_id in self._takeover.absent:
             self._takeover.no_longer_absent(group.replica_id, now)
         if group.draining is not None:
-            self._job.tell(event.session, Drain(group.draining))
+            self._job.tell_to_leave(group)
         if event.held is not None:
             self._check_held(group, event.session, event.held)
 

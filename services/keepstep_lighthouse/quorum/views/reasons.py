@@ -62,7 +62,9 @@ def waiting(
             least = least_candidates(groups, policy)
             numbers |= {"candidates": candidates, "min_replicas": policy.min_replicas}
             sentence = f"{candidates} of at least {least} groups have asked for a quorum"
-            if least > max(1, policy.min_replicas):
+            if asking and not candidates:
+                sentence = f"{asking} of {healthy} groups have asked for a quorum; {_mesh(groups)}"
+            elif least > max(1, policy.min_replicas):
                 sentence += f" (min_groups {least} of the training script)"
             if groups.shrinking and members:
                 sentence += ", not counting joiners because a group asked with shrink_only"
@@ -83,6 +85,12 @@ def waiting(
             numbers["healing"] = len(healing)
             sentence = f"waiting for {len(healing)} of {healthy} groups: {'; '.join(_progress(groups, healing))}"
             sentence += "" if left is None else f", {left:.1f} s of heal_timeout left"
+        case "shards":
+            here = {g.replica_id for g in groups if g.excluded is None and g.request is not None}
+            needed = list(groups.sources.lost_without(here, groups.by_id))
+            sentence = f"the groups that have asked do not have all shards of the model; waiting for {named(needed)}"
+            if not needed:
+                sentence = f"{_mesh(groups)}; none of the {asking} that have asked can be left out without its shards"
         case "finish_grace":
             sentence = f"waiting for the return of {named(sorted(lost))}, {left or 0:.1f} s of finish_grace left"
         case _:
@@ -227,7 +235,14 @@ def of_group(group: Group, groups: Groups, record: JobRecord, now: float) -> Rea
         numbers = {"max_replicas": policy.max_replicas}
         why = f"{group.replica_id} waits: max_replicas {policy.max_replicas} is reached"
         return Reason("max_replicas", numbers, why)
+    if candidate_count(groups, len(record.members), policy) < groups.asking_count:
+        numbers = {"multiple": groups.multiple}
+        return Reason("multiple", numbers, f"{group.replica_id} waits: {_mesh(groups)}")
     return None
+
+
+def _mesh(groups: Groups) -> str:
+    return f"the mesh of the training script needs a multiple of {groups.multiple} groups"
 
 
 def no_copies(told: ShardReport) -> str:

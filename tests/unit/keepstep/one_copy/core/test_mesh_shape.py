@@ -24,6 +24,13 @@ def test_each_rank_has_a_group_in_each_dimension() -> None:
     assert (columns.name, columns.ranks, columns.index) == ("tp", (2, 3), 1)
 
 
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_a_multiple_of_members_fills_the_mesh_and_no_other_number_does(ranks: int) -> None:
+    mesh = MeshShape({"fsdp": -1, "tp": 4, "pp": 3})
+    filling = [members for members in range(1, 49) if mesh.fits(members * ranks)]
+    assert filling == [members for members in range(1, 49) if members % mesh.multiple(ranks) == 0]
+
+
 @pytest.mark.parametrize(
     ("sizes", "size"), [({"fsdp": -1}, 3), ({"fsdp": -1, "tp": 2}, 6), ({"a": 2, "b": -1, "c": 3}, 12)]
 )

@@ -1,0 +1,41 @@
+"""The groups at which the shards of a model that exists once can be had: each member, and its keepers. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+
+
+class ShardSources:
+    """Sources of the shards of the newest world that members have reported. Empty for other jobs."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, frozenset[str]] = {}
+        """By member: the groups that have its shards."""
+        self._at: dict[str, set[str]] = {}
+        """By group: the members whose shards it has."""
+
+    def __bool__(self) -> bool:
+        return bool(self._of)
+
+    def begin(self, members: Iterable[str]) -> None:
+        """A world was formed. The keepers of its members are not known yet."""
+        self._of, self._at = {}, {}
+        for member in members:
+            self.note(member, ())
+
+    def note(self, member: str, keepers: Iterable[str]) -> None:
+        """``keepers`` have copies of the shards of ``member``."""
+        for source in self._of.get(member, ()):
+            self._at[source].discard(member)
+        self._of[member] = frozenset((member, *keepers))
+        for source in self._of[member]:
+            self._at.setdefault(source, set()).add(member)
+
+    def needs(self, group: str, kept: set[str]) -> bool:
+        """Return whether ``kept`` have a shard that they do not have without ``group``."""
+        return any(self._of[member] & kept == {group} for member in self._at.get(group, ()))
+
+    def lost_without(self, kept: set[str], alive: Collection[str]) -> Iterator[str]:
+        """Yield the groups of ``alive``, sorted, that have shards of which ``kept`` have none."""
+        missing = [sources for sources in self._of.values() if not sources & kept]
+        yield from sorted({one for sources in missing for one in sources if one in alive})
