@@ -6,23 +6,46 @@ DDP, optimizers, LocalSGD, DiLoCo and HSDP take their Manager through ``as_manag
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, TypeVar, cast
 
 from torch.distributed import ReduceOp, Work
 
+from keepstep_mesh.config.logging import get_logger
+
 M = TypeVar("M")
+
+log = get_logger("keepstep.manager")
+
+_logged: set[type] = set()
+"""Classes of objects in place of a Manager that were logged."""
 
 
 def as_manager(given: M) -> M:
     """Return ``given``; or with an object that has only torchft's methods, one that does the rest with them.
 
     A Manager, an object that passes everything on to one, and one in the middle of a rehearsal are returned as they
-    are. A mock has every attribute, so that only the type of ``steps`` tells.
+    are. A mock has every attribute, so that only the type of ``steps`` tells. Classes that are no mocks are logged once:
+    one of the script may hide the Manager inside it.
     """
     if hasattr(type(getattr(given, "steps", None)), "add_layout"):
         return given
+    kind = type(given)
+    if kind not in _logged and not _is_mock(given):
+        _logged.add(kind)
+        log.warning(
+            "object in place of a Manager: groups do not compare the script, and no step is retried or caught up",
+            type=f"{kind.__module__}.{kind.__qualname__}",
+            reason="it does not have the attribute steps of a Manager",
+            remedy="let its __getattr__ return every other attribute from the Manager inside it; ignore this in a test",
+        )
     return cast("M", _ManagerLike(given))
+
+
+def _is_mock(given: object) -> bool:
+    mock = sys.modules.get("unittest.mock")
+    return mock is not None and isinstance(given, mock.NonCallableMock)
 
 
 class _ManagerLike:

@@ -128,6 +128,37 @@ class Logged:
         return getattr(self._manager, name)
 
 
+class Thin:
+    """A user's class with methods of torchft only."""
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+
+    def start_quorum(self) -> None:
+        self._manager.start_quorum()
+
+    def allreduce(self, tensor: torch.Tensor) -> Any:
+        return self._manager.allreduce(tensor)
+
+    def should_commit(self) -> bool:
+        return bool(self._manager.should_commit())
+
+    def errored(self) -> None:
+        return None
+
+
+def test_a_class_that_hides_its_manager_is_logged_once_and_a_mock_is_not(caplog) -> None:
+    mock, module = manager_of_a_test(), nn.Linear(3, 2)
+    train(DistributedDataParallel(mock, module), OptimizerWrapper(mock, torch.optim.SGD(module.parameters())))
+    assert not caplog.records
+    thin: Any = Thin(mock)
+    train(DistributedDataParallel(thin, module), OptimizerWrapper(thin, torch.optim.SGD(module.parameters())))
+    (line,) = [one.getMessage() for one in caplog.records]
+    assert line.startswith("object in place of a Manager: groups do not compare the script")
+    assert ".Thin" in line
+    assert "let its __getattr__ return every other attribute from the Manager inside it" in line
+
+
 def test_an_object_that_passes_everything_on_keeps_the_checks_of_its_manager() -> None:
     from keepstep.lifecycle.manager_like import as_manager
     from keepstep.lifecycle.steps import Steps
