@@ -1,7 +1,7 @@
 """Healing over the process group that averages the gradients, for networks that allow no further port.
 
 The source sends a head, the manifest and the pack in chunks to each joiner; the joiner verifies every chunk. The source
-waits for its joiners, at most ``timeout``. With ``HTTPTransport`` or a relay it does not wait.
+waits for its joiners, for each chunk at most ``timeout``. With ``HTTPTransport`` or a relay it does not wait.
 """
 
 from __future__ import annotations
@@ -45,14 +45,15 @@ class _Limits:
 
     message: timedelta
     """Of each message; 0: that of the process group."""
-    deadline: float | None
-    """Of the whole transfer, on ``time.monotonic``."""
+    deadline: float | None = None
+    """Of the whole transfer, on ``time.monotonic``; None: none."""
 
     def of_message(self) -> timedelta:
         """Return the limit of the next wait."""
         if self.deadline is None:
             return self.message
-        return timedelta(seconds=max(0.001, self.deadline - time.monotonic()))
+        left = timedelta(seconds=max(0.001, self.deadline - time.monotonic()))
+        return min(self.message, left) if self.message > NO_TIMEOUT else left
 
 
 class PGTransport(CheckpointTransport[T]):
@@ -63,7 +64,7 @@ class PGTransport(CheckpointTransport[T]):
 
     Args:
         pg: the process group of the Manager.
-        timeout: of a transfer whose call passes none: longest time for the first message, and for each chunk of 8 MiB.
+        timeout: longest wait for the first message, and for each chunk of 8 MiB, in a call that passes no timeout.
         device: device of the tensors that ``pg`` sends: ``torch.device("cpu")`` for Gloo, the device of the rank for
             NCCL.
         state_dict: returns the state to receive into if the caller passes no ``into``. None: receive into new memory.
@@ -97,15 +98,15 @@ class PGTransport(CheckpointTransport[T]):
         """See ``CheckpointTransport``. Returns when all of ``dst_ranks`` have the state.
 
         Args:
-            timeout: time limit of the whole transfer; 0: none but that of the process group. Default: ``timeout`` of
-                this transport for each chunk.
+            timeout: longest wait for a message, such as a chunk; 0: that of the process group. Default: that of this
+                transport.
 
         Raises:
             UnsupportedValue: the state has a value that cannot be stored; the error names its path.
             TransferTimeout: a joiner is too slow.
             TransferError: a joiner is gone.
         """
-        limits = self._limits(timeout)
+        limits = _Limits(self._timeout if timeout is None else timeout)
         snapshot = self._staging.stage(step, state_dict)
         manifest = snapshot.build_manifest(Origin(step=step))
         parts = [snapshot.pack[start : start + CHUNK_BYTES] for start in range(0, len(snapshot.pack), CHUNK_BYTES)]
@@ -118,7 +119,7 @@ class PGTransport(CheckpointTransport[T]):
         del reason
         if self._pg.errored() is None:  # else no joiner receives
             head = _head(step, NEVER_SENT if lasting else NOT_SENT)
-            self._send(dst_ranks, [head], self._limits(None))
+            self._send(dst_ranks, [head], _Limits(self._timeout))
 
     def _send(self, dst_ranks: list[int], messages: list[torch.Tensor], limits: _Limits) -> None:
         pending: deque[tuple[Work, torch.Tensor]] = deque()
@@ -149,11 +150,12 @@ class PGTransport(CheckpointTransport[T]):
 
         Args:
             src_rank: rank of the source in the process group.
-            timeout: time limit of the whole transfer, because the source waits no longer; 0 and default: as in
-                ``send_checkpoint``.
+            timeout: longest wait for a message, as in ``send_checkpoint``.
+            limit: time limit of the whole transfer. Default: none.
         """
-        del metadata, limit
-        limits = self._limits(timeout)
+        del metadata
+        deadline = None if limit is None else time.monotonic() + limit.total_seconds()
+        limits = _Limits(self._timeout if timeout is None else timeout, deadline)
         if into is None and self._state_dict is not None:
             into = self._state_dict()
         torn = False
@@ -213,11 +215,6 @@ class PGTransport(CheckpointTransport[T]):
             return torch.frombuffer(segments[0], dtype=torch.uint8), []
         size = sum(len(segment) for segment in segments)
         return torch.empty(size, dtype=torch.uint8, device=self._device), segments
-
-    def _limits(self, timeout: timedelta | None) -> _Limits:
-        if timeout is None:
-            return _Limits(self._timeout, None)
-        return _Limits(NO_TIMEOUT, time.monotonic() + timeout.total_seconds() if timeout > NO_TIMEOUT else None)
 
     def _wait(self, work: Work, limits: _Limits) -> None:
         work.wait(limits.of_message())

@@ -26,8 +26,8 @@ def as_manager(given: M) -> M:
     """Return ``given``; or with an object that has only torchft's methods, one that does the rest with them.
 
     A Manager, an object that passes everything on to one, and one in the middle of a rehearsal are returned as they
-    are. A mock has every attribute, so that only the type of ``steps`` tells. Classes that are no mocks are logged once:
-    one of the script may hide the Manager inside it.
+    are. A mock has every attribute, so that only the type of ``steps`` tells. Classes that are no mocks are logged
+    once: one of the script may hide the Manager inside it.
     """
     if hasattr(type(getattr(given, "steps", None)), "add_layout"):
         return given

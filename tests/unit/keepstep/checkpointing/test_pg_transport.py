@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.tensor import DeviceMesh, distribute_tensor
 
-from keepstep.checkpointing import PGTransport, TransferError, UnsupportedValue
+from keepstep.checkpointing import PGTransport, TransferError, UnsupportedValue, pg_transport
 from keepstep.state.state_bytes import save_state
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES
 
@@ -240,6 +242,36 @@ def test_the_timeout_of_a_call_takes_the_place_of_that_of_the_transport(cohort: 
         return short.recv_checkpoint(0, "", 7, timeout)
 
     assert bits(cohort(2).each(take_part)[1]) == bits(state_of(7, 20))
+
+
+def test_the_timeout_of_a_call_limits_each_message_and_not_the_transfer(
+    cohort: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+):
+    """By the clock of the transport, each message takes an hour."""
+    hours = itertools.count()
+    monkeypatch.setattr(pg_transport, "time", SimpleNamespace(monotonic=lambda: 3600.0 * next(hours)))
+
+    def take_part(group: Any, rank: int) -> Any:
+        if rank == 0:
+            return transport(group).send_checkpoint([1], 7, state_of(7, 40), MINUTE)
+        return transport(group).recv_checkpoint(0, "", 7, MINUTE)
+
+    assert bits(cohort(2).each(take_part)[1]) == bits(state_of(7, 40))
+
+
+def test_a_limit_ends_a_transfer_before_the_timeout_of_a_message(cohort: Callable[..., Any]):
+    over = threading.Event()
+
+    def take_part(group: Any, rank: int) -> bool:
+        if rank == 1:
+            with pytest.raises(TimeoutError):
+                transport(group).recv_checkpoint(0, "", 7, MINUTE, limit=timedelta(seconds=0.2))
+            over.set()
+        elif not over.wait(15):
+            transport(group).send_checkpoint([1], 7, state_of(7, 1), MINUTE)
+        return True
+
+    assert cohort(2).each(take_part) == [True, True]
 
 
 def test_a_dtensor_on_a_mesh_without_dimensions_arrives_also_in_a_rank_outside_of_it(cohort: Callable[..., Any]):

@@ -148,11 +148,15 @@ class Thin:
 
 
 def test_a_class_that_hides_its_manager_is_logged_once_and_a_mock_is_not(caplog) -> None:
-    mock, module = manager_of_a_test(), nn.Linear(3, 2)
-    train(DistributedDataParallel(mock, module), OptimizerWrapper(mock, torch.optim.SGD(module.parameters())))
+    def train_with(manager: Any) -> None:
+        module = nn.Linear(3, 2)
+        optimizer = OptimizerWrapper(manager, torch.optim.SGD(module.parameters()))
+        train(DistributedDataParallel(manager, module), optimizer)
+
+    mock = manager_of_a_test()
+    train_with(mock)
     assert not caplog.records
-    thin: Any = Thin(mock)
-    train(DistributedDataParallel(thin, module), OptimizerWrapper(thin, torch.optim.SGD(module.parameters())))
+    train_with(Thin(mock))
     (line,) = [one.getMessage() for one in caplog.records]
     assert line.startswith("object in place of a Manager: groups do not compare the script")
     assert ".Thin" in line
