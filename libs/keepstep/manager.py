@@ -29,7 +29,6 @@ from keepstep.runtime import environment
 from keepstep.runtime.exits import script_error
 from keepstep.step.reduction import Reduction, refuse_capture
 from keepstep.step.retrying.kept_reductions import BATCH_BY_NUMBER, KeptReductions
-from keepstep_mesh.config.settings import split_addresses
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.net.fork_safety import OfParent, never_free, tell_children
 
@@ -173,7 +172,6 @@ class Manager:
         from keepstep.step.reconfigurer import check_changeable
 
         check_changeable(pg)
-        relays = environment.variable("DURABLE_RELAYS") or durable_relays
         self._settings = ManagerSettings(
             link=LinkSettings.from_arguments(
                 lighthouse_addr=lighthouse_addr,
@@ -188,13 +186,13 @@ class Manager:
                 connect_timeout=environment.seconds("CONNECT_TIMEOUT_SEC", connect_timeout).total_seconds(),
                 quorum_retries=environment.integer("QUORUM_RETRIES", quorum_retries),
             ),
-            durable=DurableSettings(
-                every=environment.integer("DURABLE_EVERY", durable_every),
-                resume=environment.flag("RESUME", resume),
-                relays=split_addresses(relays) if relays else (),
-                copies=environment.integer("DURABLE_COPIES", durable_copies),
-                newest_wins=bool(environment.flag("DURABLE_NEWEST_WINS", durable_newest_wins)),
-                resume_wait=environment.seconds("RESUME_WAIT_SEC", resume_wait).total_seconds(),
+            durable=DurableSettings.from_arguments(
+                durable_every=durable_every,
+                resume=resume,
+                durable_relays=durable_relays,
+                durable_copies=durable_copies,
+                durable_newest_wins=durable_newest_wins,
+                resume_wait=resume_wait,
             ),
             timeout=environment.seconds("TIMEOUT_SEC", timeout),
             quorum_timeout=environment.seconds("QUORUM_TIMEOUT_SEC", quorum_timeout),

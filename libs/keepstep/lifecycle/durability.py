@@ -24,20 +24,16 @@ from keepstep.checkpoint.managed.durable_upload import COMMIT_SECONDS, Ticket
 from keepstep.checkpoint.managed.durable_writer import DurableWriter, LastCheckpoint
 from keepstep.checkpoint.managed.newest_checkpoint import LIST_SECONDS
 from keepstep.checkpoint.managed.rank_agreement import Choice, RankAgreement
-from keepstep.checkpoint.managed.stored_states import StoredStates
-from keepstep.connection.http_connection import Endpoint
 from keepstep.connection.rate_limiter import RateLimiter
 from keepstep.group.quorum_plan import QuorumPlan
+from keepstep.lifecycle.job_relays import JobRelays
 from keepstep.lifecycle.manager_settings import ManagerSettings
-from keepstep.relay_client.relay_link import Credentials
 from keepstep.relay_client.relay_requests import RelayCheckpoint
 from keepstep.runtime.exits import JobClosedExit, StateMismatchExit
 from keepstep.state.errors import StateDamaged, StateMismatch
 from keepstep.step.context import StepContext
 from keepstep_mesh.errors import Drained, JobClosed, KeepstepError
 from keepstep_mesh.protocol.lineage import NEW, Soundness, is_diverged, is_live, origin, same_weights, soundness
-from keepstep_mesh.security.tls import TlsFiles, as_safe
-from keepstep_mesh.security.tokens import ClientToken
 
 HOW_TO_FIT = (
     "; before its first step the script must have all models, optimizers and states of the checkpoint, also those that "
@@ -54,10 +50,10 @@ class Durability:
     """
 
     def __init__(self, settings: ManagerSettings, context: StepContext) -> None:
-        own, token = settings.link, ClientToken.of(settings.link.token)
+        own = settings.link
         self._settings = settings.durable
         self._context = context
-        self._credentials = Credentials(token, own.session.tls or TlsFiles())
+        self._relays = JobRelays(own, self._settings, context.link)
         self._seconds = settings.timeout.total_seconds()
         self._writer = DurableWriter(
             seconds=self._seconds,
@@ -77,17 +73,7 @@ class Durability:
         self._agreement = RankAgreement(
             lambda: context.store, own.rank, own.world_size, own.restart, self._still_waiting
         )
-        self._stored = StoredStates(
-            *(own.job, own.rank, own.world_size),
-            relays=self._relays,
-            absent=self._absent,
-            endpoint=self._credentials.endpoint,
-            token=token.latest,
-            copies=self._settings.copies,
-            connect_seconds=own.session.connect_timeout,
-            resume_wait=self._settings.resume_wait,
-            seconds=self._seconds,
-        )
+        self._stored = self._relays.stored_states(own.rank, own.world_size, self._seconds)
         self.may_resume = False
         """See ``DurableStates``."""
         self._final: tuple[Choice, JobClosed] | None = None
@@ -102,13 +88,7 @@ class Durability:
     def _report(self, step: int, nbytes: int, seconds: float, error: str) -> None:
         self._context.telemetry.durable(step, self._settings.every, nbytes, seconds, error)
         if not error:
-            self._tell_lighthouse()
-
-    def _tell_lighthouse(self) -> None:
-        """Let the lighthouse know which relays have the newest checkpoint, for the next life of the job."""
-        if not self._settings.relays and self._context.settings.rank == 0:
-            names = (name for name, address in self._registered().items() if address in self.last.relays)
-            self._context.link.stored_at(tuple(sorted(names)))
+            self._relays.tell_lighthouse(self.last.relays)
 
     # ---- writing
 
@@ -173,7 +153,7 @@ class Durability:
         context, writer, step = self._context, self._writer, held[0]
         self._saved = held
         self._attempts += 1
-        relays = self._relays()
+        relays = self._relays.known()
         ticket = self._ticket(plan, step, spare_relays=len(relays) > self._settings.copies)
         chosen = choose_relays(writer.usable(relays), context.settings.job, self._settings.copies)
         endpoints = [relays[address] for address in chosen]
@@ -216,24 +196,6 @@ class Durability:
             follow_seconds=follow_seconds(len(commit.members) * own.world_size),
             spare_relays=spare_relays,
         )
-
-    def _relays(self) -> dict[str, Endpoint]:
-        """Return the relays that may store checkpoints, by address."""
-        addresses = self._settings.relays or self._registered().values()
-        return {address: self._credentials.endpoint(address) for address in addresses}
-
-    def _registered(self) -> dict[str, str]:
-        """Return the addresses of the relays that are registered with the lighthouse, by name."""
-        context = self._context
-        lighthouse = context.settings.session.addresses[0]
-        return {one.name: as_safe(one.address, lighthouse) for one in context.link.services if one.service == "relay"}
-
-    def _absent(self) -> tuple[str, ...]:
-        """Return the relays that committed the newest checkpoint, and are not registered."""
-        if self._settings.relays:
-            return ()
-        registered = self._registered()
-        return tuple(name for name in self._context.link.durable_relays if name not in registered)
 
     # ---- resuming
 
@@ -378,7 +340,7 @@ class Durability:
         self._saved = self._held
         name, addresses, skipped = str(choice["id"]), tuple(choice["relays"]), choice.get("skipped", {})
         self._writer.resumed(context.progress.step, name, addresses, tuple(skipped.values()))
-        self._tell_lighthouse()
+        self._relays.tell_lighthouse(self.last.relays)
         committed = float(choice["committed"])
         context.telemetry.resumed(context.progress.step, self._settings.every, committed, skipped)
         if skipped:

@@ -9,6 +9,8 @@ from datetime import timedelta
 from keepstep.group.agreement import group_settings
 from keepstep.group.group_link import LinkSettings
 from keepstep.group.quorum_plan import WorldSizeMode
+from keepstep.runtime import environment
+from keepstep_mesh.config.settings import split_addresses
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,28 @@ class DurableSettings:
             raise ValueError(
                 f"durable_copies={self.copies} must be at least 1; it is the number of relays that store each"
             )
+
+    @classmethod
+    def from_arguments(
+        cls,
+        *,
+        durable_every: int,
+        resume: bool | None,
+        durable_relays: str | None,
+        durable_copies: int,
+        durable_newest_wins: bool,
+        resume_wait: timedelta,
+    ) -> DurableSettings:
+        """Complete the arguments from the environment."""
+        relays = environment.variable("DURABLE_RELAYS") or durable_relays
+        return cls(
+            every=environment.integer("DURABLE_EVERY", durable_every),
+            resume=environment.flag("RESUME", resume),
+            relays=split_addresses(relays) if relays else (),
+            copies=environment.integer("DURABLE_COPIES", durable_copies),
+            newest_wins=bool(environment.flag("DURABLE_NEWEST_WINS", durable_newest_wins)),
+            resume_wait=environment.seconds("RESUME_WAIT_SEC", resume_wait).total_seconds(),
+        )
 
     @property
     def resumes(self) -> bool:

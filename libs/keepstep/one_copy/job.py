@@ -14,8 +14,10 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 
+from keepstep.checkpoint.managed.durable_writer import LastCheckpoint
 from keepstep.group.group_link import LinkSettings
 from keepstep.group.quorum_plan import QuorumPlan
+from keepstep.lifecycle.manager_settings import DurableSettings
 from keepstep.one_copy.copies.copy_sender import CopySender
 from keepstep.one_copy.copies.copy_server import CopyServer
 from keepstep.one_copy.copies.frames import CopyError
@@ -23,6 +25,7 @@ from keepstep.one_copy.copies.keeper import Keeper
 from keepstep.one_copy.core.holding import State
 from keepstep.one_copy.core.mesh_shape import MeshShape, Share
 from keepstep.one_copy.core.recovery_plan import Kind, Recovery
+from keepstep.one_copy.durable.shard_checkpoints import ShardCheckpoints
 from keepstep.one_copy.member_link import MemberLink
 from keepstep.one_copy.recovery.world_recovery import ShardsLostError, UnfitMembersError, WorldRecovery
 from keepstep.one_copy.reporting.shard_reports import ShardReports
@@ -35,7 +38,7 @@ from keepstep.runtime import environment
 from keepstep.runtime.exits import PrintedExit
 from keepstep.runtime.host_memory import available_bytes, ranks_of_host
 from keepstep_mesh.config.logging import get_logger
-from keepstep_mesh.errors import JobClosed, KeepstepError
+from keepstep_mesh.errors import Drained, JobClosed, KeepstepError
 from keepstep_mesh.exit_codes import EXIT_STATE_LOST
 from keepstep_mesh.protocol.group_messages import RankAsk
 from keepstep_mesh.protocol.job_settings import settings_text
@@ -84,6 +87,15 @@ class OneCopy:
         timeout: limit of collectives and transfers.
         quorum_timeout: limit of a request for a quorum, after which it is asked again.
         connect_timeout: limit of the first connection.
+        durable_every: number of steps between two durable checkpoints, each with the shards of all ranks; 0: none. If
+            members are lost together with their keepers, the job goes on from the newest one. This and the next five
+            arguments are those of ``Manager``, with the same environment variables.
+        resume: whether a job that begins loads the newest durable checkpoint, and goes on from it after a loss.
+            Default: with ``durable_every``.
+        durable_relays: default: those that are registered with the lighthouse.
+        durable_copies: number of relays that store each checkpoint.
+        durable_newest_wins: replace a checkpoint that waits for an upload by a newer one, and do not wait.
+        resume_wait: how long a resume waits for relays that do not answer.
         lighthouse_addr: default: ``KEEPSTEP_LIGHTHOUSE``.
         replica_id: name of this member. Default: as for ``Manager``.
         rank: rank within the member. Default: ``RANK``.
@@ -107,6 +119,12 @@ class OneCopy:
         timeout: timedelta = timedelta(seconds=60),
         quorum_timeout: timedelta = timedelta(seconds=60),
         connect_timeout: timedelta = timedelta(seconds=60),
+        durable_every: int = 0,
+        resume: bool | None = None,
+        durable_relays: str | None = None,
+        durable_copies: int = 1,
+        durable_newest_wins: bool = False,
+        resume_wait: timedelta = timedelta(seconds=30),
         lighthouse_addr: str | None = None,
         replica_id: str | None = None,
         rank: int | None = None,
@@ -133,16 +151,28 @@ class OneCopy:
             connect_timeout=environment.seconds("CONNECT_TIMEOUT_SEC", connect_timeout).total_seconds(),
             quorum_retries=0,
         )
+        durable = DurableSettings.from_arguments(
+            durable_every=durable_every,
+            resume=resume,
+            durable_relays=durable_relays,
+            durable_copies=durable_copies,
+            durable_newest_wins=durable_newest_wins,
+            resume_wait=resume_wait,
+        )
         self._groups = WorldGroups(self._shape, device_type, self._timeout)
         arithmetic = {
             "one_copy": ",".join(f"{name}={size}" for name, size in self._shape.sizes.items()),
             "copies": copies,
             "ranks": self._settings.world_size,
             "refuse_nonfinite": refuse_nonfinite,
+            "durable_every": durable.every,
+            "resume": durable.resumes,
         }
         self._quorum: QuorumPlan | None = None
         self._broken = ""
         """Why the groups of the world are not usable; empty: they are."""
+        self._asked: State | None = None
+        """State with which this rank has asked for its quorum."""
         self._failures = 0
         self._unexplained = 0
         """Number of failed attempts of this step in a row without a lost member."""
@@ -157,6 +187,12 @@ class OneCopy:
         self._server = CopyServer(self._settings.host, self._membership.token, self._keeper, seconds)
         self._sender = CopySender(self._membership.token, seconds, self._loss)
         self._reports = StepReports(self._membership)
+        self._checkpoints = ShardCheckpoints(
+            *(durable, self._membership, self._shard),
+            written=self._reports.durable,
+            found=self._reports.resumed,
+            seconds=seconds,
+        )
         self._shard_reports = ShardReports(
             self._membership.replica_id,
             self._settings.rank,
@@ -178,6 +214,7 @@ class OneCopy:
             keeper=self._keeper,
             sender=self._sender,
             shard=self._shard,
+            checkpoints=self._checkpoints,
             ended=self._loss,
         )
 
@@ -236,6 +273,11 @@ class OneCopy:
     def copies_bytes(self) -> int:
         """Bytes of the copies of other ranks that this process keeps."""
         return self._keeper.nbytes
+
+    @property
+    def last_checkpoint(self) -> LastCheckpoint:
+        """The newest durable checkpoint that this rank knows to be committed, and the error of the last write."""
+        return self._checkpoints.last
 
     def share(self, samples: int) -> Share:
         """Return the part of a global batch on which this rank computes.
@@ -296,6 +338,7 @@ class OneCopy:
         shard.begin()
         if not self._void:
             self._sender.begin(held.state, held.end)
+            self._save_if_due()
         try:
             with self._groups.muted() if self._void else contextlib.nullcontext():
                 yield held.built.objects
@@ -391,6 +434,7 @@ class OneCopy:
             return
         if self._recovery is not None:
             self._recovery.end(reason)
+            self._checkpoints.hurry()
 
     def _loss(self) -> str:
         """Return why the quorum has ended; empty: it has not."""
@@ -427,6 +471,10 @@ class OneCopy:
 
     # ---- before a step
 
+    def _save_if_due(self) -> None:
+        if self._quorum is not None and self._shard.held is not None:
+            self._checkpoints.before_step(self._quorum.epoch)
+
     def _ready(self, *, final: bool = False) -> QuorumPlan:
         """Agree with the others on the members, and recover if they have changed."""
         recovery = self._recovery
@@ -455,7 +503,9 @@ class OneCopy:
             else:
                 self._broken = ""
                 self._note_recovery(plan, done, state, built=self._shard.held is not before, began=began)
-                return plan
+                if done.kind is not Kind.RESUMED or self._shard.now().state == self._asked:
+                    return plan
+                self._failures = 0  # ask again, so that the lighthouse knows from which step the job goes on
 
     def _note_recovery(
         self, plan: QuorumPlan, recovery: Recovery, before: State | None, *, built: bool, began: float
@@ -464,12 +514,14 @@ class OneCopy:
         if before is not None and not built and state != before:
             self._reports.forwarded(plan.epoch, recovery.previous, before, state)
         self._reports.recovered(plan, recovery, state, built=built, seconds=seconds)
-        self._shard_reports.recovered(recovery, state.step, seconds)
-        self._may_leave = recovery.kind is Kind.FRESH
+        self._shard_reports.recovered(recovery, state.step, seconds, went_back=recovery.given_up)
+        self._may_leave = recovery.kind in (Kind.FRESH, Kind.RESUMED)
 
     def _ask(self, *, final: bool) -> QuorumPlan:
         held = self._shard.held
-        state = held.state if held is not None else State(0, f"{NEW}{self.replica_id}")
+        state = held.state if held is not None else self._checkpoints.newest_state()
+        state = state or State(0, f"{NEW}{self.replica_id}")
+        self._asked = state
         ask = RankAsk(
             request=0,
             step=state.step,
@@ -487,6 +539,9 @@ class OneCopy:
                     return self._membership.ask(ask, seconds, may_leave=self._may_leave or final)
             except TimeoutError as error:
                 log.warning("no quorum yet; asking again", step=state.step, reason=str(error))
+            except Drained:
+                self._checkpoints.finish()
+                raise
 
     # ---- the end
 
@@ -494,6 +549,8 @@ class OneCopy:
         """End the training in all ranks together. Call it after the last step."""
         with contextlib.suppress(JobClosed):  # all ranks have asked for it at the same step
             while True:
+                self._save_if_due()
+                self._checkpoints.finish()
                 self._ready(final=True)
         self._membership.leave("finished", "finished", self.step)
         self.close()
@@ -505,5 +562,6 @@ class OneCopy:
         if self._recovery is not None:
             self._recovery.close()
         self._groups.shutdown()
+        self._checkpoints.close()
         self._reports.close()
         self._membership.close()

@@ -71,6 +71,11 @@ class MemberLink:
         return self.link.replica_id
 
     @property
+    def store(self) -> Store | None:
+        """Of the ranks of this member; None: it has one rank."""
+        return self._store
+
+    @property
     def fatal(self) -> SystemExit | None:
         """The exit that the lighthouse has ordered; None: none."""
         return self._fatal

@@ -171,7 +171,7 @@ class _Reading:
             for key, item in self._pairs(node, key_of(path)).items():
                 self._add_state(item, (*path, key))
             return
-        if kind_of(node) == "list" and any(_is_part(item) for item in node[1:]):
+        if kind_of(node) == "list" and any(self._is_part(item) for item in node[1:]):
             for number, item in enumerate(node[1:]):
                 self._add_state(item, (*path, Index(number)))
             return
@@ -181,6 +181,14 @@ class _Reading:
             self._add_shard(key, node)
         else:
             self._keys.objects.setdefault(key, StoredObject(self._rank, node))
+
+    def _is_part(self, node: Any) -> bool:
+        """Return whether a list with this item is flattened. Bytes and NumPy arrays are stored as tensors are."""
+        node = plain_container(node)
+        kind = kind_of(node)
+        if kind == "tensor":
+            return is_tensor(self._content.tensors[node[1]])
+        return kind in PARTS or (kind == "list" and any(self._is_part(one) for one in node[1:]))
 
     def _add_shard(self, key: str, node: Any) -> None:
         if kind_of(node) != "tensor" or not is_tensor(entry := self._content.tensors[node[1]]):
@@ -220,9 +228,3 @@ def pairs(node: Any, what: str) -> list[tuple[Any, Any]]:
     if len(items) % 2:
         raise ManifestError(f"{what} has a key without a value")
     return list(zip(items[::2], items[1::2], strict=True))
-
-
-def _is_part(node: Any) -> bool:
-    node = plain_container(node)
-    kind = kind_of(node)
-    return kind in PARTS or (kind == "list" and any(_is_part(one) for one in node[1:]))

@@ -2,7 +2,8 @@
 
 Each fault is ``step:rank:phase``, once in a job, whose directory is ``ONE_COPY_DIRECTORY``. Phases: ``forward``,
 ``backward``, ``copy`` (between two frames to the keeper), ``vote``, ``committed``, ``reading`` and ``serving`` (in a
-recovery, by a newcomer and by another rank), and ``freeze`` (SIGSTOP before the backward pass).
+recovery, by a newcomer and by another rank), and ``freeze`` (SIGSTOP before the backward pass). With ``ONE_COPY_EVERY``
+a fault waits until the durable checkpoint before it is committed.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import hashlib
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ KIND = os.environ.get("ONE_COPY_KIND", "plain")
 FAULTS = [one.split(":") for one in os.environ.get("ONE_COPY_FAULTS", "").split(",") if one]
 DIRECTORY = Path(os.environ["ONE_COPY_DIRECTORY"])
 BATCH = 16
+EVERY = int(os.environ.get("ONE_COPY_EVERY", "0"))
 
 
 def event(name: str, **facts: Any) -> None:
@@ -46,6 +49,8 @@ def fault(phase: str, rank: int | None = None) -> None:
                 mark.touch(exist_ok=False)
             except FileExistsError:
                 continue
+            while EVERY and job.last_checkpoint.step < now[0] // EVERY * EVERY:
+                time.sleep(0.01)  # nothing tells when a relay commits it
             event("fault", phase=phase, step=now[0])
             os.kill(os.getpid(), signal.SIGSTOP if phase == "freeze" else signal.SIGKILL)
 
@@ -123,7 +128,7 @@ torch.set_num_threads(1)
 now = [0]
 sent = [0]
 mesh = {"fsdp": -1, "tp": 2} if KIND == "tensor parallel" else None
-job = OneCopy(build, mesh=mesh, copies=int(os.environ.get("ONE_COPY_COPIES", "1")))
+job = OneCopy(build, mesh=mesh, copies=int(os.environ.get("ONE_COPY_COPIES", "1")), durable_every=EVERY)
 event("started", rank=0)
 send = CopySender._send
 
@@ -216,3 +221,4 @@ event(
     random=float(torch.rand(())),
 )
 job.finish()
+event("closed", id=job.last_checkpoint.id)

@@ -25,11 +25,11 @@ class OneCopyJob(Job):
     def check_history(self) -> None:
         """The step logs of a Manager do not exist in such a job."""
 
-    async def train(
-        self, members: int, spares: int = 0, *, ranks: int = 1, kind: str = "plain", faults: str = "", **more: Any
-    ) -> list[dict[str, Any]]:
-        """Start the members again whenever they are killed. Return what they say at the end, by rank."""
-        variables = {
+    def variables(
+        self, members: int, spares: int = 0, *, kind: str = "plain", faults: str = "", **more: Any
+    ) -> dict[str, str]:
+        """The environment of each member."""
+        return {
             "TRAINER_ONE_COPY": "1",
             "ONE_COPY_DIRECTORY": str(self.directory),
             "ONE_COPY_KIND": kind,
@@ -37,6 +37,10 @@ class OneCopyJob(Job):
             **with_spares(members, spares),
             **{f"ONE_COPY_{name.upper()}": str(value) for name, value in more.items()},
         }
+
+    async def train(self, members: int, spares: int = 0, *, ranks: int = 1, **more: Any) -> list[dict[str, Any]]:
+        """Start the members again whenever they are killed. Return what they say at the end, by rank."""
+        variables = self.variables(members, spares, **more)
         names = [f"m{number}" for number in range(members + spares)]
         for name in names:
             await self.start(name, ranks=ranks, **variables)

@@ -69,6 +69,8 @@ class _Work:
     offered: float = field(default_factory=time.monotonic)
     withdrawn: str = ""
     """Why it is not wanted any more; empty: it is."""
+    hurried: bool = False
+    """See ``DurableWriter.hurry``."""
 
 
 class DurableWriter:
@@ -176,6 +178,15 @@ class DurableWriter:
     def _is_busy(self) -> bool:
         return any(one is not None and one.snapshot is not None for one in (self._running, self._next))
 
+    def hurry(self) -> None:
+        """Fail uploads soon that make no progress: a rank that had to upload a part is lost. From any thread."""
+        with self._changed:
+            for work in (self._running, self._next):
+                if work is not None:
+                    work.hurried = True
+                    for upload in work.uploads:
+                        upload.hurry()
+
     def finish(self, seconds: float) -> bool:
         """Wait until this group has nothing left to upload, at most ``seconds``. Return whether that is so."""
         with self._changed:
@@ -187,7 +198,7 @@ class DurableWriter:
             self._closed = True
             for work in (self._running, self._next):
                 if work is not None:
-                    self._withdraw(work, "the Manager was shut down")
+                    self._withdraw(work, "training has ended in this process")
             thread = self._thread
         if thread is not None:
             thread.join(WRITER_END_SECONDS)
@@ -230,6 +241,8 @@ class DurableWriter:
             work.uploads = [DurableUpload(ticket, relay, packed, self._seconds, self._limiter) for relay in work.relays]
             if work.withdrawn:
                 self._withdraw(work, work.withdrawn)
+            for upload in work.uploads if work.hurried else ():
+                upload.hurry()
         outcomes = run_all(work.uploads)
         if not work.withdrawn:
             self._note_health(outcomes)

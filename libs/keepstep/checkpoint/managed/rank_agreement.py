@@ -128,7 +128,7 @@ def value_of_rank(rank: int, store: Store, key: str, seconds: float, still_waiti
     for _ in range(RANK_ROUNDS):
         try:
             store.wait([key], timedelta(seconds=seconds))
-        except DistStoreError:
+        except (DistStoreError, TimeoutError):
             still_waiting()
         else:
             return store.get(key)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -59,9 +59,7 @@ def _load_resharded(location: AtRelay, into: Mapping[str, Any], seconds: float, 
         keys = stored.keys()
         if missing := sorted(here.keys() - set(keys)):
             raise StateMismatch(f"{location} does not have {missing[:10]}, which this group has registered")
-        models = {
-            tuple(leaf.value.shape): leaf.value for leaf in here.values() if is_dtensor(leaf.value)
-        }  # an optimizer's state is sharded as its parameter
+        models = [leaf for leaf in here.values() if is_dtensor(leaf.value)]
         leaves = {key: here.get(key) or Leaf(stored.paths[key], _new(key, stored, models)) for key in keys}
         state = build(leaves)
         load_leaves(state, stored, strict=True)
@@ -74,17 +72,21 @@ def _is_empty(value: Any) -> bool:
     return isinstance(value, Mapping) and not value
 
 
-def _new(key: str, stored: StoredCheckpoint, models: Mapping[tuple[int, ...], torch.Tensor]) -> Any:
-    """Return memory for a value that this group does not have. None: it is no tensor."""
+def _new(key: str, stored: StoredCheckpoint, models: Sequence[Leaf]) -> Any:
+    """Return memory for a tensor that this group does not have, and another value as it is stored.
+
+    An optimizer's state is sharded as its parameter: the one of equal shape whose name its path has, or else any.
+    """
     tensor = stored.tensors.get(key)
     if tensor is None:
-        return None
+        return stored.value(key)  # a list is then seen as it was saved
     if all(shard.entry.sharding is None for shard in tensor.shards):
         return torch.empty(tensor.shape, dtype=tensor.dtype)
-    model = models.get(tuple(tensor.shape))
-    if model is None:
+    alike = [leaf for leaf in models if tuple(leaf.value.shape) == tensor.shape]
+    named = [leaf for leaf in alike if leaf.path[-1] in stored.paths[key]]
+    if not alike:
         raise StateMismatch(
             f"{key} is sharded, and this group has no DTensor of shape {tuple(tensor.shape)} whose sharding it could "
             f"have; register a state that has {key} before the first step"
         )
-    return torch.empty_like(model, dtype=tensor.dtype, requires_grad=False)
+    return torch.empty_like((named or alike)[0].value, dtype=tensor.dtype, requires_grad=False)

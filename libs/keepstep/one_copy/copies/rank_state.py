@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -95,11 +95,7 @@ class RankState:
             "parameter": local(parameter),
             "group": self._group_of.get(index),
             "state": state,
-            "spread": {
-                key: _spread(value)
-                for key, value in self.optimizer.state.get(parameter, {}).items()
-                if is_dtensor(value) and not _is_like(value, parameter)
-            },
+            "spread": spread_of(self.optimizer.state.get(parameter, {}), parameter),
         }
 
     def gradients(self, number: int) -> dict[str, torch.Tensor]:
@@ -214,6 +210,11 @@ def _is_like(state: Any, parameter: torch.Tensor) -> bool:
         and state.shape == parameter.shape
         and tuple(state.placements) == tuple(parameter.placements)
     )
+
+
+def spread_of(state: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, list[Any]]:
+    """Return how the DTensors of the state of a parameter are sharded, those that are not sharded like it."""
+    return {key: _spread(one) for key, one in state.items() if is_dtensor(one) and not _is_like(one, parameter)}
 
 
 def _spread(value: Any) -> list[Any]:

@@ -37,6 +37,8 @@ class Kind(Enum):
     """The shards are cut again, for another number of members."""
     LOST = "lost"
     """Shards are lost."""
+    RESUMED = "resumed"
+    """In place of ``FRESH`` or ``LOST``: all build the model, and load a checkpoint."""
     UNFIT = "unfit"
     """The mesh does not fit this number of ranks: wait for other members."""
 

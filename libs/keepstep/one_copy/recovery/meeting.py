@@ -17,8 +17,9 @@ from keepstep.rendezvous.store_client import RendezvousStore
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.security.tokens import ClientToken
 
-HOLDINGS, GROUPS = 0, 1
-"""Numbers of the tables of a quorum: for the holdings, and from where those of process groups begin."""
+HOLDINGS, CHECKPOINT, GROUPS = 0, 1, 2
+"""Numbers of the tables of a quorum: for the holdings and the choice of a checkpoint, and from where those of process
+groups begin."""
 
 
 class Meeting:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -20,11 +20,12 @@ from keepstep.one_copy.core.holding import Holding, Shard, State
 from keepstep.one_copy.core.mesh_shape import MeshShape
 from keepstep.one_copy.core.recovery_plan import Kind, Recovery, Source, Way, plan_recovery
 from keepstep.one_copy.core.world import World, keepers
+from keepstep.one_copy.durable.shard_checkpoints import ShardCheckpoints, StoredShards
 from keepstep.one_copy.member_link import MemberLink
-from keepstep.one_copy.recovery.meeting import GROUPS, Meeting
+from keepstep.one_copy.recovery.meeting import CHECKPOINT, GROUPS, Meeting
 from keepstep.one_copy.recovery.sources import Sources, serving
 from keepstep.one_copy.shard.built import Built
-from keepstep.one_copy.shard.own_shard import Held, OwnShard
+from keepstep.one_copy.shard.own_shard import Held, OwnShard, random_state, restore_random_state
 from keepstep.one_copy.world.world_groups import WorldGroups
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError
@@ -63,6 +64,7 @@ class WorldRecovery:
     keeper: Keeper
     sender: CopySender
     shard: OwnShard
+    checkpoints: ShardCheckpoints
     ended: Callable[[], str]
     """Returns why the quorum has ended; empty: it has not."""
 
@@ -89,11 +91,14 @@ class WorldRecovery:
             raise UnfitMembersError(
                 f"{world.size} ranks do not fill the mesh {self.shape.sizes}; waiting for another member"
             )
-        if recovery.kind is Kind.LOST:
-            raise ShardsLostError(_lost_text(recovery), recovery.given_up)
         seat = world.seat_of(self.member.replica_id)
         assert seat is not None
         rank = world.rank(seat, settings.rank)
+        found = None
+        if recovery.kind in (Kind.FRESH, Kind.LOST):
+            found = self.checkpoints.newest(meeting.store(CHECKPOINT), rank, world.size, self.ended)
+        if recovery.kind is Kind.LOST and found is None:
+            raise ShardsLostError(_lost_text(recovery), recovery.given_up)
         self.groups.configure(
             rank,
             world.size,
@@ -102,7 +107,11 @@ class WorldRecovery:
             host=settings.host,
             name=self.member.replica_id,
         )
-        if recovery.kind is Kind.FRESH:
+        if found is not None:
+            held = self._resumed(found, world, rank)
+            lost = recovery.given_up - held.state.step
+            recovery = replace(recovery, kind=Kind.RESUMED, target=held.state, given_up=max(0, lost))
+        elif recovery.kind is Kind.FRESH:
             held = self._begun(world, rank)
         else:
             held = self._brought_to_target(recovery, holdings, rank)
@@ -177,18 +186,34 @@ class WorldRecovery:
     def _built(self, *, muted: bool) -> Built:
         if not muted:
             return Built.of(self.build(self.groups.mesh()))
+        random = random_state()
         with self.groups.muted():
-            return Built.of(self.build(self.groups.mesh()))
+            built = Built.of(self.build(self.groups.mesh()))
+        if self.shard.held is not None:
+            restore_random_state(random)  # build may seed: the numbers of a rank that trains go on
+        return built
 
     def _begun(self, world: World, rank: int) -> Held:
-        """Build the model for the first step. All ranks do so at once, so that they may communicate."""
+        """Build the model for the first step."""
+        held = self._new(world, rank)
+        if self.init is not None:
+            self.init(held.built.model)
+        self.shard.note_buffers(held)
+        return held
+
+    def _new(self, world: World, rank: int) -> Held:
+        """Build the model at step 0. All ranks do so at once, so that they may communicate."""
         self.shard.restart_random()
         self.shard.held = self.shard.rebuilt = None
+        self.shard.voted = 0
         built = self._built(muted=False)
-        if self.init is not None:
-            self.init(built.model)
-        held = Held(world, rank, State(0, f"{NEW}one-copy"), built, RankState(built.model, built.optimizer))
-        self.shard.note_buffers(held)
+        return Held(world, rank, State(0, f"{NEW}one-copy"), built, RankState(built.model, built.optimizer))
+
+    def _resumed(self, found: StoredShards, world: World, rank: int) -> Held:
+        """Build the model, and load the shard of this rank from a checkpoint."""
+        held = self._new(world, rank)
+        found.load(held, self.shard)
+        self.checkpoints.resumed(held, found)
         return held
 
     def _brought_to_target(self, recovery: Recovery, holdings: Sequence[Holding], rank: int) -> Held:
@@ -297,5 +322,5 @@ def _lost_text(recovery: Recovery) -> str:
     names = ", ".join(previous.seats[one].replica_id for one in seats)
     return (
         f"the shards of {names} are lost at step {recovery.given_up}: each was lost together with its keepers; "
-        f"resume from a checkpoint, and use copies=2 to survive this"
+        f"no durable checkpoint has them; set durable_every to resume from one, and copies=2 to survive this"
     )

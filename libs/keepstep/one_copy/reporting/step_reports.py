@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.one_copy.core.holding import State
@@ -57,8 +57,10 @@ class StepReports:
             lineage = state.lineage if recovery.kind is Kind.FRESH else self._own
             self._log.write("started", 0, 0, lineage=lineage)
             self._own = ""
+        if recovery.kind is Kind.RESUMED:
+            self._log.write("loaded", state.step, 0, lineage=state.lineage)
         self._log.quorum(state.step, plan, built=True)
-        if built and recovery.kind is not Kind.FRESH:
+        if built and recovery.kind not in (Kind.FRESH, Kind.RESUMED):
             facts = {"epoch": plan.epoch, "lineage": state.lineage, "source": "", "seconds": seconds, "bytes": 0}
             self._log.write("healed", state.step, plan.quorum_id, **facts)
 
@@ -99,6 +101,10 @@ class StepReports:
     def durable(self, step: int, every: int, nbytes: int, seconds: float, error: str) -> None:
         """Note the end of a durable checkpoint."""
         self._telemetry.durable(step, every, nbytes, seconds, error)
+
+    def resumed(self, step: int, every: int, committed: float, skipped: Iterable[str]) -> None:
+        """Note the durable checkpoint from which the job resumed. See ``StepTelemetry.resumed``."""
+        self._telemetry.resumed(step, every, committed, skipped)
 
     def close(self) -> None:
         """End the log, and send the last records."""

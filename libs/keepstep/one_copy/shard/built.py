@@ -73,6 +73,8 @@ def end_broken_pass(model: nn.Module) -> bool:
         if isinstance(module, FSDPModule) and not any(name.startswith(f"{root}.") or not root for root, _ in roots):
             roots.append((name, module))
     for _, root in roots:
+        if getattr(root._get_fsdp_state(), "_is_root", True) is None:  # noqa: SLF001  torch has no public way to ask
+            continue  # no pass of it has begun, and reset_iter_state refuses it
         reset = getattr(root, "reset_iter_state", None)
         if reset is None:
             return False

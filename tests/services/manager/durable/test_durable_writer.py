@@ -122,6 +122,23 @@ def test_the_end_waits_once_for_relays_that_hang_whatever_was_replaced(monkeypat
         assert one._thread is None
 
 
+async def test_uploads_that_wait_for_a_lost_rank_fail_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(durable_upload, "COPY_PATIENCE_SECONDS", 0.5)
+    async with relay(memory_checkpoints=1) as other:
+        with writer(seconds=3600.0, newest_wins=True) as one:
+
+            def upload_alone() -> None:
+                for step in (1, 2):
+                    of_two = replace(ticket(step), facts={**ticket(step).facts, "ranks": 2})
+                    one.offer(of_two, [Endpoint.of(other.address, dict)], {"w": torch.ones(10)})
+                    eventually(lambda: one.last.uploading == 1)
+                one.hurry()
+                eventually(lambda: one.last.error_step == 2)
+
+            await asyncio.to_thread(upload_alone)
+            assert "was not stored" in one.last.error
+
+
 async def test_an_upload_that_another_rank_aborts_just_before_it_begins_does_not_begin_again() -> None:
     checkpoint = AbortedBefore("job", "step-1", 1, "a")
     facts = {**ticket(1).facts, "ranks": 2}

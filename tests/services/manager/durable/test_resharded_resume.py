@@ -109,3 +109,35 @@ async def test_each_rank_loads_its_new_shard_and_a_new_optimizer_that_of_its_par
             plain = {"user": {"default": {"model": {"weight": torch.zeros(ROWS, 3)}, "optimizer": {}}}}
             with pytest.raises(StateMismatch, match="exp_avg is sharded, and this group has no DTensor"):
                 await asyncio.to_thread(load_resharded, checkpoint, plain, seconds=60.0, token=None)
+
+
+async def test_a_state_by_names_is_sharded_as_the_parameter_of_that_name_and_a_list_may_have_bytes() -> None:
+    """Two parameters have one shape, and are sharded in different dimensions."""
+    full = torch.arange(16, dtype=torch.float32).view(4, 4)
+
+    def part(mesh: DeviceMesh, dim: int) -> DTensor:
+        local = full.chunk(mesh.size(), dim)[mesh.get_rank()].contiguous()
+        return DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=full.shape, stride=full.stride())
+
+    def model(mesh: DeviceMesh) -> dict[str, Any]:
+        return {"rows": part(mesh, 0), "columns": part(mesh, 1)}
+
+    async with relay(memory_checkpoints=1) as one, client(one.address) as worker:
+        await worker.begin("step-1", 1, kind="durable", ranks=2)
+        for rank in (0, 1):
+            with rank_of(rank, 2) as mesh:
+                moments = {name: {"exp_avg": value} for name, value in model(mesh).items()}
+                manifest, pack = save_state(
+                    {"model": model(mesh), "state": moments, "random": [3, bytes(2048), None], "rank": rank}
+                )
+            await worker.manifest(State(bytes(pack), manifest), "step-1", rank=rank)
+            await worker.put(bytes(pack))
+        await worker.commit("step-1")
+        with rank_of(3, 4) as mesh:
+            location = AtRelay(worker.address, JOB, "step-1")
+            loaded = await asyncio.to_thread(load_resharded, location, {"model": model(mesh)}, seconds=60.0, token=None)
+        for name, value in loaded["model"].items():
+            moment = loaded["state"][name]["exp_avg"]
+            assert moment.placements == value.placements
+            assert torch.equal(moment.to_local(), value.to_local())
+        assert loaded["random"] == [3, bytes(2048), None]

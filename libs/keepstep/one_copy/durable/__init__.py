@@ -1,0 +1,1 @@
+"""Durable checkpoints of a model that exists once: written by all ranks, read by any number."""

@@ -1,0 +1,105 @@
+"""Durable checkpoints of a model that exists once: a job goes on from them when no living rank can rebuild a shard.
+
+Slow: each test trains in several processes, some of which start again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import torch
+
+from keepstep.checkpoint import load
+from tests.support.services.relay_driver import relay_process
+from tests.training.one_copy.test_kills_of_one_copy import SECONDS, OneCopyJob, told
+
+pytestmark = [pytest.mark.training, pytest.mark.timeout(240)]
+
+
+class DurableJob(OneCopyJob):
+    relay = ""
+
+    def check_history(self) -> None:
+        super(OneCopyJob, self).check_history()
+
+    def events(self, *kinds: str) -> list[dict[str, Any]]:
+        lines = map(json.loads, (self.logs / "events.jsonl").read_text().splitlines())
+        return [one["detail"] for one in lines if one["kind"] in kinds]
+
+    def losses(self) -> dict[int, float]:
+        """The loss of each committed step; that of a repeated one is nearly the same."""
+        lines = [event for group in self.groups.values() for event in group.lines]
+        return {event["step"]: event["loss"] for event in lines if event["event"] == "committed"}
+
+
+def ends_of(job: OneCopyJob) -> list[dict[str, Any]]:
+    return [event for group in job.groups.values() for event in group.lines if event["event"] == "closed"]
+
+
+@contextlib.asynccontextmanager
+async def durable_job(*flags: str, members: int) -> AsyncIterator[DurableJob]:
+    async with (
+        DurableJob(*flags, min_replicas=members) as job,
+        relay_process("--lighthouse", job.address, "--data-dir", str(job.directory / "relay")) as (_, relay),
+    ):
+        job.relay = relay
+        yield job
+
+
+async def test_a_member_lost_with_its_keeper_costs_the_steps_since_the_checkpoint() -> None:
+    async with OneCopyJob(min_replicas=4) as job:
+        expected, shards = told(await job.train(4, steps=12)), job.shards()
+    async with durable_job(members=4) as job:
+        ends = await job.train(4, faults="7:1:backward,7:2:backward", steps=12, every=4)
+        assert job.faults() == 2, job.report()
+        assert job.shards() == shards, "also those of repeated steps"
+        assert told(ends) == expected, job.report()
+        (newest,) = {event["id"] for event in ends_of(job)}
+        weight, moment = torch.zeros(30, 30), torch.zeros(30, 30)
+        optim = {"state": {"layers.2.weight": {"exp_avg": moment}}}
+        state = {"user": {"model": {"layers.2.weight": weight}, "optim": optim}, "manager": {"step": 0}}
+        await asyncio.to_thread(load, state, f"{job.relay}/v1/jobs/default/checkpoints/{newest}")
+        assert state["manager"]["step"] == 12, "finish() has waited for it"
+        assert weight.any(dim=1).all(), "the shards of all ranks"
+        assert moment.any(dim=1).all()
+        (world,) = [one for one in job.events("world_formed") if one["how"] == "resumed"]
+        assert (world["step"], world["went_back"]) == (4, 3)
+        (back,) = job.events("went_back")
+        assert (back["from"], back["to"], back["lost_steps"]) == (7, 4, 3)
+
+
+async def test_ranks_that_are_left_resume_without_the_lost_ones_and_take_them_in_later() -> None:
+    async with OneCopyJob(min_replicas=4) as job:
+        await job.train(4, kind="clip", steps=12)
+        losses = job.losses()
+    async with durable_job("--initial-replicas", "4", members=2) as job:
+        await job.train(4, kind="clip", faults="7:1:backward,7:2:backward", steps=12, every=4)
+        assert job.faults() == 2, job.report()
+        assert job.losses() == pytest.approx(losses, rel=1e-5)
+        assert [one["how"] for one in job.events("world_formed")][:2] == ["fresh", "resumed"]
+
+
+async def test_a_job_that_is_started_again_resumes_with_another_number_of_ranks() -> None:
+    async with OneCopyJob(min_replicas=4) as job:
+        await job.train(4, kind="clip", steps=8)
+        losses = job.losses()
+    async with durable_job(members=3) as job:
+        faults = ",".join(f"7:{rank}:backward" for rank in range(4))
+        for number in range(4):
+            await job.start(f"m{number}", **job.variables(4, kind="clip", faults=faults, steps=8, every=4))
+        await job.until(lambda: job.faults() == 4, "all are killed", SECONDS)
+        first = job.losses()
+        assert first == pytest.approx({step: losses[step] for step in range(1, 8)}, rel=1e-5)
+        for group in job.groups.values():
+            await group.gone()
+            group.lines.clear()
+        await job.train(3, kind="clip", steps=8, every=4)
+        assert job.losses() == pytest.approx({step: losses[step] for step in range(5, 9)}, rel=1e-5)
+        assert [one["how"] for one in job.events("world_formed")] == ["fresh", "resumed"]
+        (back,) = job.events("went_back")
+        assert (back["from"], back["to"]) == (7, 4)
