@@ -88,16 +88,16 @@ class DirectoryTarget:
         """See ``CheckpointTarget``."""
         with self._explained():
             if self._facts.overwrite:
-                self._replaces = read_json(self._path / RECORD).get("attempt")
+                self._replaces = self._stored_attempt()
             self._check_uncommitted()
             self._new_folders = self._ranks.begin() if self._ranks else make_folder(self._path)
 
     def _check_uncommitted(self) -> None:
         """Raise ``CheckpointError`` if another save has committed a checkpoint."""
         if (self._path / RECORD).exists() and not self._is_committed():
-            record = read_json(self._path / RECORD)
-            if self._replaces is not None and record.get("attempt") == self._replaces:
+            if self._replaces is not None and self._stored_attempt() == self._replaces:
                 return
+            record = read_record(self._path)
             saved = (
                 f"of step {record.get('step')}, saved by {record.get('producer', 'an unknown process')} at "
                 f"{record.get('committed')}"
@@ -155,7 +155,16 @@ class DirectoryTarget:
             self._ranks.wait_for_commit(self._is_committed)
 
     def _is_committed(self) -> bool:
-        return read_json(self._path / RECORD).get("attempt") == self._attempt
+        return self._stored_attempt() == self._attempt
+
+    def _stored_attempt(self) -> str | None:
+        """Return the attempt that was committed. Empty: ``checkpoint.json`` is damaged. None: it is absent."""
+        if not (self._path / RECORD).exists():
+            return None
+        try:
+            return str(read_record(self._path).get("attempt", ""))
+        except CheckpointDamaged:
+            return ""
 
     def _origin(self) -> Origin:
         return Origin(self._path.name, "", self._facts.step, 0, self._facts.producer)
@@ -292,7 +301,7 @@ class DirectorySource:
             raise CheckpointNotFound(
                 f"{self._path} is a file, expected a directory of keepstep.checkpoint.save{_IMPORT}"
             )
-        record = read_json(self._path / RECORD)
+        record = read_record(self._path)
         if not record:
             is_foreign = any(next(self._path.glob(name), None) for name in (".metadata", "*.safetensors*"))
             hint = _IMPORT if is_foreign else ""
@@ -359,3 +368,13 @@ class DirectorySource:
 
     def close(self) -> None:
         """See ``PackSource``."""
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """Return the ``checkpoint.json`` of a directory; empty: it is absent. Raises ``CheckpointDamaged``."""
+    try:
+        return read_json(path / RECORD)
+    except CheckpointDamaged as error:
+        raise CheckpointDamaged(
+            f"{error}; load another checkpoint, or save to {path} again with overwrite=True"
+        ) from error

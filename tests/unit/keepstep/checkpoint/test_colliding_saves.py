@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from keepstep import checkpoint
-from keepstep.checkpoint import CheckpointError
+from keepstep.checkpoint import CheckpointDamaged, CheckpointError
 from keepstep.checkpoint.places import directory, rank_files
 from keepstep.checkpoint.places.directory import DirectoryTarget
 from keepstep.checkpoint.places.durable_files import create_whole
@@ -68,6 +68,19 @@ def test_a_save_that_overwrites_replaces_the_checkpoint_also_of_more_ranks(tmp_p
             assert loaded(tmp_path) == [value]
             kept = {f"{kind}-{rank}" for kind in ("manifest", "pack") for rank in range(ranks)}
             assert {one.name for one in tmp_path.iterdir()} == {"checkpoint.json"} | kept
+
+
+@pytest.mark.parametrize("record", [b"", b"{", b"[]", b"\xff"])
+def test_a_damaged_record_is_named_with_its_remedy_and_can_be_overwritten(tmp_path, record):
+    checkpoint.save({"w": torch.zeros(3000)}, tmp_path)
+    (tmp_path / "checkpoint.json").write_bytes(record)
+    for call in (loaded, partial(checkpoint.save, {"w": torch.zeros(3000)})):
+        with pytest.raises(CheckpointDamaged, match=r"checkpoint.json is damaged: .*; load another .*overwrite=True"):
+            call(tmp_path)
+    for value in (record, b"{}", b'{"format": "other"}'):
+        (tmp_path / "checkpoint.json").write_bytes(value)
+        checkpoint.save({"w": torch.ones(3000)}, tmp_path, overwrite=True)
+        assert loaded(tmp_path) == [1.0]
 
 
 def test_the_earlier_checkpoint_is_whole_until_the_commit_of_one_that_overwrites_it(tmp_path):
