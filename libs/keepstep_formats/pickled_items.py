@@ -65,6 +65,10 @@ _STORAGES = {
     torch.complex128: torch.ComplexDoubleStorage,
 }
 """Classes that torch.save names for dtypes. Of others, such as float8, it names the dtype."""
+_CONTAINERS = (list, tuple, dict, set)
+_SCALARS = (type(None), bool, float, complex, str)
+_SURE_DEPTH = 50
+_SURE_BITS = 64
 _UNSUPPORTED = re.compile(r"\bGLOBAL ([\w.]+)")
 """The class in torch's message about a file in its format before 1.6."""
 _allowing = threading.RLock()
@@ -255,6 +259,37 @@ def write_pickled(value: Any, file: IO[bytes], what: str) -> None:
             f"{what} cannot be written as torch.save does ({type(error).__name__}: {_first_line(error)}): convert it "
             f"to tensors, numbers, strings, dicts, lists or tuples"
         ) from error
+
+
+def is_surely_plain(value: Any) -> bool:
+    """Return whether ``load_pickled`` surely reads a value that was written. False: only a load can tell.
+
+    True if it is a tree, of at most 50 levels, of lists, tuples, dicts, and sets, with numbers, strings, dense tensors,
+    and buffers.
+    """
+    seen = set[int]()
+    rest = [(value, 0)]
+    while rest:
+        one, depth = rest.pop()
+        kind = type(one)
+        if kind in _CONTAINERS:
+            if id(one) in seen or depth == _SURE_DEPTH:
+                return False
+            if one:  # empty tuples are one object
+                seen.add(id(one))
+            rest += [(item, depth + 1) for item in ((*one, *one.values()) if kind is dict else one)]
+        elif kind is int:
+            if one.bit_length() >= _SURE_BITS:
+                return False
+        elif kind in (torch.Tensor, torch.nn.Parameter):
+            if one.layout is not torch.strided or one.dtype not in _STORAGES or one.is_meta or vars(one):
+                return False
+        elif kind is io.BytesIO:
+            if vars(one):
+                return False
+        elif kind not in _SCALARS:
+            return False
+    return True
 
 
 def _full_state(value: Any) -> Any:

@@ -20,7 +20,7 @@ from keepstep.checkpoint.places.durable_files import write_whole
 from keepstep.state.errors import UnsupportedValue
 from keepstep_formats.dcp_metadata import METADATA
 from keepstep_formats.foreign_errors import ForeignCheckpointError
-from keepstep_formats.pickled_items import load_pickled, write_pickled
+from keepstep_formats.pickled_items import is_surely_plain, load_pickled, write_pickled
 from keepstep_megatron.core import CheckpointingException
 from keepstep_megatron.dict_utils import dict_list_map_outplace, nested_values
 from keepstep_megatron.mapping import ShardedObject, ShardedStateDict, StateDict, is_main_replica
@@ -53,7 +53,7 @@ def pickled(value: Any, what: str, *, allow_pickle: bool) -> bytes:
     buffer = io.BytesIO()
     try:
         write_pickled(value, buffer, what)
-        if not allow_pickle:
+        if not allow_pickle and not is_surely_plain(value):
             load_pickled(buffer.getvalue(), what)
     except ForeignCheckpointError as error:
         raise UnsupportedValue(

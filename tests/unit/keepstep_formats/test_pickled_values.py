@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections import defaultdict
 from datetime import datetime
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from keepstep.checkpoint import save
 from keepstep.checkpoint.interchange import (
@@ -20,7 +23,7 @@ from keepstep.checkpoint.interchange import (
     export_checkpoint,
 )
 from keepstep.state.errors import UnsupportedValue
-from keepstep_formats.pickled_items import load_pickled
+from keepstep_formats.pickled_items import is_surely_plain, load_pickled, write_pickled
 from tests.support.models.wrapped_tensor import scaled
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -34,6 +37,37 @@ class Called:
 
     def __reduce__(self) -> Any:
         return self.call
+
+
+TENSORS = (torch.ones(2), torch.empty(0, 3), torch.ones(9)[2:4], torch.ones(2, dtype=torch.complex64).conj())
+SCALARS = st.none() | st.booleans() | st.integers(-(2**66), 2**66) | st.floats(allow_nan=False) | st.complex_numbers()
+KEYS = SCALARS | st.text(st.characters()) | st.tuples(st.integers(), st.text())
+LEAVES = KEYS | st.binary() | st.sampled_from(TENSORS) | st.binary().map(io.BytesIO)
+VALUES = st.recursive(
+    LEAVES,
+    lambda one: st.lists(one) | st.tuples(one, one) | st.dictionaries(KEYS, one) | st.sets(KEYS) | st.frozensets(KEYS),
+)
+
+
+@settings(max_examples=60, suppress_health_check=list(HealthCheck), deadline=None)
+@given(VALUES)
+def test_a_value_that_is_surely_plain_is_read(value: Any) -> None:
+    file = io.BytesIO()
+    write_pickled(value, file, "a")
+    if is_surely_plain(value):
+        assert type(load_pickled(file.getvalue(), "a")) is type(value)
+
+
+def test_values_that_only_a_load_can_tell_are_not_surely_plain() -> None:
+    shared, deep = [1], [1]
+    for _ in range(99):
+        deep = [deep]
+    looped: list[Any] = []
+    looped.append(looped)
+    views = torch.ones(2).to_sparse(), torch.ones(2, device="meta"), torch.ones(2).to(torch.float8_e4m3fn)
+    for value in (frozenset({1}), b"x", 1 << 64, np.ones(1), Path("x"), [shared, shared], deep, looped, *views):
+        assert not is_surely_plain({"a": value})
+    assert is_surely_plain({"a": [(), (), {1}, {(1, "x"): io.BytesIO(b"x")}], "b": torch.nn.Parameter(torch.ones(1))})
 
 
 @pytest.mark.parametrize("kind", [list, dict, int, tuple])
