@@ -10,7 +10,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from keepstep_megatron.dict_utils import Nested, nested_values
@@ -101,6 +101,26 @@ def distribution_of(
     assigned = distribute_shards_to_ranks(held, sizes, len(tensors_of_ranks), parts - mains)
     metadata = {part: found[assigned.get(part, ranks[part][0])] for part, found in holders.items()}
     return ShardDistribution(assigned, set(assigned), metadata, ranks)
+
+
+def rounds_of(parts: Iterable[Part], sizes: Mapping[Part, int], round_bytes: int) -> Iterator[tuple[Part, ...]]:
+    """Yield the parts that a rank sends in each round, in their order.
+
+    Args:
+        parts: what it sends.
+        sizes: bytes of each part.
+        round_bytes: limit of a round of several parts. A larger part has a round of its own.
+    """
+    batch: list[Part] = []
+    total = 0
+    for part in parts:
+        if batch and total + sizes[part] > round_bytes:
+            yield tuple(batch)
+            batch, total = [], 0
+        batch.append(part)
+        total += sizes[part]
+    if batch:
+        yield tuple(batch)
 
 
 def set_saving_ranks(sharded_part: Nested, distribution: ShardDistribution, rank: int) -> None:

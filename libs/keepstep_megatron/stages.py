@@ -19,6 +19,8 @@ from keepstep.connection.deadline import Deadline
 from keepstep_megatron.core import CheckpointingException
 
 TIMEOUT = timedelta(minutes=10)
+MAX_STAGE_BYTES = 1 << 30
+"""Result of one rank in one stage. All ranks receive those of all."""
 
 
 class StageFailed(CheckpointingException):
@@ -84,6 +86,11 @@ class Ranks:
         mine = b""
         try:
             mine = work() or b""
+            if len(mine) > MAX_STAGE_BYTES:
+                raise CheckpointingException(
+                    f"this rank has {len(mine)} bytes for the other ranks (limit {MAX_STAGE_BYTES}): describe its "
+                    f"state by fewer tensors and objects"
+                )
         except StageFailed:  # every rank has it
             raise
         except BaseException as error:  # noqa: BLE001  raised below; the other ranks must not wait

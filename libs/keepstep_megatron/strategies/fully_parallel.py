@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from keepstep_megatron.distribution import (
     ShardDistribution,
     ShardId,
     distribution_of,
+    rounds_of,
     set_saving_ranks,
     shard_id,
 )
@@ -34,6 +36,10 @@ from keepstep_megatron.strategies.interfaces import (
 from keepstep_megatron.validation import ShardRow, pack_rows, row_of, unpack_rows
 
 EXCHANGE_ALGOS = ("broadcast", "gather_rounds", "gather_object")
+ROUND_BYTES = 64 << 20
+"""What a rank sends in a round of ``gather_object``, if it sends several parts. Each rank receives that of all."""
+ALIGNED = 16
+"""Bytes of an element of the largest dtype: parts begin at multiples of it."""
 
 
 class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
@@ -121,8 +127,8 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
             exchange the parts of all ranks. The state must have the same parts then.
         exchange_algo: how the ranks of the group exchange what they have read. ``"broadcast"``: the rank that has read
             a part sends it to all, part after part. ``"gather_rounds"``: in each round, every rank sends one of its
-            parts to all; faster than ``"broadcast"`` for many parts of similar size. ``"gather_object"``: every rank
-            sends all its parts at once; needs the most memory.
+            parts to all; faster than ``"broadcast"`` for many parts of similar size. ``"gather_object"``: the same, but
+            a rank sends up to 64 MiB of small parts in a round.
 
     Attributes:
         cached_distribution: the assignment that is kept.
@@ -150,6 +156,11 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         self._cached_parts = frozenset[ShardId]()
 
     @property
+    def cached_global_metadata(self) -> Any:
+        """That of ``strategy``. None: it has none."""
+        return getattr(self.base_strategy, "cached_global_metadata", None)
+
+    @property
     def can_handle_sharded_objects(self) -> bool:
         """Whether ``strategy`` does."""
         return self.base_strategy.can_handle_sharded_objects
@@ -169,6 +180,10 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
     def load_sharded_metadata(self, checkpoint_dir: CheckpointDir) -> ShardedMetadata:
         """See ``LoadShardedStrategy``."""
         return self.base_strategy.load_sharded_metadata(checkpoint_dir)
+
+    def remove_sharded_tensors(self, checkpoint_dir: CheckpointDir, key_prefix: str) -> None:
+        """See ``LoadShardedStrategy``."""
+        self.base_strategy.remove_sharded_tensors(checkpoint_dir, key_prefix)
 
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: CheckpointDir) -> StateDict:
         """See ``LoadShardedStrategy``. Objects are read by every rank that wants them."""
@@ -250,42 +265,48 @@ def _by_broadcast(
 
 
 def _by_rounds(
-    ranks: Ranks, distribution: ShardDistribution, read: Mapping[ShardId, torch.Tensor]
+    ranks: Ranks, distribution: ShardDistribution, read: Mapping[ShardId, torch.Tensor], round_bytes: int = 0
 ) -> Iterator[tuple[ShardId, torch.Tensor]]:
-    """See ``_by_broadcast``. Large parts come first, so that those of a round have similar sizes."""
+    """See ``_by_broadcast``. Large parts come first, so that those of a round have similar sizes.
+
+    Args:
+        ranks: those of the group.
+        distribution: the ranks that have read the parts.
+        read: the parts of this rank.
+        round_bytes: limit of what a rank sends in a round, if it sends several parts.
+    """
     facts = distribution.shard_to_metadata
     of_ranks: list[list[ShardId]] = [[] for _ in range(ranks.size)]
     for part in sorted(_shared(distribution), key=lambda one: -facts[one].nbytes):
         of_ranks[distribution.main_rank_for_shard[part]].append(part)
-    for parts in zip_longest(*of_ranks):
-        size = max(facts[one].nbytes for one in parts if one is not None)
-        sent = torch.zeros(size, dtype=torch.uint8, device=ranks.device)
-        own = parts[ranks.rank]
-        if own is not None:
-            sent[: facts[own].nbytes] = _bytes_of(read[own])
-        for part, received in zip(parts, ranks.all_gather(sent), strict=True):
-            if part is not None:
-                one = facts[part]
-                yield part, received[: one.nbytes].view(one.dtype).view(one.data_shape)
+    sizes = {part: -(-facts[part].nbytes // ALIGNED) * ALIGNED for parts in of_ranks for part in parts}
+    for rounds in zip_longest(*(rounds_of(parts, sizes, round_bytes) for parts in of_ranks), fillvalue=()):
+        length = max(sum(sizes[part] for part in parts) for parts in rounds)
+        sent = torch.zeros(length, dtype=torch.uint8, device=ranks.device)
+        for start, part in _placed(rounds[ranks.rank], sizes):
+            sent[start : start + facts[part].nbytes] = _bytes_of(read[part])
+        for parts, received in zip(rounds, ranks.all_gather(sent), strict=True):
+            for start, part in _placed(parts, sizes):
+                one = received[start : start + facts[part].nbytes]
+                yield part, one.view(facts[part].dtype).view(facts[part].data_shape)
 
 
-def _by_gather(
-    ranks: Ranks, distribution: ShardDistribution, read: Mapping[ShardId, torch.Tensor]
-) -> Iterator[tuple[ShardId, torch.Tensor]]:
-    """See ``_by_broadcast``."""
-    shared, assigned = _shared(distribution), distribution.main_rank_for_shard
-    own = [_bytes_of(read[part]).cpu().numpy().tobytes() for part in shared if assigned[part] == ranks.rank]
-    for rank, received in enumerate(ranks.gather(b"".join(own))):
-        start = 0
-        for part in (one for one in shared if assigned[one] == rank):
-            facts = distribution.shard_to_metadata[part]
-            data = bytearray(received[start : start + facts.nbytes])
-            start += facts.nbytes
-            memory = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-            yield part, memory.view(facts.dtype).view(facts.data_shape)
+def _placed(parts: Iterable[ShardId], sizes: Mapping[ShardId, int]) -> Iterator[tuple[int, ShardId]]:
+    """Yield each part of a round with the position of its first byte."""
+    start = 0
+    for part in parts:
+        yield start, part
+        start += sizes[part]
 
 
-_EXCHANGES = dict(zip(EXCHANGE_ALGOS, (_by_broadcast, _by_rounds, _by_gather), strict=True))
+_Exchange: TypeAlias = Callable[
+    [Ranks, ShardDistribution, Mapping[ShardId, torch.Tensor]], Iterator[tuple[ShardId, torch.Tensor]]
+]
+_EXCHANGES: Mapping[str, _Exchange] = {
+    "broadcast": _by_broadcast,
+    "gather_rounds": _by_rounds,
+    "gather_object": partial(_by_rounds, round_bytes=ROUND_BYTES),
+}
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -296,7 +317,8 @@ def _put(received: torch.Tensor, leaf: ShardedTensor) -> torch.Tensor:
     """Return the memory of ``leaf`` with the values received, or new memory if it has none."""
     received = received.view(leaf.data_shape)  # without the prepended axes
     if leaf.data is None:
-        return received.to(leaf.dtype)
+        is_view = received.untyped_storage().nbytes() != received.nbytes  # of all that was received in a round
+        return received.to(leaf.dtype, copy=is_view)
     with torch.no_grad():
         return leaf.data.detach().copy_(received)
 

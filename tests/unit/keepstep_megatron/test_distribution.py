@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from keepstep.sharded import CheckpointingException, FullyParallelSaveStrategyWrapper, ShardedObject, ShardedTensor
 from keepstep.sharded.dict_utils import nested_values
 from keepstep.sharded.strategies import NativeSaveStrategy
-from keepstep_megatron.distribution import distribute_shards_to_ranks, distribution_of, set_saving_ranks
+from keepstep_megatron.distribution import distribute_shards_to_ranks, distribution_of, rounds_of, set_saving_ranks
 
 
 @settings(max_examples=30)
@@ -25,6 +27,14 @@ def test_a_part_is_assigned_to_a_rank_that_holds_it_whatever_the_order(parts) ->
     assert all(rank in holders[name] for name, rank in assigned.items())
     backwards = {name: ranks[::-1] for name, ranks in reversed(holders.items())}
     assert distribute_shards_to_ranks(backwards, sizes, 4) == assigned
+
+
+@given(st.dictionaries(st.integers(), st.integers(0, 9)), st.integers(0, 20))
+def test_rounds_have_all_parts_in_order_and_as_many_as_fit(sizes, limit) -> None:
+    rounds = list(rounds_of(sizes, sizes, limit))
+    assert [part for one in rounds for part in one] == list(sizes)
+    assert all(len(one) == 1 or sum(sizes[part] for part in one) <= limit for one in rounds)
+    assert all(sum(map(sizes.get, one)) + sizes[then[0]] > limit for one, then in pairwise(rounds))
 
 
 def test_equal_replicas_are_spread_evenly_and_parts_of_one_rank_come_first() -> None:

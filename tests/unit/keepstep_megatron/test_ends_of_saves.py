@@ -11,7 +11,7 @@ import torch
 from keepstep.checkpoint.places.at_relay import RelayTarget
 from keepstep.checkpoint.places.directory import DirectorySource, DirectoryTarget
 from keepstep.sharded import CheckpointingException, ShardedObject, ShardedTensor, load, load_plain_tensors, save
-from keepstep_megatron.stages import Ranks, StageFailed
+from keepstep_megatron.stages import MAX_STAGE_BYTES, Ranks, StageFailed
 from tests.support.services.relay_driver import relay
 
 
@@ -72,3 +72,8 @@ def test_a_load_reads_each_manifest_once(tmp_path, monkeypatch, strict) -> None:
     assert opened["manifests"] == 1
     assert load_plain_tensors(tmp_path / "c")["w"].tolist() == [7, 7, 7]
     assert opened["manifests"] == 2
+
+
+def test_a_result_that_is_too_large_to_send_is_an_error_and_not_a_wait_of_the_others() -> None:
+    with pytest.raises(StageFailed, match=r"this rank has 1073741825 bytes for the other ranks \(limit 1073741824\)"):
+        Ranks("x was not saved").stage(lambda: bytes(MAX_STAGE_BYTES + 1))
