@@ -38,20 +38,20 @@ FILE = "__0_0.distcp"
 """Of rank 0, as torch names it."""
 
 
-def dcp_metadata_file(directory: Path, content: DcpContent) -> bytes:
+def dcp_metadata_file(directory: Path | None, content: DcpContent) -> bytes:
     """Return the bytes of ``.metadata``. Inverse of ``read_dcp_metadata``.
 
     Args:
-        directory: the checkpoint.
+        directory: the checkpoint. None: the file does not name it, and is used for several.
         content: its tensors and objects. ``paths`` are not written.
 
     Raises:
-        ForeignCheckpointError: a tensor is incomplete.
+        ForeignCheckpointError: a tensor is incomplete, but not in ``content.incomplete``.
     """
     items: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     stored: dict[MetadataIndex, _StorageInfo] = {}
     for key, tensor in content.tensors.items():
-        if problem := uncovered(tensor.shape, list(tensor.shards)):
+        if key not in content.incomplete and (problem := uncovered(tensor.shape, list(tensor.shards))):
             raise ForeignCheckpointError(f"tensor {key!r} is incomplete: {problem}")
         chunks = [ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape)) for box in tensor.shards]
         items[key] = TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), torch.Size(tensor.shape), chunks)
@@ -60,7 +60,8 @@ def dcp_metadata_file(directory: Path, content: DcpContent) -> bytes:
     for key, where in content.objects.items():
         items[key] = BytesStorageMetadata()
         stored[MetadataIndex(key)] = _info(where)
-    metadata = Metadata(items, {}, stored, StorageMeta(checkpoint_id=str(directory)))
+    place = None if directory is None else str(directory)
+    metadata = Metadata(items, {}, stored, StorageMeta(checkpoint_id=place))
     if content.flattened:
         shapes = {key: {ORIGINAL_SHAPE: shape} for key, shape in content.flattened.items()}
         metadata.mcore_data = shapes  # type: ignore[attr-defined]  # where Megatron Core until 0.15 looks for it

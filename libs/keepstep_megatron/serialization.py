@@ -174,16 +174,20 @@ def load_content_metadata(
 
 
 def remove_sharded_tensors(checkpoint_dir: CheckpointDir, key_prefix: str) -> None:
-    """Remove tensors from a checkpoint, if its strategy can.
+    """Remove tensors and objects from a checkpoint. One rank calls it. The values that stay are never damaged.
 
     Args:
-        checkpoint_dir: see ``save``.
-        key_prefix: beginning of their keys.
+        checkpoint_dir: see ``save``; of the format ``torch_dist``.
+        key_prefix: beginning of their keys. If no key begins with it, a warning is logged.
 
     Raises:
-        CheckpointingException: the strategy cannot. Those of keepstep cannot: a complete checkpoint never changes.
+        CheckpointingException: the checkpoint is of another format, which never changes, or cannot be read.
     """
-    load_strategies(checkpoint_dir).sharded.remove_sharded_tensors(checkpoint_dir, key_prefix)
+
+    def remove() -> None:
+        load_strategies(checkpoint_dir).sharded.remove_sharded_tensors(checkpoint_dir, key_prefix)
+
+    _alone(checkpoint_dir, remove, "changed")
 
 
 def determine_global_metadata(
@@ -284,8 +288,8 @@ def get_default_load_sharded_strategy(checkpoint_dir: CheckpointDir) -> LoadShar
     return load_strategies(checkpoint_dir).sharded
 
 
-def _alone(checkpoint_dir: CheckpointDir, read: Callable[[], T]) -> T:
-    """Return what ``read`` returns. Every error becomes a ``CheckpointingException``."""
+def _alone(checkpoint_dir: CheckpointDir, act: Callable[[], T], done: str = "loaded") -> T:
+    """Return what ``act`` returns. Every error becomes a ``CheckpointingException``."""
     found: list[T] = []
-    Ranks(f"{checkpoint_dir} was not loaded", alone=True).stage(lambda: found.append(read()))
+    Ranks(f"{checkpoint_dir} was not {done}", alone=True).stage(lambda: found.append(act()))
     return found[0]

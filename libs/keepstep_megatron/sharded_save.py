@@ -88,9 +88,10 @@ def save(
         one.prepare(parts_to_save(sharded_state_dict), content_metadata)
         preprocess = preprocess_common_before_consistancy_check
         common: Sequence[CommonValue] = ()
+        leaves: Sequence[Any] = ()
         if validate_access_integrity or check_replicas:
             common = common_values(preprocess(one.parts.common) if preprocess is not None else one.parts.common)
-        leaves = list(nested_values(one.parts.sharded))
+            leaves = list(nested_values(one.parts.sharded))
         rows = pack_rows(row_of(leaf) for leaf in leaves)
         place = [os.fsencode(checkpoint_dir), os.fsencode(os.path.realpath(checkpoint_dir))]
         packed: bytes = msgpack.packb([place, rows, digests_of(leaves) if check_replicas else {}, common])

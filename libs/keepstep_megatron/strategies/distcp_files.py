@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
+from hashlib import blake2b
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeAlias, TypeVar
 
 import msgpack
 import torch
@@ -24,7 +26,8 @@ from keepstep_megatron.strategies.common_file import COMMON_STATE_FNAME, pickled
 from keepstep_mesh.protocol.boxes import Box, Sizes
 from keepstep_mesh.threads.starting import ThreadPoolExecutor
 
-_FILE = re.compile(r".*__\d+_\d+\.distcp")
+T = TypeVar("T")
+_FILE = re.compile(r".*__(\d+)_\d+\.distcp")
 
 
 @dataclass(frozen=True)
@@ -160,32 +163,95 @@ def _write_item(file: IO[bytes], item: Item) -> None:
     write_pickled(tensor, file, f"ShardedTensor {item.key!r}")
 
 
-def pack_written(written: Iterable[Written]) -> bytes:
-    """Return what was written, as bytes for the other ranks."""
-    rows = []
-    for one in written:
-        item, where = one.item, one.where
-        tensor: tuple[Any, ...] = ()
-        if item.box is not None:
-            dtype = TORCH_DTYPE_NAMES[item.value.dtype]
-            tensor = (dtype, item.shape, item.box.offset, item.box.shape, item.original)
-        rows.append((item.key, where.file, where.offset, where.length, *tensor))
-    packed: bytes = msgpack.packb(rows)
-    return packed
+@dataclass(frozen=True)
+class RankPlan:
+    """What a rank has written, in the order of the keys, and where."""
+
+    parts: bytes
+    """Keys, and boxes of tensors. Equal for each save of a state with the same structure and sharding."""
+    places: bytes
+    """For each part: file, offset, and length."""
+
+    @property
+    def digest(self) -> bytes:
+        return blake2b(self.parts + self.places, digest_size=16).digest()
+
+    def packed(self, known: RankPlan | None) -> bytes:
+        """Return bytes for the other ranks, without what equals ``known``, a plan that rank 0 should have too."""
+        parts = None if known is not None and known.parts == self.parts else self.parts
+        places = None if known is not None and known.places == self.places else self.places
+        packed: bytes = msgpack.packb((b"" if known is None else known.digest, parts, places))
+        return packed
 
 
-def merged(written: Iterable[bytes]) -> DcpContent:
+_Facts: TypeAlias = tuple[str, Sizes, Sizes, Sizes, Sizes | None] | tuple[()]
+"""Of a part of a tensor: name of its dtype, shape as stored, offset and shape of the part, and shape of the global
+tensor if it differs. Empty: an object."""
+_Row: TypeAlias = tuple[str, _Facts, ByteRange]
+
+
+def plan_of(written: Iterable[Written]) -> RankPlan:
+    """Return the plan of a rank that has written these items."""
+    return _plan((one.item.key, _facts(one.item), one.where) for one in written)
+
+
+def _facts(item: Item) -> _Facts:
+    if item.box is None:
+        return ()
+    return TORCH_DTYPE_NAMES[item.value.dtype], item.shape, item.box.offset, item.box.shape, item.original
+
+
+def _plan(rows: Iterable[_Row]) -> RankPlan:
+    ordered = sorted(rows, key=lambda row: (row[0], row[1][2:3]))
+    parts = [(key, *facts) for key, facts, _ in ordered]
+    return RankPlan(msgpack.packb(parts), msgpack.packb([astuple(where) for *_, where in ordered]))
+
+
+def plans_of(content: DcpContent) -> list[RankPlan]:
+    """Return the plan of each rank that wrote a checkpoint, as the names of its files tell. Inverse of ``merged``."""
+    found: defaultdict[int, list[_Row]] = defaultdict(list)
+    for key, tensor in content.tensors.items():
+        dtype, original = TORCH_DTYPE_NAMES[tensor.dtype], content.flattened.get(key)
+        for box, where in tensor.shards.items():
+            found[_rank_of(where)].append((key, (dtype, tensor.shape, box.offset, box.shape, original), where))
+    for key, where in content.objects.items():
+        found[_rank_of(where)].append((key, (), where))
+    return [_plan(found[rank]) for rank in range(max(found, default=-1) + 1)]
+
+
+def _rank_of(where: ByteRange) -> int:
+    name = _FILE.fullmatch(where.file)
+    return int(name[1]) if name else 0
+
+
+def unpack_plan(packed: bytes, known: RankPlan | None) -> RankPlan | None:
+    """Return a plan. Inverse of ``RankPlan.packed``. None: ``known`` is not the plan that the other rank knows."""
+    digest, parts, places = msgpack.unpackb(packed)
+    if parts is not None and places is not None:
+        return RankPlan(parts, places)
+    if known is None or known.digest != digest:
+        return None
+    return RankPlan(known.parts if parts is None else parts, known.places if places is None else places)
+
+
+def has_known_parts(packed: bytes) -> bool:
+    """Return whether a packed plan has the parts of the plan that the other rank knows."""
+    return msgpack.unpackb(packed)[1] is None
+
+
+def merged(plans: Iterable[RankPlan]) -> DcpContent:
     """Return what all ranks have written. Raises ``CheckpointingException`` if they contradict each other."""
     tensors: dict[str, ForeignTensor] = {}
     objects: dict[str, ByteRange] = {}
     flattened: dict[str, Sizes] = {}
-    for rank, rows in enumerate(written):
-        for key, file, start, length, *of_tensor in msgpack.unpackb(rows, use_list=False):
-            where = ByteRange(file, start, length)
-            if not of_tensor:
+    for rank, plan in enumerate(plans):
+        parts, places = (msgpack.unpackb(one, use_list=False) for one in (plan.parts, plan.places))
+        for (key, *facts), place in zip(parts, places, strict=True):
+            where = ByteRange(*place)
+            if not facts:
                 objects[key] = where
                 continue
-            dtype, shape, offset, sizes, original = of_tensor
+            dtype, shape, offset, sizes, original = facts
             known = tensors.setdefault(key, ForeignTensor(TORCH_DTYPES[dtype], shape, {}))
             if (known.dtype, known.shape) != (TORCH_DTYPES[dtype], shape):
                 raise CheckpointingException(
@@ -196,6 +262,23 @@ def merged(written: Iterable[bytes]) -> DcpContent:
             if original is not None:
                 flattened[key] = original
     return DcpContent(tensors, objects, {}, flattened)
+
+
+def without_prefix(content: DcpContent, key_prefix: str) -> DcpContent:
+    """Return a content without the values whose keys begin with a prefix."""
+
+    def kept(values: dict[str, T]) -> dict[str, T]:
+        return {key: one for key, one in values.items() if not key.startswith(key_prefix)}
+
+    return DcpContent(*(kept(getattr(content, one.name)) for one in fields(content)))
+
+
+def sizes_of_files(content: DcpContent) -> Counter[str]:
+    """Return the bytes of the values in each file."""
+    sizes = Counter[str]()
+    for where in (*content.objects.values(), *(one for of in content.tensors.values() for one in of.shards.values())):
+        sizes[where.file] += where.length
+    return sizes
 
 
 def remove_files(path: Path) -> bool:

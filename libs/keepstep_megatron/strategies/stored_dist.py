@@ -63,21 +63,21 @@ class TorchDistState:
     def __init__(self, directory: Path, *, allow_pickle: bool = False) -> None:
         self._directory = directory
         self._allow_pickle = allow_pickle
-        self._content = read_dcp_metadata(directory, allow_gaps=True)
+        self.content = read_dcp_metadata(directory, allow_gaps=True)
 
     @cached_property
     def tensors(self) -> Mapping[str, StoredTensorFacts]:
         """See ``StoredState``."""
-        flattened = self._content.flattened
+        flattened = self.content.flattened
         return {
             key: StoredTensorFacts(one.dtype, flattened.get(key, one.shape))
-            for key, one in self._content.tensors.items()
+            for key, one in self.content.tensors.items()
         }
 
     @property
     def objects(self) -> tuple[str, ...]:
         """See ``StoredState``."""
-        return tuple(self._content.objects)
+        return tuple(self.content.objects)
 
     def read(self, destinations: list[Destination]) -> None:
         """See ``StoredState``. Reads each stored part once."""
@@ -94,7 +94,7 @@ class TorchDistState:
                         copies[one.key, shard.where].append(_Copy(shard, first, box, overlap, memory))
                         overlaps.append(overlap)
                     first += box.volume
-            if one.key in self._content.incomplete:
+            if one.key in self.content.incomplete:
                 self._check_covered(one, overlaps)
         ordered = sorted(copies.items(), key=lambda item: (item[0][1].file, item[0][1].offset))
         read_all(partial(self._read_shard, key, found) for (key, _), found in ordered)
@@ -109,14 +109,14 @@ class TorchDistState:
             )
 
     def _shards(self, key: str) -> list[_StoredShard]:
-        tensor, original = self._content.tensors[key], self._content.flattened.get(key)
+        tensor, original = self.content.tensors[key], self.content.flattened.get(key)
         if original is None:
             return [_StoredShard(where, box, (box,)) for box, where in tensor.shards.items()]
         chunk = chunk_shape(original, tensor.shape, key)
         return [_StoredShard(where, box, _unflattened(box, chunk)) for box, where in tensor.shards.items()]
 
     def _read_shard(self, key: str, copies: list[_Copy]) -> None:
-        shard, dtype = copies[0].shard, self._content.tensors[key].dtype
+        shard, dtype = copies[0].shard, self.content.tensors[key].dtype
         with torch.no_grad():
             if len(copies) == 1 and copies[0].is_whole(dtype):
                 read_shard_into(self._directory, shard.where, key, shard.box, copies[0].memory)
@@ -129,7 +129,7 @@ class TorchDistState:
 
     def value(self, unique_key: str) -> Any:
         """See ``StoredState``."""
-        where = self._content.objects[unique_key]
+        where = self.content.objects[unique_key]
         found = read_value(self._directory, where, unique_key, allow_pickle=self._allow_pickle)
         if not isinstance(found, list) or len(found) != 1:
             got = f"{len(found)} values" if isinstance(found, list) else type(found).__name__

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from keepstep.sharded import CheckpointingException, load, load_plain_tensors, maybe_load_config
+from keepstep.sharded import CheckpointingException, load, load_plain_tensors, maybe_load_config, remove_sharded_tensors
 from tests.support import checkpoints
 from tests.support.checkpoints.library_peer import World
 from tests.unit.keepstep_formats.states import read_directory
@@ -38,6 +38,16 @@ def test_a_directory_of_megatron_is_read_with_every_value(stored) -> None:
     directory, world = stored
     world.load(str(directory))  # compares
     assert maybe_load_config(directory).sharded_backend == "torch_dist"
+
+
+def test_tensors_are_removed_from_a_directory_of_megatron(stored) -> None:
+    directory, _ = stored
+    before = load_plain_tensors(directory)
+    prefix = min(before)
+    remove_sharded_tensors(directory, prefix)
+    after = load_plain_tensors(directory)
+    assert sorted(after) == [key for key in sorted(before) if not key.startswith(prefix)] != []
+    assert all(torch.equal(one, before[key]) for key, one in after.items())
 
 
 def test_an_import_reads_the_tensors_in_their_original_shape(stored) -> None:
