@@ -165,7 +165,7 @@ def _write_item(file: IO[bytes], item: Item) -> None:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What a rank has written, in the order of the keys, and where."""
+    """The parts that a rank has written, in the order of their keys, and their places."""
 
     parts: bytes
     """Keys, and boxes of tensors. Equal for each save of a state with the same structure and sharding."""

@@ -37,7 +37,7 @@ from keepstep_megatron.validation import ShardRow, pack_rows, row_of, unpack_row
 
 EXCHANGE_ALGOS = ("broadcast", "gather_rounds", "gather_object")
 ROUND_BYTES = 64 << 20
-"""What a rank sends in a round of ``gather_object``, if it sends several parts. Each rank receives that of all."""
+"""Limit of several parts that a rank sends in a round of ``gather_object``. Each rank receives those of all."""
 ALIGNED = 16
 """Bytes of an element of the largest dtype: parts begin at multiples of it."""
 

@@ -165,7 +165,7 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
 
 
 class StoredPlans:
-    """What the ranks of a save have written: ``cached_global_metadata``.
+    """The plans of the ranks of a checkpoint: ``cached_global_metadata``.
 
     Args:
         plans: returns the plans of the ranks.
@@ -182,7 +182,7 @@ class StoredPlans:
 
 @dataclass(frozen=True)
 class SavedPlans:
-    """What this rank knows of the last save."""
+    """The plans of the last save that this rank knows."""
 
     plans: Mapping[int, RankPlan] = field(default_factory=dict)
     """By rank. Rank 0 has all of them, other ranks have theirs."""
