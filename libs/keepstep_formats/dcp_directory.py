@@ -22,7 +22,7 @@ class DcpDirectory:
     """A directory of DCP whose tensors are read one at a time.
 
     Args:
-        path: written by ``dcp.save`` (torch 2.0 to 2.14.1) with torch.save or safetensors, or by Megatron Core.
+        path: written by ``dcp.save`` (torch 2.0 to 2.15) with torch.save or safetensors, or by Megatron Core.
         content: what it holds. Default: what its ``.metadata`` says.
         skip_objects: receives the keys of values that cannot be read without running code. None: they are an error.
         report: receives the bytes of files, when a tensor is read for the first time.

@@ -1,6 +1,6 @@
 """Content of a directory of torch.distributed.checkpoint: its ``.metadata``, checked.
 
-Torch 2.0 to 2.14.1 write it, and Megatron Core. A directory from elsewhere is untrusted: types, sizes, positions and
+Torch 2.0 to 2.15 write it, and Megatron Core. A directory from elsewhere is untrusted: types, sizes, positions and
 file names are checked, and the shards of a tensor must cover it, before memory is allocated.
 """
 

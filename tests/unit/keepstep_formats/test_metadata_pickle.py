@@ -79,6 +79,12 @@ def test_metadata_of_older_versions_is_read(tmp_path: Path) -> None:
     assert found.paths["a.w"] == ("a.w",)
 
 
+def test_metadata_with_the_strides_of_torch_2_15_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = TensorProperties(dtype=torch.bfloat16).__getstate__()[:5]
+    monkeypatch.setattr(TensorProperties, "__getstate__", lambda _: (*before, (3, 1)))
+    assert read(tmp_path, metadata()).tensors["a.w"].dtype is torch.bfloat16
+
+
 def test_attributes_that_other_programs_add_are_ignored(tmp_path: Path) -> None:
     extended = metadata()
     extended.mcore_data = {"a.w": {"nd_reformulated_orig_global_shape": (4, 3)}}  # Megatron Core does
