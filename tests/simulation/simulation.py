@@ -18,12 +18,15 @@ from keepstep_lighthouse.quorum.events import ReadmitOrdered
 from keepstep_lighthouse.quorum.job_record import JobRecord
 from keepstep_mesh.protocol.policy import Policy
 from tests.simulation.actors.collectives import Collectives
+from tests.simulation.actors.incarnation import Incarnation
+from tests.simulation.actors.member import Member
 from tests.simulation.actors.node import Node, address_of, simulated
 from tests.simulation.actors.ports import Network
 from tests.simulation.actors.troubles import Troubles
 from tests.simulation.actors.worker import Worker
 from tests.simulation.checks.history import Logs
 from tests.simulation.checks.quorums import QuorumChecks
+from tests.simulation.checks.shards import ShardChecks
 from tests.simulation.checks.spares import SpareChecks
 from tests.simulation.checks.states import Checkpoint, StateChecks
 from tests.simulation.checks.violation import Violation
@@ -72,6 +75,7 @@ class Simulation:
         retries: The groups take a step again that failed because of other groups (``retry_allreduce``).
         spares: One to three more groups stand by, and groups are replaced.
         troubles: Groups keep others from committing, and send evidence about steps that failed.
+        one_copy: The model exists once: the groups are members of one or two ranks, which keep copies of each other.
     """
 
     def __init__(
@@ -92,6 +96,7 @@ class Simulation:
         retries: bool = False,
         spares: bool = False,
         troubles: bool = False,
+        one_copy: bool = False,
     ) -> None:
         begin_ordinals()
         random = self.random = Random(f"simulation {seed}")
@@ -108,10 +113,13 @@ class Simulation:
         count = random.choice(LIGHTHOUSES)
         count = lighthouses or count
         groups = groups or random.randint(1, 5)
-        self.workers: dict[str, Worker] = {}
+        groups += one_copy
+        self.workers: dict[str, Any] = {}
         """By replica_id."""
-        self.spares = SpareChecks(seed, groups, self.workers, self.violated) if spares else None
-        self.names = [f"r{number}" for number in range(groups + (self.spares.count if self.spares else 0))]
+        self.spares = SpareChecks(seed, groups, self.workers, self.violated) if spares and not one_copy else None
+        standing_by = self.spares.count if self.spares else int(spares)
+        self.shards = ShardChecks(self, seed, groups, spares=spares) if one_copy else None
+        self.names = [f"r{number}" for number in range(groups + standing_by)]
         self.forbids_heal = 0.0 if policy is not None else Random(f"healing {seed}").choice((0.0, 0.0, 0.1, 0.5))
         """How often a group allows no heal in a round, until the faults end."""
         self._healing = Random("healing")
@@ -120,6 +128,10 @@ class Simulation:
         self.catches_up = catches_up
         """Whether groups that are behind follow the others, instead of healing while these wait."""
         self.policy = policy or _draw_policy(random, groups)
+        if self.shards is not None and policy is None:
+            # without a grace, members that live are lost after each takeover
+            fitting = self.shards.fitting(self.policy.min_replicas)
+            self.policy = replace(self.policy, min_replicas=fitting, takeover_grace=None)
         self.last_step: int | None = None
         """Step after which no group trains; None: they train for ever."""
         self.publishes = finishes and seed % 4 == 1
@@ -140,7 +152,7 @@ class Simulation:
         self.states = StateChecks(self.quorums.memberships, self.violated)
         self.store = SharedStore(self.time, random, self.quorums.on_write)
 
-        self.latest: dict[str, Worker] = {}
+        self.latest: dict[str, Any] = {}
         """By name of the group."""
         self.slow_heals: dict[str, float] = {}
         """By name: the seconds that its next heal takes."""
@@ -162,7 +174,9 @@ class Simulation:
             self.time.at(0.0, self._start_lighthouse, name)
         for name in self.names:
             self.time.after(0.3 * random.random(), self.launch, name)
-        self.faults = draw_faults(seed, count, spares=spares, troubles=troubles) if faults is None else faults
+        self.faults = (
+            draw_faults(seed, count, spares=spares, troubles=troubles, one_copy=one_copy) if faults is None else faults
+        )
         for fault in self.faults:
             self.time.at(fault.at, inject, self, fault)
         self.time.at(quiet_at, self._stop_faults)
@@ -173,7 +187,7 @@ class Simulation:
         with simulated(self):
             try:
                 self.time.run(self._quiet_at + RECOVERY_SECONDS)
-                if self._violation is None and not self._done:
+                if self._violation is None and not self._done and not (self.shards and self.shards.over):
                     why = self._why_no_quorum()
                     self.violated(f"no common quorum {RECOVERY_SECONDS:g} s after the last fault: {why}")
             finally:
@@ -207,7 +221,7 @@ class Simulation:
         """Wait for recovery: from now on nothing fails, and all that is down is started."""
         self.note("the faults stop")
         self._quiet = True
-        self.states.faults_stopped(self.workers)
+        (self.shards or self.states).faults_stopped(self.workers)
         for name in self.names:
             self.time.after(LAST_RESTART_SECONDS, self._relaunch, name)
             if self.troubles is not None:
@@ -220,6 +234,9 @@ class Simulation:
     def stop_if_recovered(self) -> None:
         if self.last_step is not None:
             self._done = self.ended.issuperset(self.names)
+        elif self.shards is not None:
+            most = self.stored.policy.max_replicas
+            self._done = self._quiet and self.shards.recovered(self.latest, self.quorums.highest.members, most)
         elif self._quiet and not self._script_runs:
             spares = self.spares.count if self.spares is not None else 0
             members = self.quorums.highest.members
@@ -228,7 +245,7 @@ class Simulation:
         if self._done:
             self.time.stop()
 
-    def on_ended(self, worker: Worker) -> None:
+    def on_ended(self, worker: Incarnation) -> None:
         """A group ends for good, because the job does."""
         self.ended.add(worker.name)
         self.stop_if_recovered()
@@ -268,17 +285,18 @@ class Simulation:
 
     # ---- groups
 
-    def add_worker(self, worker: Worker) -> None:
+    def add_worker(self, worker: Incarnation) -> None:
         self.workers[worker.replica_id] = worker
         self.latest[worker.name] = worker
-        self.states.check_state(worker)
 
     def allows_heal(self) -> bool:
         return self._quiet or self._healing.random() >= self.forbids_heal
 
-    def launch(self, name: str) -> Worker:
+    def launch(self, name: str) -> Incarnation:
         number = next(self._launched)
         self.note(f"{name}:{number} starts")
+        if self.shards is not None:
+            return Member(self, name, number)
         return Worker(self, name, number, self.resume_from.pop(name, None))
 
     def launch_later(self, name: str) -> None:

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from keepstep.one_copy.core.recovery_plan import Kind
 from keepstep_mesh.protocol.policy import Policy
 from tests.simulation.actors.troubles import TROUBLES_TIMEOUT_SECONDS
-from tests.simulation.run import explain, violation
+from tests.simulation.checks.violation import Violation
+from tests.simulation.run import Modes, explain, violation
 from tests.simulation.simulation import Script, Simulation
 from tests.simulation.virtual import process
 
@@ -73,6 +75,24 @@ def test_spares_take_the_places_of_groups_that_are_lost_or_replaced(lighthouses:
     for seed in range(16):
         found = violation(seed, lighthouses=lighthouses, careful=True, spares=True)
         assert found is None, explain(seed, lighthouses=lighthouses, spares=True)
+
+
+@pytest.mark.parametrize(
+    "modes",
+    [{"one_copy": True}, {"one_copy": True, "spares": True}, {"one_copy": True, "finishes": True}],
+    ids=["no spares", "spares", "finish"],
+)
+def test_no_committed_step_of_a_model_that_exists_once_is_lost(modes: Modes) -> None:
+    kinds: set[Kind] = set()
+    for seed in range(50, 56):
+        sim = Simulation(seed, careful=True, **modes)
+        try:
+            sim.run()
+        except Violation:
+            pytest.fail(explain(seed, **modes))
+        assert sim.shards is not None
+        kinds.update(sim.shards.kinds)
+    assert kinds >= {Kind.FRESH, Kind.REPLACED, Kind.RESIZED}
 
 
 @pytest.mark.parametrize("lighthouses", [1, 2])

@@ -90,7 +90,8 @@ def other(sim: Simulation, *than: Node) -> Node:
 
 
 def group(sim: Simulation, number: int) -> Worker:
-    return sim.latest[f"r{number}"]
+    worker: Worker = sim.latest[f"r{number}"]
+    return worker
 
 
 def comes_to(sim: Simulation, worker: Any, node: Node) -> Script:

@@ -531,6 +531,7 @@ class OneCopy:
             timeout_ms=0,
             final=final,
             multiple=self._shape.multiple(self._settings.world_size),
+            sharded=True,
         )
         while True:
             try:

@@ -49,6 +49,8 @@ class RankAsk(StepRequest):
     """As in ``MemberInfo``, of this rank."""
     checkpoint: str = ""
     """Metadata with which a peer's transport fetches this rank's state."""
+    sharded: bool = False
+    """The model exists once: the ranks may be a step apart, and those behind come to the state of the others."""
 
 
 @dataclass(frozen=True, slots=True)

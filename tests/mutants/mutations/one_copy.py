@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutation import Mutation, Test
 
 SHARDS = Test("tests/scenarios/test_scenarios.py::test_the_lighthouse_decides_as_the_scenario_says[54_shards]")
+SIMULATION = "tests/simulation/test_simulation.py::test_no_committed_step_of_a_model_that_exists_once_is_lost"
 QUORUM = "services/keepstep_lighthouse/quorum"
 CORE = "libs/keepstep/one_copy/core"
 TESTS = "tests/unit/keepstep/one_copy/core"
@@ -160,6 +161,20 @@ MUTATIONS = (
         "        if world.seats[one].domain not in domains:\n",
         "        if one is not None:\n",
         Test(f"{TESTS}/test_world.py::test_a_keeper_is_in_another_failure_domain_where_there_is_one"),
+    ),
+    Mutation(
+        "seats of an older formed world count",
+        f"{CORE}/recovery_plan.py",
+        "worlds[shard.world.number] = max(",
+        "worlds[shard.world.number] = min(",
+        Test(f"{TESTS}/test_commit_rule.py::test_members_lost_in_a_recovery_and_in_the_step_after_it"),
+    ),
+    Mutation(
+        "the ranks of a member that are a step apart end it",
+        "libs/keepstep/group/ranks/merging.py",
+        "    if first.sharded:\n",
+        "    if False:\n",
+        Test(f"{SIMULATION}[no spares]"),
     ),
     Mutation(
         "a quorum forms without a member and its keeper, which hang",

@@ -14,7 +14,7 @@ from tests.simulation.virtual.network import FIN, Connection
 from tests.simulation.virtual.wires import PING, PONG, CloseFrame
 
 if TYPE_CHECKING:
-    from tests.simulation.actors.worker import Worker
+    from tests.simulation.actors.incarnation import Incarnation
 
 HEARTBEAT = codec.encode(Heartbeat())
 WELCOME_SECONDS = 5.0
@@ -23,8 +23,8 @@ WELCOME_SECONDS = 5.0
 class Session:
     """Find the leader among ``addresses``, stay connected to it, and pass its messages to ``worker``."""
 
-    def __init__(self, worker: Worker, addresses: list[str]) -> None:
-        self.core = SessionCore(worker.replica_id, about=worker.sim.spares.about if worker.sim.spares else None)
+    def __init__(self, worker: Incarnation, addresses: list[str]) -> None:
+        self.core = SessionCore(worker.replica_id, about=worker.about)
         self.addresses = Addresses(addresses)
         self.address = ""
         """The address connected to, or tried last."""

@@ -6,10 +6,10 @@ whether sockets report the death of a peer, which result arrives first, whether 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from keepstep.group.quorum_plan import QuorumPlan, make_plan
+from keepstep.session.session_machine import About
 from keepstep.step.progress import GroupProgress
 from keepstep.step.retrying.retry_rules import FailedTry, obstacle
 from keepstep_mesh.protocol.lineage import is_diverged, is_following
@@ -19,7 +19,6 @@ from keepstep_mesh.protocol.membership import (
     UNPUBLISHED,
     FinalState,
     Lineage,
-    MemberInfo,
     StateRoot,
     StepFailure,
 )
@@ -41,8 +40,7 @@ from keepstep_mesh.protocol.messages import (
 )
 from tests.simulation.actors.collectives import TIMEOUT_SECONDS, Collective
 from tests.simulation.actors.following import Following
-from tests.simulation.actors.ports import LINGERS
-from tests.simulation.actors.session import Session
+from tests.simulation.actors.incarnation import Incarnation
 from tests.simulation.actors.troubles import TROUBLES_TIMEOUT_SECONDS, Trouble, Troubles
 from tests.simulation.checks.states import Checkpoint
 
@@ -53,28 +51,14 @@ REQUEST_TIMEOUT = 25.0
 REQUEST_TIMEOUT_MS = int(REQUEST_TIMEOUT * 1000)
 
 
-class Worker:
-    """One incarnation of a group. ``checkpoint``: the state that it resumes from."""
+class Worker(Incarnation):
+    """A group with a full copy of the model. ``checkpoint``: the state that it resumes from."""
 
     def __init__(self, simulation: Simulation, name: str, number: int, checkpoint: Checkpoint | None = None) -> None:
-        self.sim = simulation
-        self.random = simulation.random
-        self.name = name
-        self.replica_id = f"{name}:{number}"
-        self.session = Session(self, simulation.addresses())
-        self.info = MemberInfo(f"http://{name}:{number}", "http://here")
-        self.alive = True
-        self.died_at = 0.0
-        self.port_lingers = 0.0
-        """Seconds for which its port is open after its connections ended."""
-        self.frozen = False
-        self.leaving = False
+        super().__init__(simulation, name, number)
         self.leaves_soon = ""
         """Why it asks for a spare."""
-        self.sent_home = False
-        """The job has finished without it."""
-        self.finished = self.published = False
-        """It got the answer that all groups have finished."""
+        self.published = False
         self.progress = GroupProgress(self.replica_id, self.replica_id)
         self.state = hash(self.replica_id)
         """The weights."""
@@ -105,12 +89,16 @@ class Worker:
         self._collective: Collective | None = None
         self._configured: tuple[int, int] = (0, 0)
         """quorum_id of the process group, and the number of collectives done in it."""
-        self._inbox: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         simulation.add_worker(self)
+        simulation.states.check_state(self)
         simulation.logs.step(self, "started", lineage=self.lineage)
         if checkpoint is not None:
             self._resume(checkpoint)
         self.session.connect()
+
+    @property
+    def about(self) -> About | None:
+        return self.sim.spares.about if self.sim.spares else None
 
     @property
     def _troubles(self) -> Troubles | None:
@@ -128,55 +116,6 @@ class Worker:
         return self.progress.lineage
 
     # ---- life
-
-    def soon(self, delay: float, act: Callable[..., None], *args: Any) -> None:
-        """Call ``act`` after ``delay``, unless the process is dead by then; if it is frozen, when it thaws."""
-        self.sim.time.after(delay, self.act, act, args)
-
-    def act(self, act: Callable[..., None], args: tuple[Any, ...]) -> None:
-        if not self.alive:
-            return
-        if self.frozen:
-            self._inbox.append((act, args))
-        else:
-            act(*args)
-
-    @property
-    def runs(self) -> bool:
-        return self.alive and not self.frozen
-
-    def die(self) -> None:
-        """End as SIGKILL does. The kernel ends the connections."""
-        if self.alive:
-            self.alive, self.died_at = False, self.sim.time.now
-            if self.sim.ports is not None:
-                self.port_lingers = LINGERS * self.sim.ports.random.random()
-            self.session.close()
-            self._abandon_collective()
-
-    def _exit(self) -> None:
-        """End, and be started again by the launcher, unless it has finished."""
-        self.die()
-        if self.finished or self.sent_home:
-            self.sim.on_ended(self)
-        else:
-            self.sim.launch_later(self.name)
-
-    @property
-    def takes_no_step(self) -> bool:
-        """Whether it has taken its last step."""
-        return self.sim.last_step is not None and self.step >= self.sim.last_step
-
-    def freeze(self, seconds: float) -> None:
-        self.frozen = True
-        self.sim.time.after(seconds, self._thaw)
-
-    def _thaw(self) -> None:
-        if self.frozen:
-            self.frozen = False
-            inbox, self._inbox = self._inbox, []
-            for act, args in inbox:
-                self.act(act, args)
 
     # ---- checkpoints
 
@@ -407,6 +346,9 @@ class Worker:
             self._abandon_collective()
             self._vote()
 
+    def on_death(self) -> None:
+        self._abandon_collective()
+
     def _abandon_collective(self) -> None:
         if self._collective is not None and self._result is None:
             self.sim.collectives.abandon(self._collective, self)
@@ -467,6 +409,9 @@ class Worker:
         """Ask for a spare, and leave after ``seconds``."""
         self.leaves_soon = "notice"
         self.soon(seconds, setattr, self, "leaving", True)
+
+    def refuse_next(self) -> None:
+        self.fail_next = True
 
     def fail_commit(self) -> None:
         """Fail the step in this group only: the all-reduce completes for the others."""

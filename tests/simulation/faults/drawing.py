@@ -52,11 +52,15 @@ ACTS = {act.__name__: act for act in (*SEVERAL, *groups.REPLACING, *groups.TROUB
 MAX_REPLACEMENTS = 4
 
 
-def draw_faults(seed: int, lighthouses: int, *, spares: bool = False, troubles: bool = False) -> tuple[Fault, ...]:
+def draw_faults(
+    seed: int, lighthouses: int, *, spares: bool = False, troubles: bool = False, one_copy: bool = False
+) -> tuple[Fault, ...]:
     random = Random(f"faults {seed}")
     weights = ALONE if lighthouses == 1 else SEVERAL
     if troubles:
         weights = {**weights, **groups.TROUBLE_WEIGHTS}
+    if one_copy:
+        weights = {act: weight for act, weight in weights.items() if act not in groups.OF_FULL_COPIES}
     kinds = [act.__name__ for act, weight in weights.items() for _ in range(weight)]
     moments = [
         FIRST_SECOND + (LAST_SECOND - FIRST_SECOND) * random.random() for _ in range(random.randint(1, MAX_FAULTS))

@@ -86,7 +86,7 @@ def cancel_a_request(_: Simulation, worker: Worker, __: Fault) -> None:
 
 
 def fail_a_step(_: Simulation, worker: Worker, __: Fault) -> None:
-    worker.fail_next = True
+    worker.refuse_next()
 
 
 def fail_a_commit(_: Simulation, worker: Worker, __: Fault) -> None:
@@ -110,6 +110,7 @@ def partition_two_groups(sim: Simulation, worker: Worker, fault: Fault) -> None:
     other = sim.names[fault.other % len(sim.names)]
     if other != worker.name:
         sim.collectives.partition(worker.name, other, fault.seconds)
+        sim.mesh.partition(worker.name, other, fault.seconds)
 
 
 # ---- orders
@@ -139,6 +140,8 @@ def ban(sim: Simulation, worker: Worker, fault: Fault) -> None:
 
 def change_the_policy(sim: Simulation, _: Worker, fault: Fault) -> None:
     minimum = 1 + fault.other % len(sim.names)
+    if sim.shards is not None:
+        minimum = sim.shards.fitting(minimum)
     old = sim.policy
     sim.order(
         PolicyOrdered(
@@ -190,6 +193,8 @@ WEIGHTS: dict[Act, int] = {
     change_the_policy: 1,
 }
 """How often each is drawn."""
+OF_FULL_COPIES = (kill_and_heal_slowly, resume_a_group, resume_the_job, fail_a_commit, ask_with_shrink_only)
+"""Faults that a group has only if it holds a full copy of the model."""
 REPLACING = (replace_a_group, give_notice)
 """Faults of jobs with spares."""
 TROUBLE_WEIGHTS: dict[Act, int] = {

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from random import Random
 
 from keepstep.one_copy.core.holding import State
 from keepstep.one_copy.core.recovery_plan import Kind, Recovery, Way, plan_recovery
@@ -60,17 +59,6 @@ class Job:
             if max(phases) < 2 or min(phases) > 0:
                 newest = group.state.after(group.world.formed) if max(phases) == 2 else group.state
                 yield self._moment(group, chosen), newest
-
-    def random_moment_of_step(self, group: Group, random: Random) -> list[Rank]:
-        """Return one of the moments of an attempt, after its copies are checked."""
-        counts = (0.0, 1.0, random.random(), random.random())
-        rows = [self._positions(group, seat, counts) for seat in range(group.world.size)]
-        phases = random.choice(((0, 1), (0, 1), (1, 2)))  # a rank commits when all have voted
-        chosen = [random.choice([one for one in row if one[1] in phases]) for row in rows]
-        committed = max(phase for _, phase in chosen) == 2
-        ranks = self._moment(group, chosen)
-        check_copies(self, group, ranks, group.state.after(group.world.formed) if committed else group.state)
-        return ranks
 
     def after_step(self, group: Group, *, committed: bool = True) -> Group:
         """Return the members after a step that all have committed, or dropped."""
@@ -124,16 +112,6 @@ class Job:
         for chosen in itertools.product(*rows):
             if _is_moment([stage for stage, _, _ in chosen], needs):
                 yield _moment_of_recovery(ranks, recovery, chosen)
-
-    def random_moment_of_recovery(self, ranks: Sequence[Rank], recovery: Recovery, random: Random) -> list[Rank]:
-        """Return one of the moments before all members have adopted the new world."""
-        rows = [self._stages(ranks, recovery, index) for index in range(len(ranks))]
-        needs = _needs(ranks, recovery)
-        while True:
-            most = random.randint(0, 4)
-            chosen = [random.choice([one for one in row if most - 1 <= one[0] <= most] or row[:1]) for row in rows]
-            if _is_moment([stage for stage, _, _ in chosen], needs):
-                return _moment_of_recovery(ranks, recovery, chosen)
 
     def after_recovery(self, ranks: Sequence[Rank], recovery: Recovery, turn: int = 0) -> Group:
         """Return the members when all have adopted the new world."""
@@ -233,14 +211,6 @@ def _with_copies(ranks: list[Rank], world: World, copies: Sequence[Copies], seat
     return ranks
 
 
-# ---- what has to hold
-
-
-def obtainable(ranks: Sequence[Rank], world: World, state: State) -> bool:
-    """Return whether the shards of all ranks of a world can be brought to ``state``, found without the plan."""
-    return all(any(True for one in ranks for _ in one.histories((world.number, r), state)) for r in range(world.size))
-
-
 def check_copies(job: Job, group: Group, ranks: Sequence[Rank], newest: State) -> None:
     """Check that a committed state can be rebuilt by all keepers, but those that have no base yet."""
     for seat in range(group.world.size):
@@ -253,62 +223,3 @@ def check_copies(job: Job, group: Group, ranks: Sequence[Rank], newest: State) -
             expected = group.history if newest == group.state else (*group.history, (group.world.formed, group.attempt))
             assert history == expected, "a keeper rebuilds another state of that name"
             assert len(copy.gradients) <= job.slices * (job.slices + 2), "the log grows"
-
-
-def check_plan(job: Job, ranks: Sequence[Rank], recovery: Recovery, *, may_lose: bool) -> None:
-    """Check a plan against all that the ranks have.
-
-    Args:
-        job: its numbers.
-        ranks: in the order of the quorum.
-        recovery: the plan.
-        may_lose: whether a member and its keepers are away, or a member was cut off, so that a step may be lost.
-    """
-    shards = [shard for one in ranks for shard, _ in one.shards]
-    if recovery.kind is Kind.FRESH:
-        assert all(shard.state.step == 0 for shard in shards), "committed steps are forgotten"
-        return
-    if recovery.kind is Kind.LOST:
-        assert may_lose, "shards are lost"
-        assert not any(obtainable(ranks, one.world, one.state) for one in shards), "a state that can be had is given up"
-        return
-    previous, target = recovery.previous, recovery.target
-    assert previous is not None
-    assert target is not None
-    assert len(recovery.sources) == previous.size
-    histories = {ranks[one.holder].read(previous, one, target) for one in recovery.sources}
-    assert len(histories) == 1, f"states of {len(histories)} histories mix: {histories}"
-    (history,) = histories
-    best = max(shards, key=lambda one: one.state.worth)
-    if best.state.worth > target.worth:
-        assert may_lose, "a committed step is lost"
-        assert recovery.given_up == max(0, best.state.step - target.step)
-        assert not any(obtainable(ranks, one.world, best.state) for one in shards if one.state == best.state)
-    else:
-        assert recovery.given_up == 0
-    _check_shared(recovery, ranks)
-    _check_kept(job, recovery, ranks, history)
-
-
-def _check_shared(recovery: Recovery, ranks: Sequence[Rank]) -> None:
-    ways = {one.way for one in recovery.sources if one.holder == recovery.shared}
-    best = min((one.way for one in recovery.sources), key=list(Way).index)
-    assert best in ways, "another rank has fresher schedulers"
-
-
-def _check_kept(job: Job, recovery: Recovery, ranks: Sequence[Rank], history: History) -> None:
-    """Check that a keeper that is not filled has what it needs, and that its owner can go on."""
-    world, target = recovery.world, recovery.target
-    assert target is not None
-    at = {one.name: one for one in ranks}
-    assert {seat.replica_id for seat in world.seats} == set(at)
-    for seat in range(world.size):
-        for keeper in keepers(world, seat, job.copies):
-            if (seat, keeper) not in recovery.fills:
-                copy = at[world.seats[keeper].replica_id].copies[world.number, seat]
-                assert copy.rebuild(target) == history
-        if seat not in recovery.building:
-            assert any(
-                (shard.world.number, shard.rank) == (world.number, seat)
-                for shard, _ in at[world.seats[seat].replica_id].shards
-            )

@@ -121,6 +121,11 @@ class Rank:
     filling: dict[Key, KeptCopy] = field(default_factory=dict)
     whole: bool = True
 
+    @property
+    def step(self) -> int:
+        """Number of committed steps."""
+        return max((shard.state.step for shard, _ in self.shards), default=0)
+
     def holding(self) -> Holding:
         return Holding(
             self.name,

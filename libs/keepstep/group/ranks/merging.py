@@ -3,6 +3,8 @@
 * Requests: settings, steps and lineages must be equal. The group's ``commit_failures`` is the largest of the ranks'. It
   leaves, or shrinks only, if any rank does. It allows a heal if all ranks do: a rank that forbids it is at a point
   where its state must not be replaced.
+* Where a model exists once, the ranks may be a step apart, as the groups may: some have learned of a commit, and the
+  others come to that state before they train. The group then has the newest state, and finishes if any rank does.
 * The group finishes if all its ranks do. If only some do, their states differ, because a heal reached only some ranks.
   All of them or none publish the final state; the group still has to publish while one of its ranks has.
 * The group's report of its last step has the sum of the ranks' collectives. A group whose ranks begin equally many as
@@ -27,7 +29,7 @@ from dataclasses import replace
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.protocol.group_messages import RankAsk, RankDecision, RankVote
 from keepstep_mesh.protocol.job_settings import differ, difference
-from keepstep_mesh.protocol.lineage import TORN, is_torn
+from keepstep_mesh.protocol.lineage import TORN, is_torn, worth
 from keepstep_mesh.protocol.membership import (
     MAX_PEERS,
     OWN,
@@ -65,7 +67,10 @@ def merge_asks(asks: Mapping[int, RankAsk], replica_id: str, *, healed: bool = F
         return first
     step, lineage = first.step, first.lineage
     apart = [rank for rank, ask in sorted(asks.items()) if (ask.step, ask.lineage) != (step, lineage)]
-    if any(is_torn(ask.lineage) for ask in asks.values()) or (apart and healed):
+    if first.sharded:
+        newest = max(asks.values(), key=worth)
+        step, lineage = newest.step, newest.lineage
+    elif any(is_torn(ask.lineage) for ask in asks.values()) or (apart and healed):
         step, lineage = 0, f"{TORN}{replica_id}"
     elif apart:
         other = asks[apart[0]]
@@ -93,7 +98,7 @@ def merge_asks(asks: Mapping[int, RankAsk], replica_id: str, *, healed: bool = F
         allow_heal=all(ask.allow_heal for ask in asks.values()),
         settings=_merge_settings(asks),
         last_step=_merge_reports([ask.last_step for _, ask in sorted(asks.items())]),
-        final=all(ask.final for ask in asks.values()),
+        final=(any if first.sharded else all)(ask.final for ask in asks.values()),
         failure=_merge_failures([ask.failure for _, ask in sorted(asks.items()) if ask.failure is not None]),
         retry=all(ask.retry for ask in asks.values()),
         replace=next((ask.replace for ask in asks.values() if ask.replace), ""),

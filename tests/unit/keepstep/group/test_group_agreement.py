@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from keepstep.group.ranks.merging import DisagreeError, merge_asks
@@ -26,6 +28,16 @@ def test_ranks_with_different_settings_are_told_which_one_differs():
 def test_the_settings_of_a_group_are_those_that_any_rank_knows():
     assert merge(ask(), ask(settings="init_sync True")).settings == "init_sync True"
     assert merge(ask(), ask()).settings == ""
+
+
+def test_ranks_with_shards_of_one_model_may_be_a_step_apart():
+    """Some have learned that the step was committed when a member was lost. The others come to that state."""
+    behind, ahead = RankAsk(1, 3, 7, False, 1, 1000, sharded=True), RankAsk(1, 4, 7, False, 0, 1000, sharded=True)
+    merged = merge(behind, replace(ahead, final=True))
+    assert (merged.step, merged.lineage, merged.commit_failures) == (4, 7, 1)
+    assert merged.final, "no group takes a step beyond the last one"
+    with pytest.raises(DisagreeError, match="rank 0 is at step 3"):
+        merge(replace(behind, sharded=False), replace(ahead, sharded=False))
 
 
 def test_one_rank_that_allows_no_healing_decides_for_its_group():

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import pytest
 
 from keepstep.one_copy.core.recovery_plan import Kind
-from tests.support.models.one_copy_moments import Group, Job, check_copies, check_plan, start
+from tests.support.models.one_copy_moments import Group, Job, check_copies, start
+from tests.support.models.plan_checks import check_plan
 from tests.support.models.symbolic_copies import Rank
 
 ANY = tuple(one / 12 for one in range(13))
@@ -71,7 +72,7 @@ class Explorer:
         self.plans += 1
         recovery = self.job.plan(quorum_id, ordered)
         self.kinds.add(recovery.kind)
-        check_plan(self.job, ordered, recovery, may_lose=back or len(away) > self.job.copies)
+        check_plan(ordered, recovery, self.job.copies, may_lose=back or len(away) > self.job.copies)
         if recovery.kind is Kind.LOST or depth + 1 >= len(self.details):
             return
         for moment in self.job.moments_of_recovery(ordered, recovery):
