@@ -15,6 +15,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 
 from keepstep.checkpoint.managed.durable_writer import LastCheckpoint
+from keepstep.group.agreement import ARITHMETIC
 from keepstep.group.group_link import LinkSettings
 from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.lifecycle.manager_settings import DurableSettings
@@ -34,6 +35,7 @@ from keepstep.one_copy.shard.built import Stateful, end_broken_pass
 from keepstep.one_copy.shard.own_shard import OwnShard
 from keepstep.one_copy.world.world_groups import WorldGroups
 from keepstep.process_group.group_errors import ProcessGroupError, UnsupportedCollectiveError
+from keepstep.rendezvous.key_value_server import RendezvousError
 from keepstep.runtime import environment
 from keepstep.runtime.exits import PrintedExit
 from keepstep.runtime.host_memory import available_bytes, ranks_of_host
@@ -41,7 +43,7 @@ from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import Drained, JobClosed, KeepstepError
 from keepstep_mesh.exit_codes import EXIT_STATE_LOST
 from keepstep_mesh.protocol.group_messages import RankAsk
-from keepstep_mesh.protocol.job_settings import settings_text
+from keepstep_mesh.protocol.job_settings import SCRIPT, settings_text
 from keepstep_mesh.protocol.lineage import NEW
 
 log = get_logger("keepstep.one_copy")
@@ -160,13 +162,19 @@ class OneCopy:
             resume_wait=resume_wait,
         )
         self._groups = WorldGroups(self._shape, device_type, self._timeout)
-        arithmetic = {
-            "one_copy": ",".join(f"{name}={size}" for name, size in self._shape.sizes.items()),
+        common = {
+            SCRIPT: "OneCopy",
+            "arithmetic": ARITHMETIC,
+            "mesh": ",".join(f"{name}={size}" for name, size in self._shape.sizes.items()),
+            "data_dims": ",".join(self._data_dims),
+            "device_type": device_type,
+            "init": init is not None,
             "copies": copies,
             "ranks": self._settings.world_size,
             "refuse_nonfinite": refuse_nonfinite,
             "durable_every": durable.every,
             "resume": durable.resumes,
+            "KEEPSTEP_SPARES": self._settings.spares,
         }
         self._quorum: QuorumPlan | None = None
         self._broken = ""
@@ -181,7 +189,7 @@ class OneCopy:
         """Whether this member leaves when it is asked to: all ranks had copies of their shards at the last commit."""
         self._recovery: WorldRecovery | None = None
         self._shard = OwnShard()
-        self._membership = MemberLink(self._settings, settings_text(arithmetic), self._on_lost)
+        self._membership = MemberLink(self._settings, settings_text(common), device_type, self._on_lost)
         seconds = self._timeout.total_seconds()
         self._keeper = Keeper(self._optimizer, torch.device(device_type), self._room(memory))
         self._server = CopyServer(self._settings.host, self._membership.token, self._keeper, seconds)
@@ -396,7 +404,9 @@ class OneCopy:
             return False
         shard, quorum = self._shard, self._quorum
         assert quorum is not None
-        state = shard.now().state
+        recovery, state = self._recovery, shard.now().state
+        assert recovery is not None
+        options = recovery.step_digest()
         ok = not self._refuse_nonfinite or shard.finite()
         shard.unscale(scaler, lambda mine: not self._groups.vote([int(not mine)], self._timeout)[0])
         following, end = state.after(quorum.quorum_id), shard.end()
@@ -406,20 +416,22 @@ class OneCopy:
         self._raise_if_lost()
         shard.voted = quorum.quorum_id
         mine = int(ok) * (1 + self._shard_reports.covered)
-        values = self._groups.vote([mine, state.step, -state.step], self._timeout)
+        values = self._groups.vote([mine, state.step, -state.step, options, -options], self._timeout)
         if values[1] != -values[2]:
             raise KeepstepError(f"the ranks are at different steps, {values[1]} to {-values[2]}; report this as a bug")
-        if not values[0]:
+        alike = values[3] == -values[4]
+        if not values[0] or not alike:
             shard.drop()
             self._committed = True  # the step has ended
-            self._reports.discarded(quorum, state, "a rank refused the step")
+            self._reports.discarded(quorum, state, "a rank refused the step" if alike else "the optimizers differ")
+            if not alike:
+                recovery.compare_step(state.step)
             return False
         shard.apply(following)
         self._committed = True
         self._failures = self._unexplained = 0
         self._membership.committed()
-        if self._recovery is not None:
-            self._keeper.forget(but=self._recovery.kept())
+        self._keeper.forget(but=recovery.kept())
         self._may_leave = values[0] > 1
         self._reports.committed(quorum, state, following)
         self._shard_reports.committed()
@@ -452,7 +464,7 @@ class OneCopy:
         while seen is not None:
             if isinstance(seen, UnsupportedCollectiveError):
                 return False
-            if isinstance(seen, (ProcessGroupError, CopyError)):
+            if isinstance(seen, (ProcessGroupError, CopyError, RendezvousError)):
                 return True
             seen = seen.__cause__ or seen.__context__
         deadline = time.monotonic() + (LOSS_SECONDS if isinstance(error, (RuntimeError, TimeoutError)) else 0.0)

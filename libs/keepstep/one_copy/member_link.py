@@ -9,17 +9,18 @@ from dataclasses import replace
 
 from torch.distributed import Store
 
-from keepstep.group.compared_layout import ComparedLayout
 from keepstep.group.group_link import LinkSettings, connect_group
 from keepstep.group.group_server import LEAVE_SECONDS
 from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.group.ranks.rank_link import Leaving, RankLink
 from keepstep.runtime.exits import EvictedExit, JobClosedExit, MismatchExit, TerminationFlag, end_process, leave_cause
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS, LoopThread
+from keepstep.script_checks.common_values import arithmetic
 from keepstep.session.session_events import Push
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import Banned, Drained, JobClosed, KeepstepError, LayoutMismatch
 from keepstep_mesh.protocol.group_messages import RankAsk
+from keepstep_mesh.protocol.job_settings import with_settings
 from keepstep_mesh.protocol.messages import Drain, Evicted, Healing, MemberLost, RoundBroken, ShardReport
 from keepstep_mesh.security.tokens import ClientToken
 
@@ -34,14 +35,18 @@ class MemberLink:
 
     Args:
         settings: of the link.
-        arithmetic: settings that all members must share, as text.
+        common: settings that all members must share, as text.
+        device_type: of the model. The arithmetic of this process is read at the first request, since a script may set
+            the number of threads after it has made this object.
         on_lost: called with a quorum_id and the reason, from another thread, when that quorum has lost a member.
 
     Raises:
         TimeoutError, KeepstepError, EvictedExit: as ``Manager``.
     """
 
-    def __init__(self, settings: LinkSettings, arithmetic: str, on_lost: Callable[[int, str], None]) -> None:
+    def __init__(
+        self, settings: LinkSettings, common: str, device_type: str, on_lost: Callable[[int, str], None]
+    ) -> None:
         self.settings = settings
         self.token = ClientToken.of(settings.token)
         self._on_lost = on_lost
@@ -59,7 +64,7 @@ class MemberLink:
             except Banned as error:
                 raise EvictedExit(str(error)) from error
             closing.pop_all()
-        self.compared = ComparedLayout(self.loop_thread, self.link, settings.token, arithmetic)
+        self._common, self._device_type = common, device_type
         self._termination = TerminationFlag(self.request_leave)
 
     def _connect(self) -> tuple[RankLink, Store | None]:
@@ -131,7 +136,7 @@ class MemberLink:
         """Return the quorum of the next step.
 
         Args:
-            ask: number, time limit, layout and leave are filled in here.
+            ask: number, time limit, settings and leave are filled in here.
             timeout: seconds.
             may_leave: False: an order to leave waits, because shards would be lost with this member.
 
@@ -147,15 +152,15 @@ class MemberLink:
             log.warning("order to leave waits: a rank has no copies of its shard at a keeper", reason=self._leaving)
         if leaving and self.settings.world_size == 1:
             self._leave()
+        if not self._requests:
+            self._common = with_settings(self._common, dict(arithmetic({self._device_type})))
         self._requests += 1
-        self.compared.read()
         asked = replace(
             ask,
             request=self._requests,
             timeout_ms=max(1, round(timeout * 1000)),
             leaving=leaving,
-            layout=self.compared.digest,
-            settings=self.compared.settings,
+            settings=self._common,
         )
         tries = 1 + self.settings.quorum_retries
         try:
@@ -169,11 +174,7 @@ class MemberLink:
                 raise
             raise JobClosedExit(str(error)) from error
         except LayoutMismatch as error:
-            difference = ""
-            if error.peer_address:
-                with contextlib.suppress(KeepstepError, OSError, TimeoutError):
-                    difference = f"; {self.compared.difference_from(error.peer_address)[1]}"
-            raise MismatchExit(f"{error}{difference}") from error
+            raise MismatchExit(str(error)) from error
 
     def _leave(self) -> None:
         self.leave(self._leaving, leave_cause(self._leaving), None)

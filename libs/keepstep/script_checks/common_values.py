@@ -17,6 +17,7 @@ import numbers
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 import torch
@@ -96,19 +97,29 @@ class CommonValues:
         }
 
     def _arithmetic(self) -> Iterator[tuple[str, str]]:
-        devices = self._averaged | self._stepped
-        if not devices:
-            return
-        yield "torch", torch.__version__.partition("+")[0]
-        yield "use_deterministic_algorithms", str(torch.are_deterministic_algorithms_enabled())
-        if "cuda" in devices:
-            yield "cuda.matmul.fp32_precision", str(torch.backends.cuda.matmul.fp32_precision)
-        if "cpu" in devices:
-            yield "ATEN_CPU_CAPABILITY", torch.backends.cpu.get_cpu_capability()
-            yield "flush_denormal", str(_LEAST_NORMAL / 2 == 0)
-            yield "mkldnn.matmul.fp32_precision", str(torch.backends.mkldnn.matmul.fp32_precision)  # type: ignore[attr-defined]
-        if "cpu" in self._averaged:  # an outer optimizer computes no sum, whose order the threads decide
-            yield "OMP_NUM_THREADS", str(torch.get_num_threads())
+        return arithmetic(self._averaged, self._stepped)
+
+
+def arithmetic(averaged: AbstractSet[str], stepped: AbstractSet[str] = frozenset()) -> Iterator[tuple[str, str]]:
+    """Yield name and value of each setting of this process that decides the bits of a step.
+
+    Args:
+        averaged: types of the devices on which modules compute.
+        stepped: the same, of optimizers that step in all groups with equal gradients.
+    """
+    devices = averaged | stepped
+    if not devices:
+        return
+    yield "torch", torch.__version__.partition("+")[0]
+    yield "use_deterministic_algorithms", str(torch.are_deterministic_algorithms_enabled())
+    if "cuda" in devices:
+        yield "cuda.matmul.fp32_precision", str(torch.backends.cuda.matmul.fp32_precision)
+    if "cpu" in devices:
+        yield "ATEN_CPU_CAPABILITY", torch.backends.cpu.get_cpu_capability()
+        yield "flush_denormal", str(_LEAST_NORMAL / 2 == 0)
+        yield "mkldnn.matmul.fp32_precision", str(torch.backends.mkldnn.matmul.fp32_precision)  # type: ignore[attr-defined]
+    if "cpu" in averaged:  # an outer optimizer computes no sum, whose order the threads decide
+        yield "OMP_NUM_THREADS", str(torch.get_num_threads())
 
 
 @dataclass(slots=True)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+SCRIPT = "script"
+"""Setting that names the class with which a script trains; unknown: ``Manager``. Other classes have other settings, so
+that it is the first difference."""
 MAX_SHOWN = 100
 """Characters of a name or value in a sentence."""
 
@@ -25,8 +28,8 @@ def differ(one: str, other: str) -> bool:
 
 def difference(one: str, where: str, other: str, elsewhere: str) -> str:
     """Name the first setting in which two texts differ: ``setting init_sync: True in r0, False in r1``."""
-    ours, theirs = _parsed(one), _parsed(other)
-    for name in sorted(ours.keys() | theirs.keys()):
+    ours, theirs = ({SCRIPT: "Manager", **_parsed(text)} for text in (one, other))
+    for name in sorted(ours.keys() | theirs.keys(), key=lambda name: (name != SCRIPT, name)):
         here, there = ours.get(name, "unknown"), theirs.get(name, "unknown")
         if here != there:
             return f"setting {name[:MAX_SHOWN]}: {here[:MAX_SHOWN]} in {where}, {there[:MAX_SHOWN]} in {elsewhere}"

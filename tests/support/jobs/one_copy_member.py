@@ -15,20 +15,33 @@ from torch.distributed.fsdp import fully_shard
 from keepstep.one_copy import OneCopy
 
 
+def own(name: str, default: str = "") -> str:
+    """Return what is special in this member."""
+    return os.environ.get(name, default)
+
+
 def build(mesh: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+    world, _, special = own("WIDTH_IN_WORLD").partition(":")
+    width = int(special if world == str(mesh.size()) else own("WIDTH", "16"))
+    model = nn.Sequential(nn.Linear(16, width), nn.Tanh(), nn.Linear(width, 16))
     fully_shard(model, mesh=mesh)
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return model, getattr(torch.optim, own("OPTIMIZER", "AdamW"))(model.parameters(), lr=float(own("LR", "1e-2")))
 
 
-torch.set_num_threads(1)
+torch.set_num_threads(int(own("THREADS", "1")))
 torch.manual_seed(0)
-memory = os.environ.get("MEMORY")
-job = OneCopy(build, memory=int(memory) if memory else None)
+job = OneCopy(
+    build,
+    mesh=json.loads(own("MESH", "null")),
+    copies=int(own("COPIES", "1")),
+    memory=int(own("MEMORY")) if own("MEMORY") else None,
+)
 last = 1 << 30
 stop = Path(os.environ["STOP"])
 while job.step < last:
-    with job.attempt() as (model, _):
+    with job.attempt() as (model, optimizer):
+        if own("LR_FROM") == str(job.step):
+            optimizer.param_groups[0]["lr"] = 0.5
         end = torch.tensor(float(stop.exists()))
         torch.distributed.all_reduce(end)
         model(torch.full((4, 16), float(job.step % 7))).pow(2).mean().backward()

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from keepstep.checkpoint import load
+from tests.support.jobs.one_copy_job import SECONDS, OneCopyJob, told
 from tests.support.services.relay_driver import relay_process
-from tests.training.one_copy.test_kills_of_one_copy import SECONDS, OneCopyJob, told
 
 pytestmark = [pytest.mark.training, pytest.mark.timeout(240)]
 

@@ -17,6 +17,10 @@ Boxes = dict[str, list[list[int]]]
 """For a parameter by name: the shape of the whole parameter, and the offset and the shape of the shard in it."""
 
 
+class OtherModelError(KeepstepError):
+    """``build`` returns another model or optimizer than that of the job."""
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return the part of a tensor that this rank holds, in the same memory."""
     found: torch.Tensor = tensor.detach()
@@ -116,7 +120,7 @@ class RankState:
         found = []
         for group in self.optimizer.param_groups:
             options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-            if options.get("foreach", False) is None and any(is_dtensor(one) for one in group["params"]):
+            if _steps_one_by_one(group):
                 options["foreach"] = False
             found.append(options)
         return found
@@ -135,14 +139,14 @@ class RankState:
             options: of the parameter groups.
 
         Raises:
-            KeepstepError: names, shapes or groups differ from those of this model.
+            OtherModelError: names, shapes or groups differ from those of this model.
         """
         given: dict[str, Any] = {}
         for state in states:
             given.update(state)
         if set(given) != set(self.names) or len(options) != len(self.optimizer.param_groups):
             odd = sorted(set(given) ^ set(self.names))
-            raise KeepstepError(
+            raise OtherModelError(
                 f"build() returns another model than that of the job: {', '.join(odd[:3]) or 'the parameter groups'} "
                 f"differ; build must return the same model in all processes"
             )
@@ -150,13 +154,13 @@ class RankState:
             for index, name in enumerate(self.names):
                 self._load(index, given[name])
         for group, values in zip(self.optimizer.param_groups, options, strict=True):
-            group.update(values)
+            group.update(values | ({"foreach": None} if _steps_one_by_one(group) else {}))  # as in the other ranks
 
     def _load(self, index: int, given: dict[str, Any]) -> None:
         parameter, name = self.parameters[index], self.names[index]
         own, value = local(parameter), given["parameter"]
         if own.shape != value.shape or own.dtype != value.dtype or given["group"] != self._group_of.get(index):
-            raise KeepstepError(
+            raise OtherModelError(
                 f"build() returns another model than that of the job: the shard of {name!r} is {tuple(own.shape)} "
                 f"{own.dtype}, and in the job {tuple(value.shape)} {value.dtype}; build must return the same model in "
                 f"all processes"
@@ -196,6 +200,11 @@ class RankState:
             for name, one in self.model.named_buffers():
                 if name in given:
                     local(one).copy_(given[name])
+
+
+def _steps_one_by_one(group: dict[str, Any]) -> bool:
+    """Return whether torch steps the parameters of a group one by one, though its options do not say so."""
+    return group.get("foreach", False) is None and any(is_dtensor(one) for one in group["params"])
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

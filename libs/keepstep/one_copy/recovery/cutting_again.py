@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from keepstep.one_copy.copies.rank_state import Boxes
-from keepstep_mesh.errors import KeepstepError
+from keepstep.one_copy.copies.rank_state import Boxes, OtherModelError
 
 
 @dataclass(frozen=True)
@@ -33,15 +32,20 @@ def plan_reads(needed: Boxes, held: Sequence[Boxes]) -> dict[str, list[Part]]:
         held: boxes of the shards of each rank of the previous world, nearest ranks first.
 
     Raises:
-        KeepstepError: a parameter has other names or shapes than before, or is not held as a whole.
+        OtherModelError: a parameter has other names or shapes than before, or is not held as a whole.
     """
+    if gone := sorted({name for boxes in held for name in boxes} - set(needed)):
+        raise OtherModelError(
+            f"build() returns another model than before: parameter {gone[0]!r} is missing; build must return the same "
+            f"model for each number of ranks"
+        )
     plan: dict[str, list[Part]] = {}
     for name, (whole, offset, shape) in needed.items():
         parts: list[Part] = []
         seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
         for source, boxes in enumerate(held):
             if name not in boxes or boxes[name][0] != whole:
-                raise KeepstepError(
+                raise OtherModelError(
                     f"build() returns another model than before: parameter {name!r} of shape {tuple(whole)} was "
                     f"{tuple(boxes[name][0]) if name in boxes else 'missing'}; build must return the same model for "
                     f"each number of ranks"
@@ -60,7 +64,7 @@ def plan_reads(needed: Boxes, held: Sequence[Boxes]) -> dict[str, list[Part]]:
                 parts.append(Part(source, cut, place))
         covered = sum(_product(part.place[1]) for part in parts)
         if covered != _product(shape):
-            raise KeepstepError(
+            raise OtherModelError(
                 f"the shards of parameter {name!r} cannot be cut again: {covered} of {_product(shape)} elements at "
                 f"{offset} are held, of shards at {[boxes[name][1:] for boxes in held]}; replace lost members, so that "
                 f"the number of ranks stays"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import astuple, fields
 from datetime import timedelta
 from typing import Any
@@ -20,6 +21,10 @@ from keepstep_mesh.security.tokens import ClientToken
 HOLDINGS, CHECKPOINT, GROUPS = 0, 1, 2
 """Numbers of the tables of a quorum: for the holdings and the choice of a checkpoint, and from where those of process
 groups begin."""
+
+
+Member = tuple[str, int]
+"""replica_id of a member, and a rank in it."""
 
 
 class Meeting:
@@ -51,6 +56,7 @@ class Meeting:
         self._timeout = timeout
         self._lock = threading.Lock()
         self._stores: list[RendezvousStore] = []
+        self._told: RendezvousStore | None = None
         self._ended = ""
 
     def store(self, number: int) -> RendezvousStore:
@@ -71,10 +77,26 @@ class Meeting:
         Raises:
             Exception: a member is lost, or does not come in time.
         """
-        store = self.store(HOLDINGS)
-        store.set(_key(mine.replica_id, mine.group_rank), packed(mine))
-        keys = [_key(one, rank) for one in self._plan.replica_ids for rank in range(ranks_per_seat)]
-        return [unpacked(data) for data in store.multi_get(keys)]
+        members = [(one, rank) for one in self._plan.replica_ids for rank in range(ranks_per_seat)]
+        told = self.gather("", packed(mine), (mine.replica_id, mine.group_rank), members)
+        return [unpacked(data) for data in told]
+
+    def gather(self, name: str, mine: bytes, own: Member, members: Sequence[Member]) -> list[bytes]:
+        """Return what all ranks tell, in the order of ``members``.
+
+        Args:
+            name: of what they tell, different in each call.
+            mine: what this rank tells; at most 1 MiB.
+            own: this rank.
+            members: ranks to wait for. A rank that is not among them only tells.
+
+        Raises:
+            Exception: a member is lost, or does not come in time.
+        """
+        if self._told is None:
+            self._told = self.store(HOLDINGS)
+        self._told.set(_key(name, own), mine)
+        return self._told.multi_get([_key(name, one) for one in members])
 
     def end(self, reason: str) -> None:
         """End all waits. From any thread."""
@@ -90,8 +112,8 @@ class Meeting:
                 store.close()
 
 
-def _key(replica_id: str, group_rank: int) -> str:
-    return f"{replica_id}/{group_rank}"
+def _key(name: str, member: Member) -> str:
+    return f"{name}{member[0]}/{member[1]}"
 
 
 def packed(holding: Holding) -> bytes:

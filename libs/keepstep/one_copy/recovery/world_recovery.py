@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
+import msgpack
 from torch import nn
 
 from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.one_copy.copies.copy_sender import CopySender, Membership
 from keepstep.one_copy.copies.copy_server import CopyServer, Served
+from keepstep.one_copy.copies.frames import CopyError
 from keepstep.one_copy.copies.keeper import Keeper
-from keepstep.one_copy.copies.rank_state import RankState
+from keepstep.one_copy.copies.rank_state import OtherModelError, RankState
 from keepstep.one_copy.copies.shard_reader import ShardReader
 from keepstep.one_copy.core.holding import Holding, Shard, State
 from keepstep.one_copy.core.mesh_shape import MeshShape
@@ -22,20 +25,24 @@ from keepstep.one_copy.core.recovery_plan import Kind, Recovery, Source, Way, pl
 from keepstep.one_copy.core.world import World, keepers
 from keepstep.one_copy.durable.shard_checkpoints import ShardCheckpoints, StoredShards
 from keepstep.one_copy.member_link import MemberLink
+from keepstep.one_copy.recovery.compared_builds import MAX_NAMED, ComparedBuild, Told, Verdict, compare, facts_of
 from keepstep.one_copy.recovery.meeting import CHECKPOINT, GROUPS, Meeting
 from keepstep.one_copy.recovery.sources import Sources, serving
 from keepstep.one_copy.shard.built import Built
 from keepstep.one_copy.shard.own_shard import Held, OwnShard, random_state, restore_random_state
 from keepstep.one_copy.world.world_groups import WorldGroups
+from keepstep.runtime.exits import MismatchExit
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.protocol.lineage import NEW
+from keepstep_mesh.protocol.names import name_of
+from keepstep_mesh.text import listed
 
 log = get_logger("keepstep.one_copy")
 
 
 class UnfitMembersError(KeepstepError):
-    """The members of a quorum do not fill the mesh."""
+    """The members of a quorum do not fill the mesh, or ``build`` gives another model for their number."""
 
 
 class ShardsLostError(KeepstepError):
@@ -70,6 +77,9 @@ class WorldRecovery:
 
     def __post_init__(self) -> None:
         self._meeting: Meeting | None = None
+        self._compared = ComparedBuild()
+        self._alike = False
+        """Whether all ranks had the same facts in the last recovery, so that their options of each step are equal."""
 
     # ---- all of it
 
@@ -115,6 +125,8 @@ class WorldRecovery:
             held = self._begun(world, rank)
         else:
             held = self._brought_to_target(recovery, holdings, rank)
+        if recovery.kind in (Kind.FRESH, Kind.RESUMED):
+            self._agree_on_builds(recovery, holdings, held)
         if held is not self.shard.held:
             self.shard.rebuilt = held
         self._connect_copies(recovery, holdings, held)
@@ -181,6 +193,83 @@ class WorldRecovery:
             self.shard.whole,
         )
 
+    # ---- builds that fit together
+
+    def _agree_on_builds(
+        self, recovery: Recovery, holdings: Sequence[Holding], held: Held | None, problem: str = ""
+    ) -> None:
+        """Refuse the members whose model or optimizer differs from that of the others.
+
+        Args:
+            recovery: its plan.
+            holdings: of all ranks.
+            held: shard of this rank; None: there is a problem.
+            problem: why the model of this rank does not fit the job.
+
+        Raises:
+            MismatchExit: this member differs.
+            UnfitMembersError: most members build another model for this number of ranks than before.
+            CopyError: other members differ, and end.
+        """
+        facts = self._compared.packed(held) if held is not None else b""
+        told = [Told.of(one) for one in self._gather(recovery.world, "told ", self._told(held, facts, problem))]
+        world, odd = recovery.world, frozenset(rank for rank, one in enumerate(told) if one.problem)
+        self._alike = len({(one.digest, one.of_step) for one in told}) == 1
+        if 2 * len(odd) > world.size:
+            raise UnfitMembersError(next(one.problem for one in told if one.problem))
+        if odd:
+            self._refuse(world, Verdict(odd, told[min(odd)].problem))
+        if len({one.digest for one in told}) > 1:
+            seats = {holdings[one.holder].replica_id for one in recovery.sources if one.way is not Way.COPY}
+            having = [
+                rank for rank in range(world.size) if world.seats[rank // world.ranks_per_seat].replica_id in seats
+            ]
+            self._compare(world, "", facts, [one.digest for one in told], having)
+
+    def compare_step(self, step: int) -> None:
+        """Find the ranks that would step with other options than the others, after a vote has shown that some do.
+
+        Raises:
+            MismatchExit: this member differs.
+        """
+        held = self.shard.now()
+        facts, key = self._compared.packed(held), f"{step} "
+        told = [Told.of(one) for one in self._gather(held.world, f"told {key}", self._told(held, facts))]
+        self._compare(held.world, key, facts, [one.digest for one in told], ())
+
+    def step_digest(self) -> int:
+        """Return what all ranks must have in common in the vote on a step; 0: their options differ for good."""
+        return self._compared.step_digest(self.shard.now()) if self._alike else 0
+
+    def _told(self, held: Held | None, facts: bytes, problem: str = "") -> bytes:
+        of_step = self._compared.step_digest(held) if held is not None else 0
+        data: bytes = msgpack.packb([hashlib.blake2b(facts, digest_size=16).hexdigest(), of_step, problem])
+        return data
+
+    def _compare(self, world: World, key: str, facts: bytes, digests: list[str], having: Sequence[int]) -> None:
+        """Compare the facts of all ranks. One rank of each digest tells them."""
+        first = [digests.index(one) for one in dict.fromkeys(digests)]
+        told = self._gather(world, f"facts {key}", facts, first)
+        known = {digests[rank]: facts_of(data) for rank, data in zip(first, told, strict=True)}
+        names = [name_of(world.seats[rank // world.ranks_per_seat].replica_id) for rank in range(world.size)]
+        verdict = compare([known[one] for one in digests], having, names)
+        if verdict.odd:
+            self._refuse(world, verdict)
+
+    def _refuse(self, world: World, verdict: Verdict) -> None:
+        """End this member if one of its ranks is odd, else expect that others end."""
+        seats = sorted({rank // world.ranks_per_seat for rank in verdict.odd})
+        if world.seat_of(self.member.replica_id) in seats:
+            raise MismatchExit(f"{verdict.difference}; run the same script with the same settings in all members")
+        names = listed([name_of(world.seats[one].replica_id) for one in seats], MAX_NAMED)
+        raise CopyError(f"{names} must end, because its model or optimizer differs: {verdict.difference}")
+
+    def _gather(self, world: World, name: str, mine: bytes, ranks: Sequence[int] | None = None) -> list[bytes]:
+        meeting, own = self._meeting, (self.member.replica_id, self.member.settings.rank)
+        assert meeting is not None
+        at = [divmod(rank, world.ranks_per_seat) for rank in (range(world.size) if ranks is None else ranks)]
+        return meeting.gather(name, mine, own, [(world.seats[seat].replica_id, rank) for seat, rank in at])
+
     # ---- the shard
 
     def _built(self, *, muted: bool) -> Built:
@@ -234,8 +323,14 @@ class WorldRecovery:
             self._settle(recovery, source, sources, own)
             served = self._served(shard.now(), previous.number, source.rank)
         with serving(self.server, served):
-            held = self._read(recovery, sources, own, rank, target) if rank in recovery.building else shard.now()
-            self.groups.vote([0], self.timeout)  # all have read
+            held, problem = shard.now() if rank not in recovery.building else None, ""
+            if held is None:
+                try:
+                    held = self._read(recovery, sources, own, rank, target)
+                except OtherModelError as error:
+                    problem = str(error)
+            self._agree_on_builds(recovery, holdings, held, problem)  # then all have read
+            assert held is not None
         if source is None:
             shard.held = None  # it is of an older state: no rank may read it, or train from it
         held.world, held.rank = recovery.world, rank

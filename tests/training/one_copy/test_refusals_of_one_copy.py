@@ -1,0 +1,70 @@
+"""Members that differ from their job, in real processes: each is refused by name, and the job goes on.
+
+Slow: each test trains in several processes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from keepstep_mesh.exit_codes import EXIT_MISMATCH
+from tests.support.jobs.one_copy_members import Members, members
+
+pytestmark = [pytest.mark.training, pytest.mark.timeout(240)]
+
+WITH_MANAGER = """
+import torch
+from torch import nn
+from keepstep import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+manager = Manager(ProcessGroupGloo(), state_dict=dict, load_state_dict=len)
+model = nn.Linear(3, 1)
+wrapped = DistributedDataParallel(manager, model), Optimizer(manager, torch.optim.SGD(model.parameters()))
+manager.start_quorum()
+"""
+
+
+async def refused(job: Members, name: str, **variables: str) -> str:
+    """Start a member that differs. Return the difference that it names when it ends."""
+    job.start(name, count=2, **variables)
+    return await refusal(job, name)
+
+
+async def refusal(job: Members, name: str) -> str:
+    assert await job.code(name) == EXIT_MISMATCH, job.output()
+    (line,) = [one for one in job.text(name).splitlines() if "this group does not fit its job: " in one]
+    return line.partition("this group does not fit its job: ")[2]
+
+
+async def test_a_member_that_differs_from_the_job_is_refused_by_name_and_the_job_goes_on(tmp_path: Path) -> None:
+    async with members(tmp_path) as job:
+        job.start("m0", "m1", count=2)
+        await job.trains("m0", "m1")
+        for name, variables, difference in (
+            ("threads", {"THREADS": "2"}, "setting OMP_NUM_THREADS: 2 in threads, 1 in m0"),
+            ("copies", {"COPIES": "2"}, "setting copies: 2 in copies, 1 in m0"),
+            ("mesh", {"MESH": '{"fsdp": -1, "tp": 1}'}, "setting mesh: fsdp=-1,tp=1 in mesh, fsdp=-1 in m0"),
+            ("width", {"WIDTH": "24"}, "build() returns another model than before: parameter '0.weight' of shape (24,"),
+            ("sgd", {"OPTIMIZER": "SGD"}, "optimizer: AdamW in m0, m1, SGD in sgd"),
+        ):
+            assert (await refused(job, name, **variables)).startswith(difference), job.output()
+        job.start("r0", count=2, arguments=("-c", WITH_MANAGER))
+        assert (await refusal(job, "r0")).startswith("setting script: Manager in r0, OneCopy in m0"), job.output()
+        await job.trains("m0", "m1")
+        await job.finish("m0", "m1")
+
+
+async def test_an_odd_optimizer_is_refused_at_the_start_and_in_the_step_in_which_it_changes(tmp_path: Path) -> None:
+    async with members(tmp_path) as job:
+        job.start("m0", "m1", "m2", count=5)
+        job.start("fast", count=5, LR="0.5")
+        job.start("later", count=5, LR_FROM="6")
+        for name in ("fast", "later"):
+            difference = (await refusal(job, name)).partition(";")[0]
+            assert difference.startswith("lr of parameter '0.weight': "), difference
+            assert f"0.5 in {name}" in difference
+            assert all(one in difference for one in ("m0", "m1", "m2", "0.01 in ")), difference
+        assert {one["step"] for one in job.steps("later")} == set(range(1, 7)), job.output()
+        await job.trains("m0", "m1", "m2")
+        await job.finish("m0", "m1", "m2")
