@@ -97,5 +97,5 @@ def with_a_spare(members: int) -> OneCopyJob:
 
 
 def told(ends: list[dict[str, Any]]) -> list[Any]:
-    """What the final states of two jobs must have in common."""
+    """Return the part of final states that two jobs must have in common."""
     return [{key: one[key] for key in ("rank", "step", "digest", "lr", "scale", "random")} for one in ends]

@@ -38,7 +38,7 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a rank tells the others first."""
+    """Digests of a rank, which it tells the others first."""
 
     digest: str
     """Of its facts."""
@@ -117,7 +117,7 @@ def _pairs(lines: str) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What ranks that must be equal have in common."""
+    """Result of a comparison."""
 
     odd: frozenset[int] = frozenset()
     """Ranks that differ from the others."""

@@ -203,7 +203,7 @@ class WorldRecovery:
         Args:
             recovery: its plan.
             holdings: of all ranks.
-            held: shard of this rank; None: there is a problem.
+            held: shard of this rank; None: its model does not fit.
             problem: why the model of this rank does not fit the job.
 
         Raises:
