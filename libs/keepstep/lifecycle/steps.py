@@ -22,6 +22,7 @@ from keepstep.lifecycle.rehearsal.rehearsed_step import RehearsedStep
 from keepstep.lifecycle.rehearsal.state_before import StateBefore
 from keepstep.process_group import ProcessGroup
 from keepstep.runtime.exits import handled_error
+from keepstep.runtime.learned_imports import tell_imports
 from keepstep.script_checks.script_checker import ScriptChecker
 from keepstep.step.attempt import Attempt
 from keepstep.step.catching_up.catch_up import CatchUp
@@ -328,6 +329,7 @@ class Steps:
         context.raise_fatal()
         committed = attempt.conclude(limit)
         if committed and attempt.plan is not None:
+            tell_imports()
             if not context.progress.following:
                 self._durability.committed(attempt.plan)
             self._note_values(attempt)

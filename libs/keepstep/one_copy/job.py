@@ -39,6 +39,7 @@ from keepstep.rendezvous.key_value_server import RendezvousError
 from keepstep.runtime import environment
 from keepstep.runtime.exits import PrintedExit
 from keepstep.runtime.host_memory import available_bytes, ranks_of_host
+from keepstep.runtime.learned_imports import tell_imports
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import Drained, JobClosed, KeepstepError
 from keepstep_mesh.exit_codes import EXIT_STATE_LOST
@@ -435,6 +436,7 @@ class OneCopy:
         self._may_leave = values[0] > 1
         self._reports.committed(quorum, state, following)
         self._shard_reports.committed()
+        tell_imports()
         return True
 
     # ---- losses

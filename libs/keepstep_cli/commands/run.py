@@ -25,6 +25,7 @@ START_SECONDS = 30.0
 SECTIONS = {
     "Groups": ("--replicas", "--nproc-per-replica", "--gpus-per-replica", "--spares"),
     "Restarts and the end": ("--max-restarts", "--max-restart-pause", "--grace", "--notice", "--final-code"),
+    "Warm starts": ("--cold", "--preload"),
     "Output": ("--log-dir", "--timestamps"),
     "A lighthouse that runs": ("--lighthouse", "--job", "--token-file", "--tls-ca", "--tls-cert", "--tls-key"),
     "The lighthouse started here": ("--min-replicas", "--join-timeout", "--refuse-going-back", "--state-dir"),
@@ -57,7 +58,7 @@ SECTIONS = {
     type=options.Seconds(),
     default=RESTART_BACKOFF.most,
     show_default=True,
-    help="Longest pause before a restart. The pause doubles with each life shorter than 30 s.",
+    help="Longest pause before a restart. It grows with each life in a row that is shorter than 10 s.",
 )
 @click.option(
     "--final-code",
@@ -80,6 +81,13 @@ SECTIONS = {
     default=0.0,
     show_default=True,
     help="Seconds from SIGTERM in which spares may take the places of the groups; --grace follows.",
+)
+@click.option("--cold", is_flag=True, help="Start each rank as a new Python. Default: restarts have imports done.")
+@click.option(
+    "--preload",
+    multiple=True,
+    metavar="MODULE",
+    help="Module to import ahead for restarts, in addition to those that are learned. Repeatable.",
 )
 @options.lighthouse_option
 @options.job_option
@@ -139,6 +147,8 @@ def run(
     grace: float,
     spares: int,
     notice: float,
+    cold: bool,
+    preload: tuple[str, ...],
     addresses: str | None,
     job: str,
     token_file: Path | None,
@@ -160,7 +170,8 @@ def run(
     Each rank gets torchrun's environment. Its output is printed as "[r0/1] line" (group, rank). A rank that dies ends
     its group, which restarts after a short pause; an evicted group restarts when its ban is over. A group whose ranks
     all exit with 0 is finished. Ctrl-C ends all groups cleanly, a second one at once. Without --lighthouse the command
-    starts a lighthouse for the job. With --spares, groups that are lost are replaced without a start of Python.
+    starts a lighthouse for the job. With --spares, groups that are lost are replaced without a start of Python. Groups
+    restart from a process that has done their imports (--cold: they do not).
 
     Exit code: 0 all groups finished; 1 a group was given up after its restarts, or died after others had finished;
     65, 76, and 78 to 83 a group ended with this code, and a new start would end the same; 128 + n ended by signal n. A
@@ -179,12 +190,15 @@ def run(
     from keepstep_cli.running.launcher import Launcher, Program, replica_programs, stop_on_signals
     from keepstep_cli.running.ranks import JobSpec, command_line, program_problem
     from keepstep_cli.running.run_control import accepting_orders
+    from keepstep_cli.running.warm.warm_starts import WarmStarts
     from keepstep_mesh.exit_codes import ENDS_THE_SAME
     from keepstep_mesh.protocol import names
     from keepstep_mesh.security.tls import TlsError
 
     if (problem := program_problem(program)) is not None:
         raise click.UsageError(problem)
+    if cold and preload:
+        raise click.UsageError("--cold starts nothing warm, so --preload has no effect: give one of them")
     if (problem := names.problem(job, "job")) is not None:
         raise click.UsageError(f"--job: {problem}")
     if addresses and (min_replicas or join_timeout is not None or refuse_going_back):
@@ -225,6 +239,9 @@ def run(
             audience.note(embedded.NAME, f"{addresses}; ask it with `keepstep status --lighthouse {addresses}`")
         told = Path(forgotten) / "names"
         told.mkdir()
+        imports = None if cold else Path(forgotten) / "imports"
+        if imports is not None:
+            imports.mkdir()
         spec = JobSpec(
             command=command_line(program, arguments),
             replicas=replicas,
@@ -238,6 +255,7 @@ def run(
             first_group=first_replica,
             replicas_in_job=replicas_in_job,
             names=told,
+            imports=imports,
             spares=spares,
             spares_in_job=in_job,
             notice=notice,
@@ -252,7 +270,16 @@ def run(
         async def launch() -> int:
             backoff = replace(RESTART_BACKOFF, most=max_restart_pause)
             limits = Restarts(max_restarts=max_restarts, backoff=backoff, grace=notice + grace)
-            launcher = Launcher([*programs, *groups], limits, audience, bans, how_far)
+            warm = None
+            if imports is not None:
+                warm = WarmStarts(
+                    spec.command,
+                    lambda: groups[0].environments(0)[0],
+                    imports,
+                    preload,
+                    lambda sentence: launcher.note("run", sentence),
+                )
+            launcher = Launcher([*programs, *groups], limits, audience, bans, how_far, warm)
 
             def facts() -> dict[str, Any]:
                 return {"processes": launcher.pids(), "names": {one: name_at_lighthouse(told, one) for one in local}}

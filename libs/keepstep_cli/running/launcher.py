@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from keepstep_cli.running import ranks
 from keepstep_cli.running.console.output import read_lines
@@ -37,6 +37,9 @@ from keepstep_cli.running.supervisor_events import (
     Stop,
     Tick,
 )
+
+if TYPE_CHECKING:
+    from keepstep_cli.running.warm.warm_starts import WarmStarts
 
 OUTPUT_GRACE_SECONDS = 2.0
 """Maximum wait for the last output of a dead rank; after that, another process holds its pipe."""
@@ -69,7 +72,7 @@ class Launcher:
     """Run one job. Call ``run`` once, and ``stop`` and ``kill`` from the same loop at any time.
 
     ``ask_ban`` returns how long the name of a group is banned; by default no name is. ``ask_job`` returns how far
-    the job is; by default nothing is known.
+    the job is; by default nothing is known. ``warm`` starts ranks from a template; by default all starts are cold.
     """
 
     def __init__(
@@ -79,12 +82,14 @@ class Launcher:
         audience: Audience,
         ask_ban: Callable[[str], Awaitable[BanLearned]] | None = None,
         ask_job: Callable[[str], Awaitable[JobLearned]] | None = None,
+        warm: WarmStarts | None = None,
     ) -> None:
         self._programs = {one.spec.name: one for one in programs}
         self.core = Supervisor([one.spec for one in programs], restarts)
         self._audience = audience
         self._bans = ask_ban
         self._job = ask_job
+        self._warm = warm
         self._questions: set[asyncio.Task[None]] = set()
         self._processes: dict[str, dict[int, ranks.RankProcess]] = {name: {} for name in self._programs}
         self._events: asyncio.Queue[Event] = asyncio.Queue()
@@ -114,6 +119,8 @@ class Launcher:
         try:
             async with asyncio.TaskGroup() as self._watchers:
                 try:
+                    if self._warm is not None:
+                        self._watchers.create_task(self._warm.run(), name="warm starts")
                     self._handle(Begin())
                     while (code := self.core.exit_code()) is None:
                         self._handle(await self._next_event())
@@ -123,6 +130,8 @@ class Launcher:
                         self.kill(name)
                     for question in self._questions:
                         question.cancel()
+                    if self._warm is not None:
+                        self._warm.close()
         finally:
             loop.remove_signal_handler(signal.SIGCHLD)
 
@@ -161,9 +170,12 @@ class Launcher:
 
     def _start(self, program: Program, restart: int) -> None:
         name = program.spec.name
+        warm = 0
         for rank, environment in enumerate(program.environments(restart)):
             try:
-                process = ranks.RankProcess(program.command, environment)
+                child = self._started_warm(program, environment)
+                warm += child is not None
+                process = ranks.RankProcess(child or ranks.started(program.command, environment))
             except OSError as error:
                 self.note(name, f"rank {rank} cannot be started: {error}")
                 self._events.put_nowait(RankExited(name, rank, CANNOT_START, hopeless=error.errno in HOPELESS))
@@ -172,7 +184,13 @@ class Launcher:
             self._watchers.create_task(self._watch(name, rank, process), name=f"watch {name}/{rank}")
         if self._processes[name] and not program.spec.service:
             pids = " ".join(str(one.pid) for one in self._processes[name].values())
-            self.note(name, f"started{' again' if restart else ''}, pid {pids}")
+            how = ", warm" if warm == len(self._processes[name]) else ""
+            self.note(name, f"started{' again' if restart else ''}, pid {pids}{how}")
+
+    def _started_warm(self, program: Program, environment: Mapping[str, str]) -> ranks.Child | None:
+        if self._warm is None or program.spec.service:
+            return None
+        return self._warm.start(program.command, environment)
 
     async def _watch(self, name: str, rank: int, process: ranks.RankProcess) -> None:
         """Run one rank from its start to its end."""
@@ -197,6 +215,8 @@ class Launcher:
         for processes in self._processes.values():
             for process in processes.values():
                 process.look()
+        if self._warm is not None:
+            self._warm.look({one.pid for processes in self._processes.values() for one in processes.values()})
 
     def _line(self, name: str, rank: int, text: str, *, error: bool) -> None:
         try:

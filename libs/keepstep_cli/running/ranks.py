@@ -11,10 +11,11 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import IO, NamedTuple, cast
 
 from keepstep_cli.running import gpus
 from keepstep_mesh.security.tls import TlsFiles
@@ -42,6 +43,8 @@ class JobSpec:
     """Number of groups of the whole job; None: all run on this machine."""
     names: Path | None = None
     """Folder in which each group writes its name at the lighthouse, to a file with its local name."""
+    imports: Path | None = None
+    """Folder in which ranks write what they have imported."""
     spares: int = 0
     """Groups that are started here in addition to ``replicas``."""
     spares_in_job: int = 0
@@ -120,11 +123,14 @@ def rank_environment(
     # for Python programs with another name: show their output at once
     environment.setdefault("PYTHONUNBUFFERED", "1")
     environment.pop("KEEPSTEP_NAME_FILE", None)
+    environment.pop("KEEPSTEP_IMPORTS", None)
     environment["KEEPSTEP_SPARES"] = str(job.spares_in_job)
     if job.notice:
         environment["KEEPSTEP_NOTICE_SEC"] = str(job.notice)
     if job.names is not None:
         environment["KEEPSTEP_NAME_FILE"] = str(job.names / group_name(job, group))
+    if job.imports is not None:
+        environment["KEEPSTEP_IMPORTS"] = str(job.imports)
     if job.token_file is not None:
         # The file and not its content: ranks read it again when it changes.
         environment.pop("KEEPSTEP_TOKEN", None)
@@ -141,31 +147,54 @@ def rank_environment(
     return environment
 
 
-class RankProcess:
-    """A child in its own session, so that Ctrl-C reaches only the parent. It is killed if the parent dies.
+class Child(NamedTuple):
+    """A child of this process: the leader of a session, with pipes for its output, that is killed if this one dies."""
 
-    Create it on the main thread: the kernel watches the thread that forked. Raises ``OSError`` if it does not start.
+    pid: int
+    output: IO[bytes]
+    errors: IO[bytes]
+    reap: Callable[[], int]
+    """Wait for its end, and return its exit code; negative for a signal. Called once."""
+
+
+def started(command: Sequence[str], environment: Mapping[str, str], pass_fds: Sequence[int] = ()) -> Child:
+    """Start a program. Call it on the main thread: the kernel watches the thread that forked.
+
+    Args:
+        command, environment: of the program.
+        pass_fds: descriptors that it inherits.
+
+    Raises:
+        OSError: it cannot be started.
     """
+    parent = os.getpid()
+    libc = ctypes.CDLL(None, use_errno=True)
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        parent = os.getpid()
-        libc = ctypes.CDLL(None, use_errno=True)
+    def die_with_parent() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it died before the line above
+            os._exit(1)
 
-        def die_with_parent() -> None:
-            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            if os.getppid() != parent:  # it died before the line above
-                os._exit(1)
+    popen = subprocess.Popen(  # noqa: S603 - running the user's command is what we are for
+        list(command),
+        env=dict(environment),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        pass_fds=pass_fds,
+        preexec_fn=die_with_parent if sys.platform == "linux" else None,  # noqa: PLW1509 - no thread of ours locks
+    )
+    return Child(popen.pid, cast("IO[bytes]", popen.stdout), cast("IO[bytes]", popen.stderr), popen.wait)
 
-        self._popen = subprocess.Popen(  # noqa: S603 - running the user's command is what we are for
-            list(command),
-            env=dict(environment),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            preexec_fn=die_with_parent if sys.platform == "linux" else None,  # noqa: PLW1509 - no thread of ours locks
-        )
-        self.pid = self._popen.pid
+
+class RankProcess:
+    """A child in its own session, so that Ctrl-C reaches only the parent."""
+
+    def __init__(self, child: Child) -> None:
+        self._child = child
+        self.pid = child.pid
+        self._code = 0
         self._exited = asyncio.Event()
         self._transports: list[asyncio.ReadTransport] = []
 
@@ -173,7 +202,7 @@ class RankProcess:
         """Return its standard output and standard error. Call it once."""
         loop = asyncio.get_running_loop()
         readers = []
-        for pipe in (self._popen.stdout, self._popen.stderr):
+        for pipe in (self._child.output, self._child.errors):
             reader = asyncio.StreamReader()
             transport, _ = await loop.connect_read_pipe(partial(asyncio.StreamReaderProtocol, reader), pipe)
             self._transports.append(transport)
@@ -185,14 +214,14 @@ class RankProcess:
         if self._exited.is_set() or os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return
         self._kill_session()  # before it is reaped, so that its pid cannot be reused
-        self._popen.wait()
+        self._code = self._child.reap()
         self._exited.set()
 
     async def wait(self) -> int:
         """Return its exit code (negative for a signal) when it has ended, even if another process holds its pipes."""
         self.look()
         await self._exited.wait()
-        return self._popen.wait()
+        return self._code
 
     def send(self, signum: int) -> None:
         """Send SIGKILL to its whole session, and other signals only to it, because it ends its own helpers."""

@@ -5,8 +5,9 @@ A *group* is a set of ranks that live and die together. The rules:
 1.  A rank that exits with 0 is done. A group whose ranks are all done is finished and does not restart.
 2.  A rank that ends in any other way fails its group: the other ranks get SIGTERM and, after ``grace`` seconds,
     SIGKILL. When the last rank has ended, the whole group restarts.
-3.  Restarts wait for a delay of ``backoff``, drawn from its upper half, so that groups that died together do not
-    restart together. A group that ran for ``ran_well`` seconds restarts with the first delay.
+3.  A group that ran for ``ran_well`` seconds restarts at once. After a shorter life it waits for a delay of
+    ``backoff``, which grows with each one in a row, and is drawn from its upper half, so that groups that die together
+    again and again do not restart together.
 4.  After ``max_restarts`` restarts the supervisor gives a group up; at once if one of its ranks can never start, or
     ended with a code of ``ENDS_THE_SAME``. The other groups go on, and may finish without it.
 5.  A *service* (the embedded lighthouse) restarts after every exit code, without a limit. The supervisor does not wait
@@ -307,14 +308,12 @@ class Supervisor:
             )
             actions.append(Note(group.spec.name, sentence))
             return
-        if now - group.started_at >= limits.ran_well:
-            group.short_lives = 0
-        group.short_lives += 1
-        delay = limits.backoff.seconds(group.short_lives, chance)
+        group.short_lives = 0 if now - group.started_at >= limits.ran_well else group.short_lives + 1
+        delay = limits.backoff.seconds(group.short_lives, chance) if group.short_lives else 0.0
         group.restarts += 1
         group.phase, group.deadline = Phase.WAITING, now + delay
         of = "" if group.spec.service else f" of {limits.max_restarts}"
-        actions.append(Note(group.spec.name, f"restart {group.restarts}{of} in {delay:.2f} s"))
+        actions.append(Note(group.spec.name, f"restart {group.restarts}{of} {f'in {delay:.2f} s' if delay else 'now'}"))
 
     def _tick(self, group: _Group, now: float, actions: list[Action]) -> None:
         if group.deadline is None or now < group.deadline:

@@ -17,7 +17,8 @@ class Restarts:
 
     max_restarts: int = MAX_RESTARTS
     backoff: Backoff = RESTART_BACKOFF
-    ran_well: float = 30.0
+    ran_well: float = 10.0
+    """Shortest life after which a group restarts at once."""
     grace: float = 10.0
     """Time from SIGTERM to SIGKILL."""
     ban_check: float = 5.0

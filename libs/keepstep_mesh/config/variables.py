@@ -43,6 +43,7 @@ OF_TRAINERS: Mapping[str, str] = {
     "leaves at once",
     "KEEPSTEP_DOMAIN": "failure domain of a member of a job with one copy, such as a rack (the name of its host)",
     "KEEPSTEP_NAME_FILE": "file to which the group writes its name; `keepstep run` sets it, to ask for bans",
+    "KEEPSTEP_IMPORTS": "folder for the list of what a trainer has imported; `keepstep run` sets it, for warm starts",
     "KEEPSTEP_WATCHDOG_TIMEOUT_SEC": "ends the process when a deadline's callback takes longer than these seconds (30)",
 }
 OF_LAUNCHERS: Mapping[str, str] = {

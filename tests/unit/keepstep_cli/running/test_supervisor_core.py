@@ -320,14 +320,26 @@ def test_the_backoff_has_a_limit() -> None:
         run(Tick(), now)
 
 
-def test_a_group_that_ran_well_starts_again_at_the_first_backoff() -> None:
+def test_a_group_that_ran_well_starts_again_at_once_and_backs_off_anew_after_it() -> None:
     run = job(GroupSpec("r0"))
     run(RankExited("r0", 0, -9), 1.0)
     run(Tick(), 2.0)
     run(RankExited("r0", 0, -9), 3.0)
     run(Tick(), 5.0)
     run(RankExited("r0", 0, -9), 105.0)
-    assert run.core.deadline() == 106.0
+    assert run.core.deadline() == 105.0
+    assert run(Tick(), 105.0) == [StartGroup("r0", 3)]
+    assert run.notes[-1] == "r0: restart 3 of 3 now"
+
+
+def test_a_short_life_after_a_long_one_waits_for_the_first_backoff() -> None:
+    run = job(GroupSpec("r0"))
+    run(RankExited("r0", 0, -9), 1.0)
+    run(Tick(), 2.0)
+    run(RankExited("r0", 0, -9), 102.0)
+    run(Tick(), 102.0)
+    run(RankExited("r0", 0, -9), 103.0)
+    assert run.core.deadline() == 104.0
 
 
 def test_a_group_is_given_up_after_max_restarts_and_the_others_go_on() -> None:

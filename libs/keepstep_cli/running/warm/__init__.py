@@ -1,0 +1,1 @@
+"""Fork the ranks of a restart from a process that has done their imports."""

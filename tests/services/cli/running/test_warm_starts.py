@@ -1,0 +1,479 @@
+"""Warm starts of `keepstep run` with real processes: a rank from the template is as one that a new Python runs."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.support.services.command import Command
+
+DEADLINE = 120.0
+WARM = r"restarts are warm from now on: process (\d+)"
+
+LEARN = """
+import os, signal, sys
+from keepstep.runtime.learned_imports import tell_imports
+again = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+def learn():
+    tell_imports(), tell_imports()
+"""
+"""``learn`` tells what is imported, as a Manager does after its first steps."""
+WAIT = """
+if again == 0:
+    learn()
+    print("ready", flush=True)
+    while True:
+        signal.pause()
+"""
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Any]:
+    with contextlib.ExitStack() as stack:
+
+        def start(script: str, *flags: str, program: tuple[str, ...] = ("script.py",), **variables: str) -> Command:
+            (tmp_path / "script.py").write_text(script)
+            groups = () if "--replicas" in flags else ("--replicas", "1")
+            given = ("run", *groups, *flags, "--lighthouse", "http://127.0.0.1:1", "--", *program)
+            run = Command(tmp_path, *given, deadline=DEADLINE, **variables)
+            stack.callback(run.close)
+            return run
+
+        yield start
+
+
+def kill(run: Command, group: str = "r0") -> None:
+    """Kill the newest process of a group."""
+    pids = [match[1] for line in run.lines if (match := re.match(rf"\[{group}\] started.*, pid (\d+)", line))]
+    os.kill(int(pids[-1]), signal.SIGKILL)
+
+
+def second_life(run: Command, *, warm: bool) -> str:
+    """Return what the rank prints behind ``state`` in its second life."""
+    run.wait_for("ready")
+    if warm:
+        run.seen(WARM)
+    kill(run)
+    found = run.wait_for(r"\[r0/0\] state (.*)")[1]
+    start = next(line for line in reversed(run.lines) if line.startswith("[r0] started again"))
+    assert start.endswith(", warm") == warm, start
+    return found
+
+
+STATE = (
+    LEARN
+    + """
+import atexit, gc, inspect, json, logging, multiprocessing, numpy, pickle, random, re, resource, socket
+import sysconfig, tempfile, threading, warnings, decimal, helper
+from pathlib import Path
+
+class Kept:
+    def __init__(self, value):
+        self.value = value
+
+def squared(kept):
+    return Kept(kept.value ** 2), os.getcwd(), sys.argv, sorted(set(sys.modules) & {"helper", "numpy"})
+
+def plain(value):
+    return re.sub("0x[0-9a-f]+", "", repr(value))
+
+def process(name):
+    return Path(f"/proc/self/{name}").read_text()
+
+def state():
+    main = sys.modules["__main__"]
+    numbers = [int(one) for one in os.listdir("/proc/self/fd")]
+    descriptors = {n: re.sub(r"\\d+", "N", os.readlink(f"/proc/self/fd/{n}")) for n in numbers if n < 3 or is_open(n)}
+    random.seed(5), numpy.random.seed(5)
+    return {
+        "argv": sys.argv, "orig_argv": sys.orig_argv, "path": sys.path, "flags": str(sys.flags),
+        "cmdline": process("cmdline"), "comm": process("comm"),
+        "main": {n: plain(v) for n, v in vars(main).items() if n.startswith("__") and n != "__builtins__"},
+        "main order": [n for n in vars(main)][:9],
+        "modules": sorted(sys.modules), "meta path": [plain(one) for one in sys.meta_path],
+        "environment": {n: v for n, v in os.environ.items() if n != "MASTER_PORT"}, "order": list(os.environ),
+        "folder": os.getcwd(), "umask": process("status").split("Umask:")[1].split()[0],
+        "masks": [one for one in process("status").splitlines() if one.startswith(("SigB", "SigI", "SigC", "Cap"))],
+        "handlers": {n: str(signal.getsignal(n)) for n in sorted(signal.valid_signals())},
+        "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+        "limits": {n: resource.getrlimit(getattr(resource, n)) for n in dir(resource) if n.startswith("RLIMIT_")},
+        "leads": [os.getsid(0) == os.getpid(), os.getpgid(0) == os.getpid()],
+        "priority": [os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0), sorted(os.sched_getaffinity(0))],
+        "descriptors": descriptors,
+        "inheritable": [n for n in range(3) if os.get_inheritable(n)],
+        "offsets": [stream.seekable() for stream in (sys.stdin, sys.stdout, sys.stderr)],
+        "streams": [str((s.name, s.mode, s.encoding, s.errors, s.line_buffering, s.write_through, s.isatty()))
+                    for s in (sys.stdin, sys.stdout, sys.stderr)],
+        "threads": [threading.active_count(), len(os.listdir("/proc/self/task"))],
+        "main thread": threading.main_thread() is threading.current_thread()
+                       and threading.main_thread().ident == threading.get_ident()
+                       and threading.main_thread().native_id == os.getpid(),
+        "children": process(f"task/{os.getpid()}/children"),
+        "collector": [gc.isenabled(), gc.get_threshold(), gc.get_freeze_count(), gc.get_debug()],
+        "atexit": atexit._ncallbacks(),
+        "logging": [str(logging.getLogger().handlers), logging.getLogger().level, logging.Logger.manager.disable],
+        "warnings": [str(one) for one in warnings.filters],
+        "tracing": [sys.gettrace(), sys.getprofile()],
+        "depth": len(inspect.stack()),
+        "random": [random.random(), float(numpy.random.rand()), str(decimal.getcontext())],
+        "helper": helper.MADE_IN == os.getpid(),
+        "site": [name in sys.modules for name in ("sitecustomize", "usercustomize")],
+        "relative": logging.makeLogRecord({}).relativeCreated < 10_000,
+        "file": [__file__, __name__, str(__spec__)],
+    }
+
+def is_open(number):
+    try:
+        os.get_inheritable(number)
+        return True
+    except OSError:
+        return False
+"""
+)
+
+
+ENDS = """
+if __name__ == "__main__":
+    spread = {}
+    for how in ("spawn", "forkserver", "fork"):
+        with multiprocessing.get_context(how).Pool(1) as pool:
+            kept, *rest = pool.apply(squared, (Kept(3),))
+        spread[how] = [type(kept) is Kept, kept.value, *rest]
+    print("state", json.dumps({**found, "spread": spread}), flush=True)
+"""
+
+
+def test_a_warm_start_has_the_state_of_a_cold_one(started, tmp_path: Path) -> None:
+    """The only differences that are left out: pids, ports, and the time."""
+    (tmp_path / "helper.py").write_text("import os\nMADE_IN = os.getpid()\n")
+    (tmp_path / "sub").mkdir()
+    guarded = "\nif __name__ == '__main__':\n    found = state()\n" + WAIT.replace("\n", "\n    ")
+    script = STATE + guarded + ENDS
+    program = ("script.py", "--lr", "0.1", "-x", "ü")
+    found = []
+    for flags in ((), ("--cold",)):
+        run = started(script, *flags, program=program, OMP_NUM_THREADS="1")
+        found.append(json.loads(second_life(run, warm=not flags)))
+        assert run.wait() == 0
+    warm, cold = found
+    for name in ("KEEPSTEP_IMPORTS", "KEEPSTEP_NAME_FILE", "TORCHELASTIC_RUN_ID"):
+        values = [one["environment"].pop(name, None) for one in found]
+        assert name == "KEEPSTEP_IMPORTS" or None not in values
+    for one in found:
+        one["order"] = [name for name in one["order"] if name != "KEEPSTEP_IMPORTS"]
+    modules = [set(one.pop("modules")) for one in found]
+    assert modules[0] ^ modules[1] == set()
+    assert {name: (value, cold[name]) for name, value in warm.items() if value != cold[name]} == {}
+    assert warm["helper"], "a module of the script's own folder is imported by each rank itself"
+    assert warm["spread"]["spawn"][:2] == [True, 9]
+
+
+def test_unseeded_random_numbers_differ_between_warm_starts(started) -> None:
+    script = LEARN + "import multiprocessing, numpy, random, uuid, tempfile\n"
+    script += """
+key = bytes(multiprocessing.current_process().authkey).hex()
+names = tempfile._get_candidate_names()
+print("drawn", random.random(), numpy.random.rand(), uuid.uuid4(), key, next(names), flush=True)
+if again < 3:
+    learn() if again == 0 else None
+    signal.pause()
+"""
+    run = started(script, "--replicas", "1")
+    drawn = [run.wait_for(r"drawn (.*)")[1].split()]
+    run.seen(WARM)
+    for _ in range(3):
+        kill(run)
+        drawn.append(run.wait_for(r"drawn (.*)")[1].split())
+    assert run.wait() == 0
+    for values in zip(*drawn, strict=True):
+        assert len(set(values)) == 4, values
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        ("sys.exit(7)", "exited with 7"),
+        ("sys.exit('no')", "exited with 1"),
+        ("raise ValueError('no')", "exited with 1"),
+        ("raise KeyboardInterrupt", "was killed by SIGINT"),
+        ("os.kill(os.getpid(), signal.SIGTERM)", "was killed by SIGTERM"),
+        ("os._exit(3)", "exited with 3"),
+    ],
+)
+def test_the_end_of_a_warm_rank_is_reported_with_its_output(started, end: str, code: str) -> None:
+    script = LEARN + WAIT + f"import atexit\natexit.register(print, 'at exit', flush=True)\n{end}\n"
+    told = []
+    for flags in ((), ("--cold",)):
+        run = started(script, *flags, "--max-restarts", "1")
+        run.wait_for("ready")
+        if not flags:
+            run.seen(WARM)
+        kill(run)
+        run.wait_for(r"started again")
+        before = len(run.lines)
+        assert run.wait() == 1
+        told.append(sorted(line for line in run.lines[before:] if line.startswith("[r0")))
+    assert told[0] == told[1]
+    assert f"[r0] rank 0 {code}" in told[0]
+
+
+def test_the_module_form_starts_warm_too(started, tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    (tmp_path / "package" / "train.py").write_text(
+        LEARN
+        + WAIT
+        + 'print("state", __name__, __package__, sys.argv[1:], __spec__.name, sys.path[0] == os.getcwd())\n'
+    )
+    run = started("", program=(sys.executable, "-m", "package.train", "--x"))
+    assert second_life(run, warm=True) == "__main__ package ['--x'] package.train True"
+    assert run.wait() == 0
+
+
+def test_ranks_of_a_group_restart_warm_together_as_children_of_the_command(started) -> None:
+    script = LEARN + 'print("life", again, os.getppid(), flush=True)\n' + WAIT
+    run = started(script, "--replicas", "2", "--nproc-per-replica", "2")
+    run.wait_for("ready", times=4)
+    run.seen(WARM)
+    kill(run, "r1")
+    parents = [run.wait_for(r"life 1 (\d+)")[1] for _ in range(2)]
+    assert parents == [str(run.process.pid)] * 2
+    run.seen(r"\[r1\] started again, pid \d+ \d+, warm")
+    run.wait_for(r"\[r1\] ended: exit code 0")
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 128 + signal.SIGTERM
+
+
+def test_a_changed_script_or_module_starts_cold_and_is_learned_again(started, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("VALUE = 1\n")
+    script = LEARN + 'import own\nprint("value", own.VALUE, "life", again, flush=True)\nlearn()\nsignal.pause()\n'
+    run = started(script, "--preload", "own")
+    run.wait_for("value 1 life 0")
+    run.seen(WARM)
+    kill(run)
+    run.wait_for("value 1 life 1")
+    (tmp_path / "own.py").write_text("VALUE = 1 + 1\n")
+    kill(run)
+    run.wait_for("value 2 life 2")
+    assert any("own.py has changed: this start is cold" in line for line in run.lines)
+    run.wait_for(WARM)
+    kill(run)
+    run.wait_for("value 2 life 3")
+    run.seen(r"started again, pid \d+, warm")
+    (tmp_path / "script.py").write_text(script.replace('"value"', '"number"'))
+    kill(run)
+    run.wait_for("number 2 life 4")
+    run.wait_for(WARM)
+
+
+def test_a_module_that_starts_a_thread_is_named_once_and_left_out(started, tmp_path: Path) -> None:
+    packages = tmp_path / "site-packages"
+    packages.mkdir()
+    (packages / "busy.py").write_text(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(999,), daemon=True).start()\n"
+    )
+    (packages / "calm.py").write_text("import json\n")
+    (packages / "above.py").write_text("import busy\n")
+    script = (
+        LEARN + "import calm, above\n" + WAIT + 'import busy, threading\nprint("state", threading.active_count())\n'
+    )
+    run = started(script, PYTHONPATH=str(packages))
+    assert second_life(run, warm=True) == "2"
+    assert run.wait() == 0
+    told = [line for line in run.lines if "busy" in line]
+    assert told == ["[run] restarts are warm without busy, which starts a thread when it is imported"]
+
+
+def test_a_module_that_opens_a_socket_is_left_out(started, tmp_path: Path) -> None:
+    packages = tmp_path / "site-packages"
+    packages.mkdir()
+    (packages / "open.py").write_text("import socket\nSOCKET = socket.socket()\n")
+    script = LEARN + "import open as opened\n" + WAIT + 'print("state", opened.SOCKET.fileno() > 2)\n'
+    run = started(script, PYTHONPATH=str(packages))
+    assert second_life(run, warm=True) == "True"
+    assert "[run] restarts are warm without open, which leaves a socket open when it is imported" in run.lines
+    assert run.wait() == 0
+
+
+def test_a_variable_that_imports_read_and_the_script_sets_keeps_starts_cold(started, tmp_path: Path) -> None:
+    packages = tmp_path / "site-packages"
+    packages.mkdir()
+    (packages / "reads.py").write_text(
+        "import os\nVALUE = os.environ.get('OF_THE_SCRIPT')\nos.environ['OF_IMPORT'] = 'x'\n"
+    )
+    script = LEARN + 'os.environ["OF_THE_SCRIPT"] = "1"\nimport reads\n' + WAIT
+    script += 'print("state", reads.VALUE, os.environ["OF_IMPORT"])\n'
+    run = started(script, PYTHONPATH=str(packages))
+    run.wait_for("ready")
+    run.seen("restarts are cold: the script sets OF_THE_SCRIPT, which its imports read")
+    kill(run)
+    assert run.wait_for(r"state (.*)")[1] == "1 x"
+    assert run.wait() == 0
+
+
+def test_a_rank_whose_variable_differs_starts_cold(started, tmp_path: Path) -> None:
+    packages = tmp_path / "site-packages"
+    packages.mkdir()
+    (packages / "reads.py").write_text("import os\nVALUE = os.environ['REPLICA_GROUP_ID']\nos.environ['SET'] = VALUE\n")
+    script = LEARN + "import reads\n" + WAIT + 'print("state", reads.VALUE, os.environ["SET"])\n'
+    run = started(script, "--replicas", "2", PYTHONPATH=str(packages))
+    run.wait_for("ready", times=2)
+    run.seen(WARM)
+    for group in ("r0", "r1"):
+        kill(run, group)
+        run.wait_for(rf"\[{group}/0\] state {group[1]} {group[1]}$")
+    assert run.wait() == 0
+    warm = [line for line in run.lines if line.endswith(", warm")]
+    assert len(warm) == 1
+    assert warm[0].startswith("[r0]")
+    assert "[run] some starts are cold: REPLICA_GROUP_ID differs, which their imports read" in run.lines
+
+
+def test_debuggers_and_coverage_keep_all_starts_cold(started) -> None:
+    run = started(LEARN + WAIT + 'print("state", 1)\n', "--preload", "json", COVERAGE_PROCESS_START="/dev/null")
+    assert second_life(run, warm=False) == "1"
+    assert "[run] all starts are cold: COVERAGE_PROCESS_START is set" in run.lines
+    assert run.wait() == 0
+
+
+def test_a_killed_template_costs_nothing_but_a_cold_start(started) -> None:
+    script = LEARN + 'print("life", again, flush=True)\nlearn()\nsignal.pause()\n'
+    run = started(script)
+    template = int(run.wait_for(WARM)[1])
+    os.kill(template, signal.SIGKILL)
+    run.wait_for("the template process ended")
+    kill(run)
+    run.wait_for("life 1")
+    assert next(line for line in run.lines if "started again" in line).count("warm") == 0
+    run.seen(WARM + r"[\s\S]*")
+    run.wait_for(WARM) if sum(bool(re.search(WARM, line)) for line in run.lines) < 2 else None
+    kill(run)
+    run.wait_for("life 2")
+    assert [line for line in run.lines if "started again" in line][-1].endswith(", warm")
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == 130
+
+
+def test_nothing_survives_the_sigkill_of_the_command(started) -> None:
+    script = LEARN + 'print("life", again, os.getpid(), flush=True)\nlearn()\nsignal.pause()\n'
+    run = started(script)
+    template = int(run.wait_for(WARM)[1])
+    kill(run)
+    rank = int(run.wait_for(r"life 1 (\d+)")[1])
+    run.process.kill()
+    run.process.wait(DEADLINE)  # from then on both are orphans, which come to this process
+    for pid in (template, rank):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            psutil.Process(pid).wait(DEADLINE)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_warm_ranks_cleanly_and_no_process_is_left(started, signum: int) -> None:
+    script = (
+        LEARN
+        + """
+def end(*_):
+    print("ended cleanly", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, end)
+print("life", again, flush=True)
+learn()
+while True:
+    signal.pause()
+"""
+    )
+    run = started(script)
+    template = psutil.Process(int(run.wait_for(WARM)[1]))
+    kill(run)
+    run.wait_for("life 1")
+    run.process.send_signal(signum)
+    assert run.wait() == 128 + signum
+    assert "[r0/0] ended cleanly" in run.lines
+    assert not template.is_running()
+
+
+def test_orphans_of_warm_ranks_are_reaped(started) -> None:
+    """``keepstep run`` adopts them, as process 1 of a container does."""
+    script = (
+        LEARN
+        + """
+print("life", again, flush=True)
+if again == 1:
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork():
+            os._exit(0)
+        print("orphan", os.getpid(), flush=True)
+        os._exit(0)
+learn()
+signal.pause()
+"""
+    )
+    run = started(script)
+    run.wait_for(WARM)
+    kill(run)
+    orphan = int(run.wait_for(r"orphan (\d+)")[1])
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(orphan).wait(DEADLINE)  # a zombie that no process reaps stays
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 128 + signal.SIGTERM
+
+
+def may_unshare() -> bool:
+    tool = shutil.which("unshare")
+    return (
+        tool is not None
+        and subprocess.run([tool, "--pid", "--fork", "--mount-proc", "true"], check=False).returncode == 0
+    )
+
+
+def test_as_process_1_of_a_container_ranks_start_warm_and_all_end(tmp_path: Path) -> None:
+    if not may_unshare():
+        pytest.skip("needs the right to make a pid namespace")
+    (tmp_path / "script.py").write_text(
+        LEARN + 'print("life", again, os.getppid(), flush=True)\nlearn()\nsignal.pause()\n'
+    )
+    command = [
+        "unshare",
+        "--pid",
+        "--fork",
+        "--mount-proc",
+        "--kill-child",
+        sys.executable,
+        "-m",
+        "keepstep_cli",
+        "run",
+    ]
+    command += ["--replicas", "1", "--lighthouse", "http://127.0.0.1:1", "--", "script.py"]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command, cwd=tmp_path, text=True, **streams) as process:
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(line.strip())
+            if re.search(WARM, line):
+                (inner,) = psutil.Process(process.pid).children()
+                (rank,) = [one for one in inner.children() if "life" not in one.name() and "warm" not in one.name()]
+                rank.kill()
+            if "life 1" in line:
+                inner.send_signal(signal.SIGTERM)
+        assert process.wait(DEADLINE) == 128 + signal.SIGTERM
+    assert "[r0/0] life 1 1" in lines, "its parent is process 1"
+    assert any(line.endswith(", warm") for line in lines)
+
+
+def test_cold_and_preload_exclude_each_other(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "keepstep_cli", "run", "--cold", "--preload", "x", "--replicas", "1", "--", "true"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "--preload has no effect" in done.stderr
