@@ -161,11 +161,12 @@ class WarmStarts:
                     self._learn(told)
 
     def _learn(self, told: Mapping[str, Any]) -> None:
-        if self._template is not None or self._given_up or self._later is not None:
+        if self._given_up or self._later is not None or (self._template is not None and self._learned is not None):
             return
         modules = tuple((str(name), str(origin)) for name, origin in told["modules"])
         self._learned = fitness.Learned(modules, tuple(told["names"]), frozenset(told["variables"]))
         self._excluded, self._tries = set(), 0
+        self._end_template()  # one with the modules of --preload only
         self._make()
 
     # ---- the template
@@ -310,11 +311,13 @@ class WarmStarts:
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> ranks.Child | None:
         """Start a rank from the template. None: it must be a cold start."""
         template = self._template
+        script_file = process_facts.signature(self._script) if self._script else None
         if template is None or template.report is None or tuple(command) != self._command:
             child = None
         elif (reason := self._changed(template)) is not None:
             self._note(f"{reason}: this start is cold, and later ones are warm again when it has committed a step")
             self._drop(template)
+            self._script_file = script_file
             if self._learned is None:
                 self._make()
             child = None
@@ -323,8 +326,8 @@ class WarmStarts:
             child = None
         else:
             child = self._forked(template, environment)
-        if child is None and self._script:
-            self._script_file = process_facts.signature(self._script)
+        if child is None:
+            self._script_file = script_file
         return child
 
     def _changed(self, template: Template) -> str | None:

@@ -58,6 +58,12 @@ def kill(run: Command, group: str = "r0") -> None:
     os.kill(int(pids[-1]), signal.SIGKILL)
 
 
+def until_warm(run: Command, times: int) -> None:
+    """Wait until a template has been made ``times`` times."""
+    while sum(re.search(WARM, line) is not None for line in run.lines) < times:
+        run.wait_for(WARM)
+
+
 def second_life(run: Command, *, warm: bool) -> str:
     """Return what the rank prints behind ``state`` in its second life."""
     run.wait_for("ready")
@@ -256,24 +262,34 @@ def test_ranks_of_a_group_restart_warm_together_as_children_of_the_command(start
 
 def test_a_changed_script_or_module_starts_cold_and_is_learned_again(started, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("VALUE = 1\n")
-    script = LEARN + 'import own\nprint("value", own.VALUE, "life", again, flush=True)\nlearn()\nsignal.pause()\n'
+    script = """
+import own, time
+print("value", own.VALUE, "life", again, flush=True)
+while not os.path.exists("learn"):
+    time.sleep(0.01)  # until the test, another process, creates the file
+learn()
+signal.pause()
+"""
+    script = LEARN + script
     run = started(script, "--preload", "own")
     run.wait_for("value 1 life 0")
-    run.seen(WARM)
+    until_warm(run, 1)
+    (tmp_path / "learn").touch()
+    until_warm(run, 2)
     kill(run)
     run.wait_for("value 1 life 1")
     (tmp_path / "own.py").write_text("VALUE = 1 + 1\n")
     kill(run)
     run.wait_for("value 2 life 2")
     assert any("own.py has changed: this start is cold" in line for line in run.lines)
-    run.wait_for(WARM)
+    until_warm(run, 3)
     kill(run)
     run.wait_for("value 2 life 3")
-    run.seen(r"started again, pid \d+, warm")
+    assert [line for line in run.lines if "started again" in line][-1].endswith(", warm")
     (tmp_path / "script.py").write_text(script.replace('"value"', '"number"'))
     kill(run)
     run.wait_for("number 2 life 4")
-    run.wait_for(WARM)
+    until_warm(run, 4)
 
 
 def test_a_module_that_starts_a_thread_is_named_once_and_left_out(started, tmp_path: Path) -> None:
@@ -355,8 +371,7 @@ def test_a_killed_template_costs_nothing_but_a_cold_start(started) -> None:
     kill(run)
     run.wait_for("life 1")
     assert next(line for line in run.lines if "started again" in line).count("warm") == 0
-    run.seen(WARM + r"[\s\S]*")
-    run.wait_for(WARM) if sum(bool(re.search(WARM, line)) for line in run.lines) < 2 else None
+    until_warm(run, 2)
     kill(run)
     run.wait_for("life 2")
     assert [line for line in run.lines if "started again" in line][-1].endswith(", warm")
