@@ -8,7 +8,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-EPOCHS, SAVED = int(os.environ.get("EPOCHS", "8")), Path(os.environ.get("SAVED", "saved"))
+EPOCHS, SAVED = int(os.environ.get("EPOCHS", "8")), Path(os.environ.get("SAVED", "saved-plain"))
 
 pixels, labels = map(torch.tensor, load_digits(return_X_y=True))
 data, test = TensorDataset(pixels[:1500].float(), labels[:1500]), (pixels[1500:].float(), labels[1500:])

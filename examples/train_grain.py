@@ -1,4 +1,7 @@
-"""Learn digits from a Grain dataset on fault-tolerant groups: keepstep run --replicas 3 -- examples/train_grain.py"""
+"""Learn digits from a Grain dataset on fault-tolerant groups: keepstep run --replicas 3 -- examples/train_grain.py
+
+First: pip install grain
+"""
 
 import os
 

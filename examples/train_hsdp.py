@@ -1,6 +1,7 @@
 """HSDP with tensor parallelism: TP=2 keepstep run --replicas 2 --nproc-per-replica 4 -- examples/train_hsdp.py"""
 
 import os
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,7 @@ mesh = ft_init_device_mesh(
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 if TP > 1:
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)  # of operations in place; here are none
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
 for layer in (model[0], model[2], model):
     fully_shard(layer, mesh=mesh["dp_shard"])

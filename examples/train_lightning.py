@@ -1,4 +1,7 @@
-"""Learn digits with Lightning on fault-tolerant groups: keepstep run --replicas 3 -- examples/train_lightning.py"""
+"""Learn digits with Lightning on fault-tolerant groups: keepstep run --replicas 3 -- examples/train_lightning.py
+
+First: pip install lightning
+"""
 
 import os
 from pathlib import Path
@@ -13,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import keepstep.integrations.lightning  # registers strategy="keepstep"  # noqa: F401
 
 EPOCHS = int(os.environ.get("EPOCHS", "12"))
-folder = os.environ.get("CHECKPOINTS", "checkpoints")  # a folder that all groups share
+folder = os.environ.get("CHECKPOINTS", "lightning-checkpoints")  # a folder that all groups share
 
 pixels, labels = map(torch.tensor, load_digits(return_X_y=True))
 training, test = (

@@ -1,4 +1,7 @@
-"""Learn digits with Ray Train on three fault-tolerant groups: python examples/train_ray.py"""
+"""Learn digits with Ray Train on three fault-tolerant groups: python examples/train_ray.py
+
+First: pip install 'ray[train]'
+"""
 
 import hashlib
 import os

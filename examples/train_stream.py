@@ -1,4 +1,7 @@
-"""A small language model on a stream of Hugging Face datasets: keepstep run --replicas 3 -- examples/train_stream.py"""
+"""A small language model on a stream of Hugging Face datasets: keepstep run --replicas 3 -- examples/train_stream.py
+
+First: pip install datasets
+"""
 
 import os
 from collections.abc import Iterator

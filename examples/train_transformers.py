@@ -1,4 +1,7 @@
-"""Train a small GPT-2 on text with a Trainer: keepstep run --replicas 3 -- examples/train_transformers.py"""
+"""Train a small GPT-2 on text with a Trainer: keepstep run --replicas 3 -- examples/train_transformers.py
+
+First: pip install transformers accelerate
+"""
 
 import os
 from pathlib import Path
@@ -39,8 +42,9 @@ class PrintLoss(TrainerCallback):
 model = GPT2LMHeadModel(
     GPT2Config(vocab_size=256, n_positions=LENGTH, n_embd=64, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0)
 )
+model.loss_type = "ForCausalLM"  # the default, of which Transformers would warn
 arguments = TrainingArguments(
-    output_dir=os.environ.get("CHECKPOINTS", "checkpoints"),  # a folder that all groups share: one group writes
+    output_dir=os.environ.get("CHECKPOINTS", "trainer-checkpoints"),  # a folder that all groups share: one group writes
     max_steps=STEPS,
     per_device_train_batch_size=4,
     gradient_accumulation_steps=2,

@@ -154,7 +154,7 @@ def run_demo(replicas: int, kills: int, seconds: float, summary_file: Path) -> i
             *replica_programs(job, environment),
         ]
         console.print(
-            f"{replicas} replica groups train on handwritten digits; {', '.join(victims)} will be killed (-9)."
+            f"{replicas} replica groups train on handwritten digits; {', '.join(victims)} will be killed with SIGKILL."
         )
         log, view = StepLogReader(step_log, story), make_view(console)
         launcher = Launcher(programs, Restarts(max_restarts=kills + 3), audience)

@@ -117,7 +117,7 @@ def run_one_copy_demo(kills: int, seconds: float, summary_file: Path) -> int:
         )
         console.print(
             f"{RANKS} ranks train one network on handwritten digits, sharded with FSDP2; a spare stands by. "
-            f"{kills} of them will be killed (-9)."
+            f"{kills} of them will be killed with SIGKILL."
         )
         killed.train(UNTIL_TOLD, started + seconds)
         if killed.run.end:
