@@ -12,7 +12,7 @@ GPU_PYTHON ?= 3.12
 # The tests start hundreds of Python processes: without stored byte code each would compile all of keepstep.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo demo-resume demo-one-copy test coverage lint reference site wheel bench simulate mutants faults upgrade month soak gpu gpu-bundle clean
+.PHONY: help setup demo demo-resume demo-one-copy test coverage lint reference site wheel bench findings simulate mutants faults upgrade month soak gpu gpu-bundle clean
 .DEFAULT_GOAL := help
 
 help: ## what there is to do
@@ -94,6 +94,9 @@ gpu-bundle: $(STAMP) ## the checks and packages for a GPU machine without a regi
 
 bench: $(STAMP) ## side by side with torchft, table and JSON
 	@$(BIN)/python benchmarks/run.py $(BENCH)
+
+findings: ## what other packages do against a good guess, without keepstep: make findings NAME=gloo_max_of_nan
+	@PYTHON=$(PYTHON) findings/run $(NAME)
 
 clean: ## removes .venv and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .coverage .site dist

@@ -22,6 +22,7 @@ DEFAULT = (
     "examples",
     "benchmarks",
     "deploy",
+    "findings",
     "tests",
     "README.md",
     "CONTRIBUTING.md",
