@@ -44,7 +44,7 @@ class Ranks:
         found = {}
         for file in self.folder.glob("[0-9]*"):
             rows = [line.split() for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
-            found[int(file.name)] = [(float(when), int(step), int(kept)) for when, step, kept in rows]
+            found[int(file.name)] = [(float(when), int(step), int(kept)) for when, step, kept, _ in rows]
         return found
 
     def wait(self, processes: int, step: int) -> dict[int, list[tuple[float, int, int]]]:

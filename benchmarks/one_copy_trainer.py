@@ -2,7 +2,7 @@
 
 ``--library keepstep`` uses ``OneCopy``; ``torch`` is FSDP2 alone, which writes a checkpoint with
 torch.distributed.checkpoint every ``--every`` steps and loads the newest one at its start. After each step a rank
-writes a line: the time of day, the number of the step, and the bytes of copies that it keeps.
+writes a line: the time of day, the number of the step, the bytes of copies that it keeps, and its CPU seconds.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def train_keepstep(options: argparse.Namespace, out: Path) -> None:
             with job.attempt() as (model, _):
                 loss_of(model, job.step, job.rank, options.batch).backward()
                 job.commit()
-                lines.write(f"{time.time()} {job.step} {job.copies_bytes}\n")
+                lines.write(f"{time.time()} {job.step} {job.copies_bytes} {time.process_time()}\n")
                 lines.flush()
     job.finish()
 
@@ -78,7 +78,7 @@ def train_torch(options: argparse.Namespace, out: Path) -> None:
             loss_of(model, step, dist.get_rank(), options.batch).backward()
             optimizer.step()
             optimizer.zero_grad()
-            lines.write(f"{time.time()} {step + 1} 0\n")
+            lines.write(f"{time.time()} {step + 1} 0 {time.process_time()}\n")
             lines.flush()
             if options.every and (step + 1) % options.every == 0:
                 weights, adam = get_state_dict(model, optimizer)

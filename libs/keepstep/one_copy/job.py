@@ -340,13 +340,14 @@ class OneCopy:
         Raises:
             StateLost: members were lost together with their keepers.
         """
-        self._void = self._ready().finishing
+        plan = self._ready()
+        self._void = plan.finishing
         shard = self._shard
         held = shard.now()
         self._in_attempt, self._committed = True, False
         shard.begin()
         if not self._void:
-            self._sender.begin(held.state, held.end)
+            self._sender.begin(held.state, held.end, held.state.after(plan.quorum_id))
             self._save_if_due()
         try:
             with self._groups.muted() if self._void else contextlib.nullcontext():
@@ -413,7 +414,8 @@ class OneCopy:
         following, end = state.after(quorum.quorum_id), shard.end()
         if not shard.replayed:
             self._sender.filled()  # bases that are on their way are of the state before
-        self._sender.finish(following, end, shard.step_ahead())
+        shard.step_ahead()
+        self._sender.finish(following, end)
         self._raise_if_lost()
         shard.voted = quorum.quorum_id
         mine = int(ok) * (1 + self._shard_reports.covered)

@@ -37,7 +37,7 @@ ENCODERS = {
     "keepstep.checkpointing.pg_transport": "heal",
     "keepstep.checkpoint.managed.durable_writer": "heal",
     "keepstep.local_sgd.outer_merges": "heal",
-    "keepstep.one_copy.copies.frames": "heal",
+    "keepstep.one_copy.copies.kept_bytes": "heal",
     "keepstep.checkpoint.saving": "save",
     "keepstep_megatron.strategies.native": "sharded",
     "keepstep_megatron.strategies.common_file": "torch_dist",

@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 from keepstep.checkpoint import RelayReader, RelayWriter, async_save, load, save
 from keepstep.checkpoint.interchange import Format, export_checkpoint, import_checkpoint
 from keepstep.checkpointing import HTTPTransport, PGTransport, RelayTransport
-from keepstep.one_copy.copies.frames import Frames, packed_state, state_of
+from keepstep.one_copy.copies.frames import Frames, send_state
+from keepstep.one_copy.copies.kept_bytes import Memory
 from keepstep.sharded import AsyncCallsQueue, ShardedObject, ShardedTensor
 from keepstep.sharded import load as load_sharded
 from keepstep.sharded import save as save_sharded
@@ -84,17 +85,17 @@ class Scene:
     def keep_copy(self, state: State, into: State) -> State:
         """Send a state as a job whose model exists once sends it to its keepers."""
         del into
-        manifest, pack = packed_state(state)
         source, keeper = (Frames(end) for end in socket.socketpair())
         try:
             with ThreadPoolExecutor(1) as pool:
-                sent = pool.submit(source.send, {"manifest": manifest}, pack, limit=60)
-                header, body = keeper.receive(60)
-                sent.result(60)
+                kept = pool.submit(lambda: keeper.receive_stored(keeper.receive(60), Memory(), 60))
+                try:
+                    send_state([source], {}, state, limit=60)
+                finally:
+                    source.close()
+                found: State = kept.result().state()
         finally:
-            source.close()
             keeper.close()
-        found: State = state_of(header["manifest"], body)
         return found
 
     # ---- checkpoints

@@ -130,16 +130,16 @@ sent = [0]
 mesh = {"fsdp": -1, "tp": 2} if KIND == "tensor parallel" else None
 job = OneCopy(build, mesh=mesh, copies=int(os.environ.get("ONE_COPY_COPIES", "1")), durable_every=EVERY)
 event("started", rank=0)
-send = CopySender._send
+send = CopySender._send_state
 
 
 def send_and_count(self: Any, part: str, state: Any, *args: Any, **kwargs: Any) -> None:
     send(self, part, state, *args, **kwargs)
-    if part == "gradients":
+    if part in ("early", "gradients"):
         fault("copy")
 
 
-CopySender._send = send_and_count  # type: ignore[method-assign]
+CopySender._send_state = send_and_count  # type: ignore[method-assign]
 vote = WorldGroups.vote
 
 

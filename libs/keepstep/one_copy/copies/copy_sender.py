@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from keepstep.one_copy.copies.frames import NOTHING, CopyError, Frames, Stored, connect, packed_state
+from keepstep.one_copy.copies.early_gradients import EarlyGradients
+from keepstep.one_copy.copies.frames import CopyError, Frames, connect, send_state
+from keepstep.one_copy.copies.kept_bytes import digests_of
 from keepstep.one_copy.copies.rank_state import RankState
 from keepstep.one_copy.core.holding import State
 from keepstep_mesh.config.logging import get_logger
@@ -52,12 +55,17 @@ class CopySender:
         self._ended = ""
         self._links: dict[str, Frames] = {}
         self._next = 0
-        """Slice whose base is sent in the next step."""
+        """First slice whose base is sent in the next step."""
         self._fill = False
         self.exposed: dict[str, str] = {}
         """Keepers that have no copies, by name, and the reason."""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="keepstep-copying")
-        self._sending: concurrent.futures.Future[None] | None = None
+        self._tasks: list[concurrent.futures.Future[None]] = []
+        """Of this attempt, in order. One thread works on them."""
+        self._early: EarlyGradients | None = None
+        self._following = State(0, 0)
+        self._sent: set[int] = set()
+        """Slices whose gradients were sent in the backward pass."""
 
     def connect(
         self, tensors: RankState, member: Membership, keepers: Mapping[str, tuple[str, bool]], *, whole: bool
@@ -95,7 +103,7 @@ class CopySender:
             }
             try:
                 link.send(hello, limit=self._timeout)
-                answer, _ = link.receive(self._timeout)
+                answer = link.receive(self._timeout)
             except BaseException:
                 link.close()
                 raise
@@ -105,84 +113,134 @@ class CopySender:
             link.close()
             self.exposed[name] = str(answer.get("reason"))
             log.warning("keeper refuses copies", keeper=name, reason=self.exposed[name])
+        if self._links and not whole:
+            self._early = EarlyGradients(tensors, self._gradients_came)
 
     def _reason(self) -> str:
         return self._ended or self._outer()
 
-    def begin(self, state: State, end: Callable[[], dict[str, Any]]) -> None:
-        """Begin to send bases at ``state``, which was committed: all of them to a new keeper, else one.
+    def begin(self, state: State, end: Callable[[], dict[str, Any]], following: State) -> None:
+        """Begin to send a step: bases at ``state``, and gradients as soon as they come in the backward pass.
 
         Args:
-            state: of this rank.
+            state: of this rank, which was committed.
             end: returns options, buffers and random state of ``state``, for a new keeper.
+            following: the state to which the step leads.
         """
         if not self._links or self._state is None:
             return
-        fill, self._fill = self._fill, False
-        count = len(self._state.slices)
-        due = range(count) if fill else [] if self._whole else [self._next % count]
-        self._next += 1
-        last = packed_state(end()) if fill else None  # the passes change buffers
-        self._sending = self._pool.submit(self._send_bases, self._state, state, list(due), last)
+        self._stop_tasks()
+        self._following = following
+        if self._early is not None:
+            self._early.begin()
+        if self._fill:
+            self.fill(state, end)
+        else:
+            self._submit(self._send_bases, self._state, state, [] if self._whole else self._due(self._state), None)
 
-    def _send_bases(self, tensors: RankState, state: State, due: list[int], end: Stored | None) -> None:
+    def fill(self, state: State, end: Callable[[], dict[str, Any]]) -> None:
+        """Begin to send the bases of all slices at ``state``. Arguments as of ``begin``."""
+        if not self._links or self._state is None:
+            return
+        self._fill = False
+        last = copy.deepcopy(end())  # the passes change buffers
+        self._submit(self._send_bases, self._state, state, range(len(self._state.slices)), last)
+
+    def _due(self, tensors: RankState) -> list[int]:
+        """Return the slices whose bases are sent in this step."""
+        count, first = len(tensors.slices), self._next
+        self._next = (first + tensors.slices_per_step) % max(1, count)
+        return [(first + one) % count for one in range(tensors.slices_per_step)]
+
+    def _send_bases(self, tensors: RankState, state: State, due: Iterable[int], end: dict[str, Any] | None) -> None:
         if self._whole and end is None:
             self._send("commit", state)
         for number in due:
-            self._send("base", state, packed_state(tensors.base(number)), number)
+            self._send_state("base", state, tensors.base(number), number)
         if end is not None:
-            self._send("end", state, end)
+            self._send_state("end", state, end)
             self._confirm(state)
 
-    def finish(self, state: State, end: dict[str, Any], ahead: Callable[[int], Stored] | None = None) -> None:
+    def _gradients_came(self, numbers: list[int]) -> None:
+        """Send the gradients of some slices now, in the backward pass."""
+        if self._state is not None and self._links:
+            self._submit(self._send_early, self._state, self._following, numbers)
+
+    def _send_early(self, tensors: RankState, state: State, numbers: list[int]) -> None:
+        for number in numbers:
+            self._send_state("early", state, tensors.gradients(number), number)
+            self._sent.add(number)
+
+    def finish(self, state: State, end: dict[str, Any]) -> None:
         """Send the step that leads to ``state``, and wait until all keepers have it.
 
         Args:
             state: after the step.
             end: options with which the optimizer steps; buffers and random state after the passes.
-            ahead: returns the state of each slice after the step; None: gradients are sent.
 
         Raises:
             CopyError: a keeper is lost, or ``interrupt`` was called.
         """
         if not self._links or self._state is None:
             return
-        last = self._pool.submit(self._send_step, self._state, state, end, ahead)
-        for future in (self._sending, last):
-            while future is not None and not future.done():
-                concurrent.futures.wait([future], 0.5)
-        for future in (self._sending, last):
-            if future is not None:
-                future.result()
+        self._submit(self._send_step, self._state, state, end)
+        self.filled()
 
     def filled(self) -> None:
-        """Wait until all keepers have a whole base. CopyError: as ``finish``."""
-        if self._sending is not None:
-            self._sending.result()
+        """Wait until all that was begun is sent, and bases are confirmed. CopyError: as ``finish``."""
+        tasks, self._tasks = self._tasks, []
+        for one in tasks:
+            one.result()
 
-    def _send_step(
-        self, tensors: RankState, state: State, end: dict[str, Any], ahead: Callable[[int], Stored] | None
-    ) -> None:
+    def _send_step(self, tensors: RankState, state: State, end: dict[str, Any]) -> None:
+        def content(number: int) -> dict[str, Any]:
+            return tensors.base(number) if self._whole else {} if end["skipped"] else tensors.gradients(number)
+
+        sent, self._sent = self._sent, set()
         for number in range(len(tensors.slices)):
-            if ahead is not None:
-                part = ahead(number)
+            if number in sent:
+                self._send("seal", state, slice=number, digests=digests_of(content(number)))
             else:
-                part = packed_state({} if end["skipped"] else tensors.gradients(number))
-            self._send("gradients", state, part, number)
-        self._send("end", state, packed_state(end))
-        self._confirm(state)
+                self._send_state("gradients", state, content(number), number)
+        self._send_state("end", state, end)
+        changed = self._confirm(state)
+        if self._early is not None:
+            self._early.end(changed=bool(changed))
+        if changed:
+            for number in sorted(changed):
+                self._send_state("gradients", state, content(number), number)
+            self._send_state("end", state, end)
+            self._confirm(state)
 
-    def _send(self, part: str, state: State, content: Stored = (b"", NOTHING), number: int = 0) -> None:
-        header: dict[str, Any] = {"part": part, "step": state.step, "lineage": state.lineage, "slice": number}
-        header["manifest"], pack = content
+    def _submit(self, run: Callable[..., None], *arguments: Any) -> None:
+        self._tasks.append(self._pool.submit(run, *arguments))
+
+    def _stop_tasks(self) -> None:
+        """Forget tasks of an attempt that was dropped, and wait for the one that runs."""
+        tasks, self._tasks = self._tasks, []
+        for one in tasks:
+            one.cancel()
+        concurrent.futures.wait(tasks)
+        self._sent = set()
+
+    def _send(self, part: str, state: State, **more: Any) -> None:
         for link in self._links.values():
-            link.send(header, pack, limit=self._timeout)
+            link.send({"part": part, "step": state.step, "lineage": state.lineage, **more}, limit=self._timeout)
 
-    def _confirm(self, state: State) -> None:
+    def _send_state(self, part: str, state: State, content: Any, number: int = 0) -> None:
+        header = {"part": part, "step": state.step, "lineage": state.lineage, "slice": number}
+        send_state(self._links.values(), header, content, limit=self._timeout, sealed=part != "early")
+
+    def _confirm(self, state: State) -> set[int]:
+        """Wait until all keepers have ``state``. Return slices whose gradients have changed since they were sent."""
+        changed: set[int] = set()
         for name, link in self._links.items():
-            answer, _ = link.receive(self._timeout)
-            if answer.get("kind") != "kept" or (answer["step"], answer["lineage"]) != (state.step, state.lineage):
+            answer = link.receive(self._timeout)
+            if answer.get("kind") == "changed":
+                changed |= set(answer["slices"])
+            elif answer.get("kind") != "kept" or (answer["step"], answer["lineage"]) != (state.step, state.lineage):
                 raise CopyError(f"keeper {name} does not confirm step {state.step}: {answer.get('reason', answer)}")
+        return changed
 
     def interrupt(self, reason: str) -> None:
         """End all waits for keepers. From any thread."""
@@ -193,9 +251,10 @@ class CopySender:
         self._ended = self._ended or "disconnected"
         for link in self._links.values():
             link.close()
-        if self._sending is not None:
-            concurrent.futures.wait([self._sending])
-            self._sending = None
+        if self._early is not None:
+            self._early.close()
+            self._early = None
+        self._stop_tasks()
         self._links, self._state = {}, None
 
     def close(self) -> None:

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from keepstep.one_copy.copies.frames import POLL_SECONDS, CopyError, Frames, packed_state
+from keepstep.one_copy.copies.frames import MAX_HELLO_BYTES, POLL_SECONDS, CopyError, Frames, send_state
 from keepstep.one_copy.copies.keeper import Keeper
+from keepstep.one_copy.copies.owner import Owner
 from keepstep.one_copy.copies.rank_state import Boxes
 from keepstep.one_copy.core.holding import State
 from keepstep.transfer.direct.sending.http_server import listen
@@ -119,14 +120,16 @@ class CopyServer:
 
     def _attend(self, frames: Frames) -> None:
         try:
-            header, _ = frames.receive(HELLO_SECONDS, most=0)
+            header = frames.receive(HELLO_SECONDS, most=MAX_HELLO_BYTES)
             if not self._token.accepts_peer(str(header.get("authorization", ""))):
                 frames.send({"kind": "refused", "reason": "wrong token"}, limit=HELLO_SECONDS)
                 return
-            header, _ = frames.receive(HELLO_SECONDS)
+            header = frames.receive(HELLO_SECONDS)
             match header.get("kind"):
                 case "own":
-                    self._keep(frames, header)
+                    owner = Owner(self._keeper, frames, header, self._timeout)
+                    self._open[frames] = owner.quorum_id
+                    owner.serve()
                 case "read":
                     self._send_shard(frames, header)
                 case other:
@@ -139,28 +142,6 @@ class CopyServer:
         finally:
             self._open.pop(frames, None)
             frames.close()
-
-    # ---- copies that this process keeps
-
-    def _keep(self, frames: Frames, header: dict[str, Any]) -> None:
-        world, rank, quorum_id = int(header["world"]), int(header["rank"]), int(header["quorum"])
-        self._open[frames] = quorum_id
-        self._keeper.begin(
-            *(world, rank, quorum_id, header["names"], int(header["need"])),
-            whole=bool(header["whole"]),
-            fill=bool(header["fill"]),
-            boxes=header["boxes"],
-        )
-        frames.send({"kind": "begun"}, limit=self._timeout)
-        while True:
-            header, pack = frames.receive(float("inf"))
-            state = State(header["step"], header["lineage"])
-            if header["part"] == "commit":
-                self._keeper.commit(world, rank, quorum_id, state)
-                continue
-            self._keeper.take(world, rank, quorum_id, header, pack)
-            if header["part"] == "end":
-                frames.send({"kind": "kept", "step": state.step, "lineage": state.lineage}, limit=self._timeout)
 
     # ---- shards
 
@@ -177,10 +158,8 @@ class CopyServer:
             part = served.slice_of(number)
             if cuts is not None:
                 part = {name: _cut(one, cuts[name]) for name, one in part.items() if name in cuts}
-            manifest, pack = packed_state(part)
-            frames.send({"kind": "slice", "manifest": manifest}, pack, limit=self._timeout)
-        manifest, pack = packed_state({"end": served.end, "shared": served.shared})
-        frames.send({"kind": "end", "manifest": manifest}, pack, limit=self._timeout)
+            send_state([frames], {"kind": "slice"}, part, limit=self._timeout)
+        send_state([frames], {"kind": "end"}, {"end": served.end, "shared": served.shared}, limit=self._timeout)
 
     def _copied(self, world: int, rank: int, state: State) -> Served:
         keeper = self._keeper

@@ -1,7 +1,8 @@
-"""Frames on a socket between two ranks: a header in msgpack, and the bytes of a state with their digest.
+"""Frames on a socket between two ranks: headers in msgpack, and the bytes of states with their digests.
 
-A frame is a length of 4 bytes, the header, and ``header["bytes"]`` bytes. States travel as a manifest, which has the
-digests, and a pack (``keepstep.state``), so that no code of the sender runs, and damaged bytes are refused.
+A frame is a length of 4 bytes and a header. A state is a frame that describes it (``content`` of ``keepstep.state``),
+its bytes, and a frame with their digests, which are computed while the bytes are sent. So no code of the sender runs,
+damaged bytes are refused, and nothing is copied before it is sent.
 """
 
 from __future__ import annotations
@@ -10,28 +11,28 @@ import contextlib
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import msgpack
 
-from keepstep.state.state_bytes import load_state, save_state
+from keepstep.one_copy.copies.kept_bytes import Memory, Stored, Target, pack_bytes, pack_of, pieces_of
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.net.fork_safety import open_socket
-from keepstep_mesh.protocol.manifest import MAX_MANIFEST_BYTES, MAX_PACK_BYTES
+from keepstep_mesh.protocol.manifest import MAX_MANIFEST_BYTES, chunk_digests, cut_pieces, root_digest
 from keepstep_mesh.security.tokens import ClientToken
 
 MAX_HEADER_BYTES = MAX_MANIFEST_BYTES + (1 << 20)
 MAX_HELLO_BYTES = 1 << 16
 """Limit of the first header, which comes before the token is checked."""
+PIECE_BYTES = 4 << 20
+"""Bytes that are hashed and sent together, while the cache of a processor has them."""
+MOST_BUFFERS = 512
+"""Of one call of the system; Linux takes 1024."""
 _LENGTH = struct.Struct("!I")
-NOTHING = memoryview(b"")
+_TIMEVAL = struct.Struct("ll")
 POLL_SECONDS = 0.2
 """A wait looks this often whether it was ended from outside."""
-
-
-Stored = tuple[bytes, memoryview]
-"""Manifest and pack of a state."""
 
 
 class CopyError(KeepstepError):
@@ -48,70 +49,80 @@ class Frames:
 
     def __init__(self, connection: socket.socket, ended: Callable[[], str] = lambda: "") -> None:
         self._socket = connection
-        self._socket.settimeout(POLL_SECONDS)
+        # The system ends a wait, and not Python, which would wait before each call and move less in each.
+        connection.settimeout(None)
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            connection.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(0, round(POLL_SECONDS * 1e6)))
         self._ended = ended
 
-    def send(self, header: dict[str, Any], body: memoryview = NOTHING, *, limit: float) -> None:
-        """Send a frame.
+    def send(self, header: dict[str, Any], *, limit: float) -> None:
+        """Send a header.
 
         Args:
             header: of values of msgpack.
-            body: any bytes.
             limit: longest time without progress, seconds.
 
         Raises:
             CopyError: the connection ended, or the limit passed.
         """
-        packed = msgpack.packb({**header, "bytes": body.nbytes})
-        for part in (memoryview(_LENGTH.pack(len(packed)) + packed), body):
-            sent, last = 0, time.monotonic()
-            while sent < part.nbytes:
-                with self._waiting(last + limit):
-                    sent += self._socket.send(part[sent:])
-                    last = time.monotonic()
+        packed = msgpack.packb(header)
+        self.send_bytes([memoryview(_LENGTH.pack(len(packed)) + packed)], limit)
 
-    def receive(self, limit: float, *, most: int = MAX_PACK_BYTES) -> tuple[dict[str, Any], memoryview]:
-        """Return the header and the body of the next frame.
+    def send_bytes(self, pieces: Sequence[memoryview], limit: float) -> None:
+        """Send bytes that lie in several places. CopyError: as ``send``."""
+        self._move(pieces, self._socket.sendmsg, limit)
+
+    def receive(self, limit: float, *, most: int = MAX_HEADER_BYTES) -> dict[str, Any]:
+        """Return the next header.
 
         Args:
             limit: longest time without progress, seconds.
-            most: limit of the body, in bytes.
+            most: limit of its bytes.
 
         Raises:
             CopyError: the connection ended, the limit passed, or the frame is invalid.
         """
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size, limit))
-        largest = MAX_HEADER_BYTES if most else MAX_HELLO_BYTES
-        if length > largest:
-            raise CopyError(f"header too large: {length} bytes (limit {largest})")
+        if length > most:
+            raise CopyError(f"header too large: {length} bytes (limit {most})")
         try:
-            header = msgpack.unpackb(self._read(length, limit), strict_map_key=False)
-            size = header["bytes"]
-        except (ValueError, TypeError, KeyError, msgpack.exceptions.UnpackException) as error:
+            header: dict[str, Any] = msgpack.unpackb(self._read(length, limit), strict_map_key=False)
+        except (ValueError, TypeError, msgpack.exceptions.UnpackException) as error:
             raise CopyError(f"a frame has no valid header: {error}") from error
-        if type(size) is not int or not 0 <= size <= most:
-            raise CopyError(f"a frame has {size} bytes; expected a number in [0, {most}]")
-        return header, self._read(size, limit)
+        if not isinstance(header, dict):
+            raise CopyError(f"a header is a {type(header).__name__}; expected a map")
+        return header
 
     def _read(self, size: int, limit: float) -> memoryview:
-        try:
-            data = memoryview(bytearray(size))
-        except MemoryError as error:
-            raise CopyError(f"no memory for {size} bytes") from error
-        done, last = 0, time.monotonic()
-        while done < size:
-            with self._waiting(last + limit):
-                count = self._socket.recv_into(data[done:])
-                if not count:
-                    raise CopyError("the peer has closed the connection")
-                done, last = done + count, time.monotonic()
+        data = memoryview(bytearray(size))
+        self.fill([data], limit)
         return data
+
+    def fill(self, memory: Sequence[memoryview], limit: float) -> None:
+        """Receive as many bytes as ``memory`` has. CopyError: as ``receive``."""
+
+        def received(buffers: Sequence[memoryview]) -> int:
+            return self._socket.recvmsg_into(buffers, 0, socket.MSG_WAITALL)[0]
+
+        self._move(memory, received, limit)
+
+    def _move(self, buffers: Sequence[memoryview], move: Callable[[Sequence[memoryview]], int], limit: float) -> None:
+        """Send or receive all bytes of ``buffers``."""
+        for first in range(0, len(buffers), MOST_BUFFERS):
+            rest, last = [one for one in buffers[first : first + MOST_BUFFERS] if one.nbytes], time.monotonic()
+            while rest:
+                with self._waiting(last + limit):
+                    moved = move(rest)
+                    if not moved:
+                        raise CopyError("the peer has closed the connection")
+                    last = time.monotonic()
+                    rest = _without(rest, moved)
 
     @contextlib.contextmanager
     def _waiting(self, deadline: float) -> Iterator[None]:
         try:
             yield
-        except TimeoutError:
+        except BlockingIOError:
             if reason := self._ended():
                 raise CopyError(reason) from None
             if time.monotonic() >= deadline:
@@ -124,6 +135,93 @@ class Frames:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+
+    # ---- states
+
+    def receive_stored(self, header: dict[str, Any], memory: Memory, limit: float) -> Stored:
+        """Return the bytes of the state that follows ``header``.
+
+        Args:
+            header: of the state. With ``sealed`` the digests of the sender follow, and the bytes are verified.
+            memory: gives the blocks of the result.
+            limit: longest time without progress, seconds.
+
+        Raises:
+            CopyError: as ``receive``; or no memory is left, or the bytes are damaged.
+            ManifestError: the description of the state is invalid.
+        """
+        content = bytes(header["content"])
+        size = pack_bytes(content)
+        try:
+            blocks = memory.take(size)
+        except MemoryError as error:
+            raise CopyError(f"no memory for {size} bytes") from error
+        try:
+            digests = self._receive_into(blocks, limit)
+            if header["sealed"]:
+                self._verify(content, digests, limit)
+        except BaseException:
+            memory.give_back(blocks)
+            raise
+        return Stored(content, digests, blocks, memory)
+
+    def receive_state(self, header: dict[str, Any], limit: float) -> Any:
+        """Return the state that follows ``header``, verified. Errors as of ``receive_stored``."""
+        content = bytes(header["content"])
+        target = Target(content)
+        self._verify(content, self._receive_into(target.segments, limit), limit)
+        return target.result()
+
+    def _receive_into(self, memory: Sequence[memoryview], limit: float) -> bytes:
+        """Receive the bytes of a state. Return their digests."""
+
+        def received() -> Iterator[memoryview]:
+            for part in cut_pieces(memory, PIECE_BYTES):
+                self.fill(part, limit)
+                yield from part  # the caller hashes them
+
+        return chunk_digests(received())
+
+    def _verify(self, content: bytes, digests: bytes, limit: float) -> None:
+        end = self.receive(limit)
+        if end.get("digests") != digests or end.get("root") != root_digest(content, digests):
+            raise CopyError("a copy was damaged on its way: its digests are not those of the sender")
+
+
+def send_state(
+    links: Collection[Frames], header: dict[str, Any], state: Any, *, limit: float, sealed: bool = True
+) -> None:
+    """Send a state to several ranks, from its own memory.
+
+    Args:
+        links: to the ranks.
+        header: goes before the state.
+        state: tensors on a GPU are copied to main memory piece by piece.
+        limit: longest time without progress of a peer, seconds.
+        sealed: the digests follow, and the state must not change in the meantime. Otherwise the peers do not know
+            whether they have it as it is.
+
+    Raises:
+        CopyError: a connection ended, or the limit passed.
+        UnsupportedValue: the state has a value that cannot be stored.
+    """
+    pack = pack_of(state)
+    for link in links:
+        link.send({**header, "content": pack.content_bytes, "sealed": sealed}, limit=limit)
+
+    def sent() -> Iterator[memoryview]:
+        for part in cut_pieces(pieces_of(pack), PIECE_BYTES):
+            yield from part  # the caller hashes them; then they are in the cache
+            for link in links:
+                link.send_bytes(part, limit)
+
+    if not sealed:
+        for _ in sent():
+            pass
+        return
+    digests = chunk_digests(sent())
+    for link in links:
+        link.send({"digests": digests, "root": root_digest(pack.content_bytes, digests)}, limit=limit)
 
 
 def connect(address: str, token: ClientToken, limit: float, ended: Callable[[], str] = lambda: "") -> Frames:
@@ -150,15 +248,10 @@ def connect(address: str, token: ClientToken, limit: float, ended: Callable[[], 
     return frames
 
 
-def packed_state(state: Any) -> Stored:
-    """Return the manifest and the bytes of a state, for the header and the body of a frame."""
-    return save_state(state)
-
-
-def state_of(manifest: bytes, pack: memoryview) -> Any:
-    """Return the state of a frame, after a check of its digests.
-
-    Raises:
-        ManifestError, TransferError: the bytes are damaged.
-    """
-    return load_state(manifest, pack)
+def _without(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
+    """Return the buffers without their first bytes."""
+    for index, one in enumerate(buffers):
+        if count < one.nbytes:
+            return [one[count:], *buffers[index + 1 :]]
+        count -= one.nbytes
+    return []

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from keepstep.one_copy.copies.frames import CopyError, Stored, state_of
+from keepstep.one_copy.copies.frames import CopyError
+from keepstep.one_copy.copies.kept_bytes import Memory, Stored
 from keepstep.one_copy.copies.rank_state import Boxes
 from keepstep.one_copy.copies.replay import replay
 from keepstep.one_copy.core.copy_ledger import CopyLedger
 from keepstep.one_copy.core.holding import Copy, State
-from keepstep_mesh.protocol.manifest import CHUNK_BYTES, chunk_digest, read_envelope
 
 
 @dataclass
@@ -40,7 +40,7 @@ class KeptRank:
     def nbytes(self) -> int:
         """Bytes in memory."""
         stored = (*self.bases.values(), *self.gradients.values(), *self.ends.values())
-        return sum(pack.nbytes + len(manifest) for manifest, pack in stored)
+        return sum(one.nbytes for one in stored)
 
 
 class Keeper:
@@ -60,6 +60,8 @@ class Keeper:
         self._ranks: dict[tuple[int, int], KeptRank] = {}
         self._filling: dict[tuple[int, int], KeptRank] = {}
         """Copies that are not complete. Those that they replace are kept until then."""
+        self.memory = Memory()
+        """Of the bytes that arrive."""
 
     def begin(
         self,
@@ -105,36 +107,36 @@ class Keeper:
         with self._lock:
             self._filling[world, rank] = KeptRank(CopyLedger(world, rank, len(names)), names, whole, boxes, quorum_id)
 
-    def take(self, world: int, rank: int, quorum_id: int, header: dict[str, Any], pack: memoryview) -> None:
-        """Keep a frame of the owner of a rank.
+    def take(self, world: int, rank: int, quorum_id: int, part: str, state: State, number: int, stored: Stored) -> None:
+        """Keep a part of the copy of a rank, which its owner has sent.
 
         Args:
             world: number of the world.
             rank: in that world.
             quorum_id: as in ``begin``.
-            header: with ``part`` (``base``, ``gradients`` or ``end``), ``slice``, ``step``, ``lineage``, ``manifest``.
-            pack: bytes of the state.
+            part: ``base``, ``gradients`` or ``end``.
+            state: to which it belongs; of gradients the one to which they lead.
+            number: of the slice.
+            stored: the part.
 
         Raises:
-            CopyError: the bytes are damaged, the copy was not begun, or no memory is left for it.
+            CopyError: the copy was not begun.
         """
-        state, number, manifest = State(header["step"], header["lineage"]), header.get("slice", 0), header["manifest"]
-        verify(manifest, pack)
         with self._lock:
             kept = self._owned(world, rank, quorum_id)
-            match header["part"]:
+            match part:
                 case "base":
                     for one in kept.ledger.add_base(number, state):
                         kept.gradients.pop((number, one), None)
-                    kept.bases[number] = manifest, pack
+                    kept.bases[number] = stored
                 case "gradients":
                     for one in kept.ledger.add_gradients(number, state):
                         kept.gradients.pop((number, one), None)
-                    kept.gradients[number, state] = manifest, pack
+                    kept.gradients[number, state] = stored
                 case "end":
                     for one in kept.ledger.end_step(state):
                         kept.ends.pop(one, None)
-                    kept.ends[state] = manifest, pack
+                    kept.ends[state] = stored
                     if kept.ledger.complete and self._filling.pop((world, rank), None) is not None:
                         self._ranks[world, rank] = kept
                 case other:
@@ -164,6 +166,12 @@ class Keeper:
                     for one in kept.ledger.add_base(number, state):
                         kept.gradients.pop((number, one), None)
 
+    def has(self, world: int, rank: int, state: State) -> bool:
+        """Return whether a rank can be rebuilt at ``state``."""
+        with self._lock:
+            kept = self._ranks.get((world, rank))
+            return kept is not None and state in kept.ledger.states()
+
     def copies(self) -> tuple[Copy, ...]:
         """Return what can be rebuilt."""
         with self._lock:
@@ -171,15 +179,19 @@ class Keeper:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all copies."""
+        """Bytes of all copies, and of memory for those that arrive next."""
         with self._lock:
-            return sum(one.nbytes for one in (*self._ranks.values(), *self._filling.values()))
+            copies = sum(one.nbytes for one in (*self._ranks.values(), *self._filling.values()))
+        return copies + self.memory.free_bytes
 
     def forget(self, *, but: set[tuple[int, int]]) -> None:
         """Free all copies but those of these worlds and ranks."""
         with self._lock:
+            known = self._ranks.keys() | self._filling.keys()
             self._ranks = {key: one for key, one in self._ranks.items() if key in but}
             self._filling = {key: one for key, one in self._filling.items() if key in but}
+        if not known <= but:
+            self.memory.clear()
 
     def rebuild(self, world: int, rank: int, state: State, number: int) -> dict[str, Any]:
         """Return a slice of a rank at ``state``.
@@ -194,15 +206,15 @@ class Keeper:
             if kept.whole and steps:
                 base, steps = kept.gradients[number, steps[-1]], []
             log = [(kept.ends[one], kept.gradients[number, one]) for one in steps]
-        ends = ((state_of(*end), gradients) for end, gradients in log)
-        entries = ((end["options"], state_of(*gradients)) for end, gradients in ends if not end["skipped"])
-        return replay(self._kind, state_of(*base), entries, self._device)
+        ends = ((end.state(), gradients) for end, gradients in log)
+        entries = ((end["options"], gradients.state()) for end, gradients in ends if not end["skipped"])
+        return replay(self._kind, base.state(), entries, self._device)
 
     def end_of(self, world: int, rank: int, state: State) -> dict[str, Any]:
         """Return options, buffers and random state of a rank at ``state``. CopyError: they are not kept."""
         with self._lock:
             end = self._kept(world, rank, state).ends[state]
-        found: dict[str, Any] = state_of(*end)
+        found: dict[str, Any] = end.state()
         return found
 
     def names_of(self, world: int, rank: int, state: State) -> list[list[str]]:
@@ -222,13 +234,3 @@ class Keeper:
         if kept is None or state not in kept.ledger.states():
             raise CopyError(f"no copy of rank {rank} of world {world} at step {state.step} is kept here")
         return kept
-
-
-def verify(manifest: bytes, pack: memoryview) -> None:
-    """Raise CopyError if the bytes of a state do not fit its manifest."""
-    envelope = read_envelope(manifest)
-    if envelope.pack_bytes != pack.nbytes:
-        raise CopyError(f"a copy has {pack.nbytes} bytes instead of {envelope.pack_bytes}")
-    for chunk, digest in enumerate(envelope.chunk_digests):
-        if chunk_digest(pack[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]) != digest:
-            raise CopyError(f"chunk {chunk} of a copy is damaged")

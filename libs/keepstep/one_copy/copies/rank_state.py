@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from keepstep.one_copy.core.copy_ledger import cut, slice_count
+from keepstep.one_copy.core.copy_ledger import cut, slice_count, steps_of_round
 from keepstep.state.values.sharding import is_dtensor, sharding_of
 from keepstep_mesh.errors import KeepstepError
 
@@ -23,8 +23,9 @@ class OtherModelError(KeepstepError):
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return the part of a tensor that this rank holds, in the same memory."""
-    found: torch.Tensor = tensor.detach()
-    return found.to_local() if is_dtensor(found) else found
+    with torch.no_grad():  # to_local copies nothing then, and needs no step of autograd
+        found: torch.Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
+    return found.detach()
 
 
 class RankState:
@@ -57,8 +58,11 @@ class RankState:
         self.nbytes = sum(sizes)
         """Bytes of the parameters and their optimizer state on this rank; before the first step an estimate."""
         gradients = sum(_nbytes(self.parameters[index]) for index in self._group_of)
-        self.slices = cut(sizes, slice_count(self.nbytes, gradients))
+        steps = steps_of_round(self.nbytes, gradients)
+        self.slices = cut(sizes, slice_count(steps))
         """Indices into ``parameters`` of each slice."""
+        self.slices_per_step = -(-len(self.slices) // steps)
+        """Number of slices whose bases are sent in a step."""
         self.boxes = self._boxes()
         """The box of each shard in its parameter. A DTensor computes it from the rank, which may change."""
 
@@ -110,6 +114,10 @@ class RankState:
             if gradient is not None and index in self._group_of:
                 found[self.names[index]] = local(gradient)
         return found
+
+    def is_trained(self, index: int) -> bool:
+        """Return whether the optimizer has the parameter."""
+        return index in self._group_of
 
     def options(self) -> list[dict[str, Any]]:
         """Return the options of each parameter group, such as the learning rate.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from keepstep.one_copy.copies.frames import CopyError, connect, state_of
+from keepstep.one_copy.copies.frames import CopyError, connect
 from keepstep.one_copy.copies.rank_state import Boxes
 from keepstep.one_copy.core.holding import State
 from keepstep_mesh.errors import KeepstepError
@@ -45,7 +45,7 @@ class ShardReader:
         link = connect(address, self.token, self.limit, self.ended)
         try:
             link.send(self._request(rank, copy=copy) | {"boxes": True}, limit=self.limit)
-            header, _ = link.receive(self.limit)
+            header = link.receive(self.limit)
             if header["kind"] == "refused":
                 raise CopyError(f"{address}: {header['reason']}")
             found: Boxes = header["boxes"]
@@ -75,12 +75,12 @@ class ShardReader:
             link.send(self._request(rank, copy=copy) | {"cuts": cuts}, limit=self.limit)
             found: dict[str, Any] = {}
             while True:
-                header, pack = link.receive(self.limit)
+                header = link.receive(self.limit)
                 if header["kind"] == "refused":
                     raise CopyError(f"{address}: {header['reason']}")
                 try:
-                    part = state_of(header["manifest"], pack)
-                except KeepstepError as error:
+                    part = link.receive_state(header, self.limit)
+                except (KeepstepError, KeyError) as error:
                     raise CopyError(f"{address}: {error}") from error
                 if header["kind"] == "end":
                     return found, part

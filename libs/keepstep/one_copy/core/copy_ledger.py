@@ -2,7 +2,7 @@
 
 The parameters of a rank are cut into *slices*. A slice has a *base*, its state after some step, and a *log*, the
 gradients of the steps since. A new base of a slice replaces the steps of its log up to it. Each step brings the log of
-all slices and the base of one of them, so that memory and traffic are even.
+all slices and the bases of some of them, so that memory and traffic are even.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ from collections.abc import Sequence
 
 from keepstep.one_copy.core.holding import Copy, State
 
-MAX_SLICES = 16
+MAX_STEPS = 16
+FINENESS = 10
+"""Least number of slices. While a base replaces another one, a keeper has both, and this part of all bases more."""
 
 
-def slice_count(state_bytes: int, gradient_bytes: int) -> int:
-    """Return into how many slices a rank is cut.
+def steps_of_round(state_bytes: int, gradient_bytes: int) -> int:
+    """Return after how many steps a slice gets a new base.
 
-    The logs then have as many bytes as the bases: those of ``n`` slices have one to ``n`` steps. Five for Adam in one
-    dtype, whose state is three times the gradients.
+    The logs then have as many bytes as the bases: those of ``n`` steps have one to ``n`` gradients. Five for Adam in
+    one dtype, whose state is three times the gradients.
 
     Args:
         state_bytes: of the parameters and their optimizer state.
@@ -26,7 +28,12 @@ def slice_count(state_bytes: int, gradient_bytes: int) -> int:
     """
     if not gradient_bytes:
         return 1
-    return max(1, min(MAX_SLICES, round(2 * state_bytes / gradient_bytes) - 1))
+    return max(1, min(MAX_STEPS, round(2 * state_bytes / gradient_bytes) - 1))
+
+
+def slice_count(steps: int) -> int:
+    """Return into how many slices a rank is cut: a multiple of ``steps``, and at least ``FINENESS``."""
+    return steps * -(-FINENESS // steps)
 
 
 def cut(sizes: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:

@@ -396,7 +396,7 @@ class WorldRecovery:
         replayed = self.shard.replays(held)
         self.sender.connect(held.tensors, Membership(world.number, held.rank, world.formed), chosen, whole=not replayed)
         if recovery.kind is Kind.RESIZED:
-            self.sender.begin(held.state, held.end)
+            self.sender.fill(held.state, held.end)
             self.sender.filled()
 
     def kept(self) -> set[tuple[int, int]]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from keepstep.one_copy.copies.frames import Stored, packed_state, state_of
+from keepstep.one_copy.copies.kept_bytes import Memory, Stored
 from keepstep.one_copy.copies.rank_state import RankState
 from keepstep.one_copy.copies.replay import can_replay
 from keepstep.one_copy.core.holding import State
@@ -73,9 +73,10 @@ class OwnShard:
         """Whether a step of the optimizer has begun and not ended, so that the shard is of no state."""
         self._stepped = False
         """Whether the optimizer has stepped in a step that is not known to be committed."""
-        self._way_back: tuple[State, list[Stored]] | None = None
+        self._way_back: list[Stored] = []
+        self._memory = Memory()
+        """Of ``_way_back``."""
         self._options: list[dict[str, Any]] = []
-        self._ahead: list[Stored] = []
 
     def now(self) -> Held:
         """Return the shard. RuntimeError: the job has not begun."""
@@ -85,8 +86,6 @@ class OwnShard:
 
     def take(self, held: Held) -> None:
         """Let a shard be that of this rank."""
-        if held is not self.held:
-            self._way_back = None
         self.held, self.rebuilt = held, None
 
     @property
@@ -135,24 +134,17 @@ class OwnShard:
         """Return the end of this step, for keepers. Call it before ``step_ahead``."""
         return self.now().end(skipped=self._skipped)
 
-    def step_ahead(self) -> Callable[[int], Stored] | None:
-        """Let an optimizer step that cannot be replayed. Return the new state of each slice; None: it can."""
+    def step_ahead(self) -> None:
+        """Let an optimizer step that cannot be replayed, so that keepers get the state after the step."""
         if self.replayed:
-            return None
+            return
         held = self.now()
         tensors, optimizer = held.tensors, held.built.optimizer
-        if self._way_back is None or self._way_back[0] != held.state:
-            self._way_back = held.state, self._packed(tensors)
+        self._way_back = [Stored.of(tensors.base(number), self._memory) for number in range(len(tensors.slices))]
         self._options = tensors.options()
         self._stepped = True
         if not self._skipped:
             optimizer.step()
-        self._ahead = self._packed(tensors)
-        return self._ahead.__getitem__
-
-    @staticmethod
-    def _packed(tensors: RankState) -> list[Stored]:
-        return [packed_state(tensors.base(number)) for number in range(len(tensors.slices))]
 
     def apply(self, following: State) -> None:
         """Take the step that was committed."""
@@ -161,9 +153,8 @@ class OwnShard:
         self.torn = True
         if self.replayed and not self._skipped:
             optimizer.step()
-        if not self.replayed:
-            self._way_back = following, self._ahead
         self._stepped = False
+        self._way_back = []
         if self._scaler is not None and self._scaler.is_enabled():
             self._scaler.update()
         optimizer.zero_grad()
@@ -179,9 +170,9 @@ class OwnShard:
         self.voted = 0
         held.built.optimizer.zero_grad()
         if self._stepped:
-            assert self._way_back is not None
-            held.tensors.load((state_of(*one) for one in self._way_back[1]), self._options)
+            held.tensors.load((one.state() for one in self._way_back), self._options)
             self._stepped = False
+            self._way_back = []
         for scaler in (self._scaler, *self.others(held.built).values()):
             if isinstance(scaler, GradScaler) and scaler.is_enabled() and scaler._per_optimizer_states:  # noqa: SLF001
                 scaler.update(new_scale=scaler.get_scale())

@@ -51,7 +51,7 @@ def end(state: RankState) -> dict[str, object]:
 def step(state: RankState, sender: CopySender, number: int) -> None:
     for one in state.parameters:
         one.grad = torch.full_like(one, float(number))
-    sender.begin(State(number - 1, number - 1), lambda: end(state))
+    sender.begin(State(number - 1, number - 1), lambda: end(state), State(number, number))
     sender.finish(State(number, number), end(state))
     state.optimizer.step()
 
@@ -73,6 +73,45 @@ def test_a_rank_reads_the_state_that_another_one_has_sent_bit_for_bit(server: Co
     assert torch.equal(part["weight"]["parameter"], state.parameters[0][1:3])
     with pytest.raises(CopyError, match="no copy of rank 0 of world 2"):
         ShardReader(TOKEN, 2, State(5, 5), SECONDS, lambda: "").read(server.address, 0, copy=True)
+
+
+def test_gradients_that_are_sent_in_the_backward_pass_count_as_they_are_at_the_end(
+    server: CopyServer, sender: CopySender
+) -> None:
+    """The keeper compares what it has got with the digests at the end: clipping and more passes change gradients."""
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+    state = RankState(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    sender.connect(state, Membership(1, 0, 1), {"k": (server.address, True)}, whole=False)
+    early = []
+    for number, change in enumerate(["", "", "clip", "", "", "second pass", "", "none"]):
+        sender.begin(State(number, number), lambda: end(state), State(number + 1, number + 1))
+        for _ in range(2 if change == "second pass" else 1):
+            model(torch.randn(4, 8)).square().mean().backward()
+        sender.filled()
+        early.append(len(sender._sent))
+        if change == "clip":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.001)
+        elif change == "none":
+            state.parameters[0].grad = None
+        sender.finish(State(number + 1, number + 1), end(state))
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+        reader = ShardReader(TOKEN, 1, State(number + 1, number + 1), SECONDS, lambda: "")
+        found, _ = reader.read(server.address, 0, copy=True)
+        for name, one in zip(state.names, state.parameters, strict=True):
+            assert torch.equal(found[name]["parameter"], one), (change, name)
+    assert early[0] == 0, "no step before tells how often a gradient comes"
+    assert all(early[index] for index in (1, 2, 4, 5))
+    assert early[3] == 0, "the step before has changed them"
+
+
+def test_a_step_without_all_bases_is_not_confirmed(server: CopyServer, sender: CopySender) -> None:
+    state = rank_state()
+    sender.connect(state, Membership(1, 0, 1), {"k": (server.address, True)}, whole=False)
+    sender._fill = False
+    with pytest.raises(CopyError, match="not whole"):
+        step(state, sender, 1)
 
 
 def test_a_wrong_token_and_a_large_hello_are_refused(server: CopyServer) -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep.one_copy.core.copy_ledger import MAX_SLICES, CopyLedger, cut, slice_count
+from keepstep.one_copy.core.copy_ledger import FINENESS, MAX_STEPS, CopyLedger, cut, slice_count, steps_of_round
 from keepstep.one_copy.core.holding import State
 
 
@@ -27,10 +27,17 @@ def take_step(ledger: CopyLedger, state: State, base: int | None = None) -> None
 
 
 def test_a_log_has_on_average_as_many_bytes_as_a_base() -> None:
-    assert slice_count(12, 4) == 5, "Adam: the parameter and two moments"
-    assert slice_count(4, 4) == 1
-    assert slice_count(100, 0) == 1, "nothing is trained"
-    assert slice_count(1000, 1) == MAX_SLICES
+    assert steps_of_round(12, 4) == 5, "Adam: the parameter and two moments"
+    assert steps_of_round(4, 4) == 1
+    assert steps_of_round(100, 0) == 1, "nothing is trained"
+    assert steps_of_round(1000, 1) == MAX_STEPS
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 5, 16])
+def test_a_base_that_replaces_another_one_needs_a_tenth_more_memory_at_most(steps: int) -> None:
+    count = slice_count(steps)
+    assert count >= FINENESS
+    assert count % steps == 0, "each step sends as many bases"
 
 
 @pytest.mark.parametrize("sizes", [[1], [5, 1, 1, 1], [1, 1, 1, 5], [0, 0], [3] * 10, [0, 7, 0]])
