@@ -25,7 +25,7 @@ from keepstep_megatron.distribution import ShardDistribution, ShardId, distribut
 from keepstep_megatron.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from keepstep_megatron.pieces import pieces_of
 from keepstep_megatron.sharded_load import load_from
-from keepstep_megatron.stages import TIMEOUT, Ranks
+from keepstep_megatron.stages import TIMEOUT, Ranks, StageFailed
 from keepstep_megatron.state_parts import SavedParts, parts_to_save
 from keepstep_megatron.strategies.chosen import LoadStrategies
 from keepstep_megatron.strategies.fully_parallel import FullyParallelLoadStrategyWrapper, exchanged
@@ -37,6 +37,10 @@ from keepstep_mesh.protocol.boxes import Box, uncovered
 ALGOS = ("atomic", "fully_parallel")
 PLACE = "the local checkpoint"
 """Its name in errors."""
+
+
+class LocalLoadFailed(StageFailed, AssertionError):
+    """A local checkpoint was not loaded. Scripts for Megatron Core catch an ``AssertionError`` if it lacks a part."""
 
 
 @dataclass
@@ -262,7 +266,10 @@ class MCoreTensorAwareStateDict:
         spread = _HeldLoad(local, parallelization_group, exchange_algo=exchange_algo)
         strategies = LoadStrategies(spread if algo == "fully_parallel" else local, local)
         validate = validate_access_integrity
-        found = load_from(lambda: strategies, sharded_state_dict, PLACE, validate, strict, TIMEOUT, is_local=True)
+        try:
+            found = load_from(lambda: strategies, sharded_state_dict, PLACE, validate, strict, TIMEOUT, is_local=True)
+        except StageFailed as error:
+            raise LocalLoadFailed(*error.args) from error
         return found if return_mismatch_keys else found[0]
 
     def _held(self) -> Iterator[tuple[int, ShardedTensor]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from itertools import zip_longest
@@ -195,7 +196,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         assigned = distribution.main_rank_for_shard
         parts = [shard_id(leaf) if isinstance(leaf, ShardedTensor) else None for leaf in leaves]
         mine: StateDict = {
-            str(number): leaf
+            str(number): leaf if part is None else replace(leaf, replica_id=0)  # some strategies load only those
             for number, (leaf, part) in enumerate(zip(leaves, parts, strict=True))
             if part is None or assigned[part] == ranks.rank
         }

@@ -33,6 +33,7 @@ from keepstep.sharded import (
     save,
     validate_sharding_integrity,
 )
+from keepstep.sharded.dict_utils import nested_values
 from keepstep.sharded.strategies import (
     NativeLoadStrategy,
     NativeSaveStrategy,
@@ -140,10 +141,17 @@ def a_damaged_part_of_one_rank_is_an_error_of_both() -> None:
         assert files[:6].strip("*") in text, text
 
 
+class LoadsMainReplicas(NativeLoadStrategy):
+    def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
+        tensors = [one for one in nested_values(sharded_state_dict) if isinstance(one, ShardedTensor)]
+        assert [one.replica_id for one in tensors] == [0] * len(tensors), "a strategy may load no others"
+        return super().load(sharded_state_dict, checkpoint_dir)
+
+
 def ranks_share_what_they_hold_both() -> None:
     at = dist.get_rank()
     for form, saver, loader in (
-        (FORMATS[0], NativeSaveStrategy(), NativeLoadStrategy()),
+        (FORMATS[0], NativeSaveStrategy(), LoadsMainReplicas()),
         (FORMATS[1], TorchDistSaveShardedStrategy(), TorchDistLoadShardedStrategy()),
     ):
         path = folder / f"shared-{form[0]}"
