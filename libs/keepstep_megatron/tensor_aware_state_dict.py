@@ -40,7 +40,7 @@ PLACE = "the local checkpoint"
 
 
 class LocalLoadFailed(StageFailed, AssertionError):
-    """A local checkpoint was not loaded. Scripts for Megatron Core catch an ``AssertionError`` if it lacks a part."""
+    """A local checkpoint was not loaded. As with Megatron Core, an ``AssertionError`` says so."""
 
 
 @dataclass
