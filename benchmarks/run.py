@@ -34,6 +34,7 @@ import sharded_speed
 import step_cost
 import swarm
 import transfer
+import way_back
 from figures import Figure
 from report import machine, table, write
 from rich.console import Console
@@ -43,6 +44,7 @@ BENCHMARKS = {
     "quorum": quorum_round.run,
     "kill": kill_to_commit.run,
     "failover": failover.run,
+    "way_back": way_back.run,
     "step": step_cost.run,
     "hsdp": hsdp_step.run,
     "outer": outer_step.run,

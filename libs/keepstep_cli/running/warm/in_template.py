@@ -265,11 +265,13 @@ class Preload:
                 self._end(f"{name} must not be imported before the fork")
             if executes and not _is_installed(path):
                 self._note_file(path)
-            held = _held()
+            held, drawn = _held(), _drawn()
             try:
                 return usual(own, module)
             finally:
                 self._check(held)
+                if any(one is not None and one != now for one, now in zip(drawn, _drawn(), strict=True)):
+                    self._end("seeds or draws random numbers when it is imported")
                 self._give_way()
                 self._chain.pop()
 
@@ -369,6 +371,20 @@ def _is_open(descriptor: str) -> bool:
     return True
 
 
+def _drawn() -> tuple[Any, ...]:
+    """Return the state of the generators of random numbers that all modules share; None: not loaded."""
+    python, numpy, torch = (sys.modules.get(name) for name in ("random", "numpy.random", "torch"))
+    try:
+        words = numpy.get_state(legacy=False)["state"] if numpy else {}
+        return (
+            python.getstate() if python else None,
+            (words["key"].tobytes(), words["pos"]) if words else None,
+            torch.initial_seed() if torch else None,
+        )
+    except AttributeError:  # it is being imported
+        return None, None, None
+
+
 def _settled() -> Held:
     """Return ``_held`` after a fork, which ends the threads of libraries that know forks, such as OpenBLAS."""
     probe = os.fork()
@@ -451,7 +467,9 @@ def _become(start: Start, files: list[int], supervisor: int, libc: ctypes.CDLL, 
 
 
 def _renew_state() -> None:
-    """Draw again what modules draw at their import. ``random`` does it itself, and torch begins with a fixed seed."""
+    """Draw again what modules draw at their import. ``random`` does it itself."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.seed()
     if (numpy := sys.modules.get("numpy.random")) is not None:
         numpy.seed()
     if (processes := sys.modules.get("multiprocessing.process")) is not None:

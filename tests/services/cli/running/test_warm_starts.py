@@ -184,12 +184,75 @@ def test_a_warm_start_has_the_state_of_a_cold_one(started, tmp_path: Path) -> No
     assert warm["spread"]["spawn"][:2] == [True, 9]
 
 
+TORCH = (
+    LEARN
+    + """
+import json, torch, torch.utils.data, keepstep.manager, keepstep.ddp, keepstep.optim
+
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        return torch.rand(1) + index
+
+def names(modules):
+    return __import__("hashlib").sha256(" ".join(sorted(modules)).encode()).hexdigest()
+
+def facts():
+    torch.manual_seed(5)
+    weights = torch.nn.Linear(64, 64)
+    weights(torch.rand(512, 64)).square().sum().backward()
+    torch.optim.AdamW(weights.parameters()).step()
+    loaders = {how: torch.utils.data.DataLoader(Numbers(), num_workers=1, multiprocessing_context=how)
+               for how in ("fork", "spawn")}
+    torch.manual_seed(7)
+    return {
+        "drawn": torch.rand(3).tolist(), "threads": torch.get_num_threads(),
+        "interop": torch.get_num_interop_threads(), "dtype": str(torch.get_default_dtype()),
+        "grad": torch.is_grad_enabled(), "weights": [float(one.sum()) for one in weights.parameters()],
+        "loaded": {how: torch.cat(list(one)).flatten().tolist() for how, one in loaders.items()},
+        "bad fork": torch.cuda._is_in_bad_fork(), "cuda": torch.cuda.is_initialized(),
+        "shared": float(torch.ones(3).share_memory_().sum()), "modules": names(sys.modules),
+    }
+"""
+)
+
+
+def test_torch_computes_the_same_after_a_warm_start(started) -> None:
+    """With two threads, as a pool of OpenMP must not be forked. It takes two starts of torch."""
+    guarded = "\nif __name__ == '__main__':\n" + WAIT.replace("\n", "\n    ") + "print('state', json.dumps(facts()))\n"
+    found = []
+    for flags in ((), ("--cold",)):
+        run = started(TORCH + guarded, *flags, OMP_NUM_THREADS="2")
+        found.append(json.loads(second_life(run, warm=not flags)))
+        assert run.wait() == 0
+    warm, cold = found
+    assert warm == cold
+    assert warm["threads"] == 2
+    assert not warm["bad fork"]
+
+
+def test_a_killed_group_heals_after_a_warm_start(tmp_path: Path, repository: Path) -> None:
+    """A real job, whose Managers tell what is imported. It takes a start of torch and the imports of the template."""
+    example = ("--", str(repository / "examples" / "train_ddp.py"), "--steps", "1000000")
+    run = Command(tmp_path, "run", "--replicas", "2", *example, deadline=DEADLINE)
+    try:
+        run.wait_for(WARM)
+        kill(run, "r1")
+        run.wait_for(r"\[r1\] started again, pid \d+, warm")
+        run.wait_for(r"\[r1\] healed .* from r0")
+        run.process.send_signal(signal.SIGTERM)
+        assert run.wait() == 128 + signal.SIGTERM
+    finally:
+        run.close()
+
+
 def test_unseeded_random_numbers_differ_between_warm_starts(started) -> None:
-    script = LEARN + "import multiprocessing, numpy, random, uuid, tempfile\n"
+    script = LEARN + "import multiprocessing, numpy, random, torch, uuid, tempfile\n"
     script += """
 key = bytes(multiprocessing.current_process().authkey).hex()
-names = tempfile._get_candidate_names()
-print("drawn", random.random(), numpy.random.rand(), uuid.uuid4(), key, next(names), flush=True)
+drawn = random.random(), numpy.random.rand(), float(torch.rand(1)), torch.initial_seed()
+print("drawn", *drawn, uuid.uuid4(), key, next(tempfile._get_candidate_names()), flush=True)
 if again < 3:
     learn() if again == 0 else None
     signal.pause()
@@ -310,14 +373,23 @@ def test_a_module_that_starts_a_thread_is_named_once_and_left_out(started, tmp_p
     assert told == ["[run] restarts are warm without busy, which starts a thread when it is imported"]
 
 
-def test_a_module_that_opens_a_socket_is_left_out(started, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("import socket\nSOCKET = socket.socket()", "leaves a socket open"),
+        ("import subprocess\nCHILD = subprocess.Popen(['sleep', '999'])", "starts a process"),
+        ("import random\nrandom.seed(1)", "seeds or draws random numbers"),
+        ("import numpy\nnumpy.random.seed(1)", "seeds or draws random numbers"),
+    ],
+)
+def test_a_module_whose_import_no_fork_may_copy_is_left_out(started, tmp_path: Path, code: str, reason: str) -> None:
     packages = tmp_path / "site-packages"
     packages.mkdir()
-    (packages / "open.py").write_text("import socket\nSOCKET = socket.socket()\n")
-    script = LEARN + "import open as opened\n" + WAIT + 'print("state", opened.SOCKET.fileno() > 2)\n'
+    (packages / "acts.py").write_text(f"{code}\nimport os\nMADE_IN = os.getpid()\n")
+    script = LEARN + "import acts\n" + WAIT + 'print("state", acts.MADE_IN == os.getpid())\n'
     run = started(script, PYTHONPATH=str(packages))
     assert second_life(run, warm=True) == "True"
-    assert "[run] restarts are warm without open, which leaves a socket open when it is imported" in run.lines
+    assert f"[run] restarts are warm without acts, which {reason} when it is imported" in run.lines
     assert run.wait() == 0
 
 
