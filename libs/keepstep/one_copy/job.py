@@ -26,6 +26,7 @@ from keepstep.one_copy.copies.keeper import Keeper
 from keepstep.one_copy.core.holding import State
 from keepstep.one_copy.core.mesh_shape import MeshShape, Share
 from keepstep.one_copy.core.recovery_plan import Kind, Recovery
+from keepstep.one_copy.core.world import unkept
 from keepstep.one_copy.durable.shard_checkpoints import ShardCheckpoints
 from keepstep.one_copy.member_link import MemberLink
 from keepstep.one_copy.recovery.world_recovery import ShardsLostError, UnfitMembersError, WorldRecovery
@@ -55,6 +56,8 @@ UNFIT_SECONDS = 0.5
 """Pause before the next quorum when the members do not fill the mesh."""
 MOST_UNEXPLAINED = 4
 """Number of failed attempts of a step in a row, without a lost member, after which the script is at fault."""
+NO_SEAT = 1 << 62
+"""In place of the seat of a member that leaves: this one stays."""
 FREE_SHARE = 0.8
 """Part of the free memory of a host that copies may take."""
 
@@ -137,6 +140,7 @@ class OneCopy:
             raise ValueError(f"copies={copies} must be at least 1; it is the number of keepers of each rank")
         self._shape = MeshShape(mesh or {"fsdp": -1})
         self._data_dims = self._shape.data_dims(data_dims)
+        self._copies = copies
         self._refuse_nonfinite = refuse_nonfinite
         self._timeout = environment.seconds("TIMEOUT_SEC", timeout)
         self._quorum_timeout = environment.seconds("QUORUM_TIMEOUT_SEC", quorum_timeout)
@@ -186,8 +190,9 @@ class OneCopy:
         self._unexplained = 0
         """Number of failed attempts of this step in a row without a lost member."""
         self._in_attempt = self._committed = self._void = False
-        self._may_leave = True
-        """Whether this member leaves when it is asked to: all ranks had copies of their shards at the last commit."""
+        self._covered = self._may_leave = True
+        """Whether all ranks had copies of their shards at the last commit, and whether this member leaves then. All may
+        leave at once, and otherwise one after the other, so that no member leaves together with its keeper."""
         self._recovery: WorldRecovery | None = None
         self._shard = OwnShard()
         self._membership = MemberLink(self._settings, settings_text(common), device_type, self._on_lost)
@@ -379,7 +384,7 @@ class OneCopy:
             self._reports.discarded(self._quorum, shard.now().state, reason)
         shard.whole = not self._committed
         quorum = self._quorum
-        lost = quorum is not None and self._membership.lost_member(quorum.quorum_id)
+        lost = quorum is not None and bool(self._membership.lost_members(quorum.quorum_id))
         self._unexplained = 0 if lost else self._unexplained + 1
         if self._unexplained >= MOST_UNEXPLAINED:
             raise error
@@ -418,8 +423,10 @@ class OneCopy:
         self._sender.finish(following, end)
         self._raise_if_lost()
         shard.voted = quorum.quorum_id
+        seat, leaves = self._seat, self._membership.leaving
         mine = int(ok) * (1 + self._shard_reports.covered)
-        values = self._groups.vote([mine, state.step, -state.step, options, -options], self._timeout)
+        wishes = [int(leaves), seat if leaves else NO_SEAT]
+        values = self._groups.vote([mine, state.step, -state.step, options, -options, *wishes], self._timeout)
         if values[1] != -values[2]:
             raise KeepstepError(f"the ranks are at different steps, {values[1]} to {-values[2]}; report this as a bug")
         alike = values[3] == -values[4]
@@ -435,7 +442,8 @@ class OneCopy:
         self._failures = self._unexplained = 0
         self._membership.committed()
         self._keeper.forget(but=recovery.kept())
-        self._may_leave = values[0] > 1
+        self._covered = values[0] > 1
+        self._may_leave = bool(values[5]) or (self._covered and values[6] == seat)
         self._reports.committed(quorum, state, following)
         self._shard_reports.committed()
         tell_imports()
@@ -531,7 +539,7 @@ class OneCopy:
             self._reports.forwarded(plan.epoch, recovery.previous, before, state)
         self._reports.recovered(plan, recovery, state, built=built, seconds=seconds)
         self._shard_reports.recovered(recovery, state.step, seconds, went_back=recovery.given_up)
-        self._may_leave = recovery.kind in (Kind.FRESH, Kind.RESUMED)
+        self._covered = self._may_leave = recovery.kind in (Kind.FRESH, Kind.RESUMED)
 
     def _ask(self, *, final: bool) -> QuorumPlan:
         held = self._shard.held
@@ -553,12 +561,26 @@ class OneCopy:
             try:
                 with self._reports.waiting():
                     seconds = self._quorum_timeout.total_seconds()
-                    return self._membership.ask(ask, seconds, may_leave=self._may_leave or final)
+                    return self._membership.ask(ask, seconds, may_leave=final or self._lets_go())
             except TimeoutError as error:
                 log.warning("no quorum yet; asking again", step=state.step, reason=str(error))
             except Drained:
                 self._checkpoints.finish()
                 raise
+
+    @property
+    def _seat(self) -> int:
+        held = self._shard.now()
+        return held.rank // held.world.ranks_per_seat
+
+    def _lets_go(self) -> bool:
+        """Return whether this member leaves now if it has been told to, because no shard is lost with it."""
+        held, quorum = self._shard.held, self._quorum
+        if held is None or quorum is None or not self._broken:
+            return self._may_leave
+        names, world = self._membership.lost_members(quorum.quorum_id), held.world
+        lost = {seat for seat, one in enumerate(world.seats) if one.replica_id in names}
+        return self._covered and unkept(world, {*lost, self._seat}, self._copies) == unkept(world, lost, self._copies)
 
     # ---- the end
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 from torch.distributed import Store
@@ -51,11 +52,14 @@ class MemberLink:
         self.token = ClientToken.of(settings.token)
         self._on_lost = on_lost
         self._leaving = ""
+        self._may_leave = True
+        """Whether an order to leave is carried out while a request is open."""
+        self._waits_to_leave = False
         self._fatal: SystemExit | None = None
         self._requests = 0
         self._ended = False
         self._lost: dict[int, str] = {}
-        self._members_lost: set[int] = set()
+        self._members_lost: dict[int, set[str]] = {}
         self.loop_thread = LoopThread()
         with contextlib.ExitStack() as closing:
             closing.callback(self.loop_thread.stop)
@@ -89,9 +93,14 @@ class MemberLink:
         """Return why a quorum has ended; empty: it has not."""
         return self._lost.get(quorum_id, "")
 
-    def lost_member(self, quorum_id: int) -> bool:
-        """Return whether a quorum has ended because a member is lost, and not by an error of a rank."""
-        return quorum_id in self._members_lost
+    def lost_members(self, quorum_id: int) -> AbstractSet[str]:
+        """Return the replica_ids of the members that a quorum has lost; empty: it has not ended, or by an error."""
+        return self._members_lost.get(quorum_id, set())
+
+    @property
+    def leaving(self) -> bool:
+        """Whether this member has been told to leave."""
+        return bool(self._leaving)
 
     # ---- pushes, on the event-loop thread
 
@@ -103,7 +112,8 @@ class MemberLink:
         match push:
             case MemberLost():
                 log.warning("member lost", member=push.replica_id, quorum_id=push.quorum_id, reason=push.reason)
-                self._members_lost.add(push.quorum_id)
+                known = self._members_lost.get(push.quorum_id, set())
+                self._members_lost[push.quorum_id] = {*known, push.replica_id}
                 self._note_loss(push.quorum_id, f"{push.replica_id} is lost: {push.reason}")
             case RoundBroken():
                 log.warning("round broken", quorum_id=push.quorum_id, reason=push.reason)
@@ -121,13 +131,15 @@ class MemberLink:
         while len(self._lost) > REMEMBERED:
             oldest = next(iter(self._lost))
             del self._lost[oldest]
-            self._members_lost.discard(oldest)
+            self._members_lost.pop(oldest, None)
         self._on_lost(quorum_id, reason)
 
     def request_leave(self, reason: str) -> None:
-        """Leave at the begin of the next step. From any thread, and from a signal handler."""
-        if not self._leaving and not self._ended:
-            self._leaving = reason
+        """Leave at the begin of a step. From any thread, and from a signal handler."""
+        if self._leaving or self._ended:
+            return
+        self._leaving = reason
+        if self._may_leave:
             self.loop_thread.loop.call_soon_threadsafe(self.link.request_leave, reason)
 
     # ---- quorums
@@ -138,7 +150,7 @@ class MemberLink:
         Args:
             ask: number, time limit, settings and leave are filled in here.
             timeout: seconds.
-            may_leave: False: an order to leave waits, because shards would be lost with this member.
+            may_leave: False: an order to leave waits for a later step, so that no shard is lost with this member.
 
         Raises:
             TimeoutError: no quorum formed in time.
@@ -147,9 +159,11 @@ class MemberLink:
         """
         if self._fatal is not None:
             raise self._fatal
+        self._may_leave = may_leave
         leaving = self._leaving if may_leave else ""
-        if self._leaving and not may_leave:
-            log.warning("order to leave waits: a rank has no copies of its shard at a keeper", reason=self._leaving)
+        if self._leaving and not may_leave and not self._waits_to_leave:
+            self._waits_to_leave = True
+            log.info("leaving after the next step in which no shard is lost with this member", reason=self._leaving)
         if leaving and self.settings.world_size == 1:
             self._leave()
         if not self._requests:

@@ -239,4 +239,11 @@ MUTATIONS = (
         "",
         SHARDS,
     ),
+    Mutation(
+        "shards count as lost although a second keeper has them",
+        f"{CORE}/world.py",
+        "if all(one in gone for one in keepers(world, seat, copies))",
+        "if any(one in gone for one in keepers(world, seat, copies))",
+        Test(f"{TESTS}/test_world.py::test_shards_are_lost_with_a_member_and_all_of_its_keepers"),
+    ),
 )

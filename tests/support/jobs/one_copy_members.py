@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -18,6 +19,7 @@ from keepstep_lighthouse.app import Lighthouse
 from keepstep_lighthouse.quorum.events import PolicyOrdered
 from keepstep_lighthouse.quorum.views.replicas import ReplicaView
 from tests.support.jobs.spares import with_spares
+from tests.support.network.ports import free_port
 from tests.support.services.lighthouse_driver import lighthouse as in_loop
 
 SCRIPT = Path(__file__).with_name("one_copy_member.py")
@@ -32,24 +34,44 @@ class Members:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(
-        self, *names: str, count: int, spares: int = 0, arguments: tuple[str, ...] = (str(SCRIPT),), **variables: str
+        self,
+        *names: str,
+        count: int,
+        spares: int = 0,
+        ranks: int = 1,
+        arguments: tuple[str, ...] = (str(SCRIPT),),
+        **variables: str,
     ) -> None:
         for name in names:
-            environment = {
-                **os.environ,
-                "KEEPSTEP_LIGHTHOUSE": self.lighthouse.address,
-                "REPLICA_GROUP_ID": name,
-                "STOP": str(self.folder / "stop"),
-                **with_spares(count, spares),
-                "KEEPSTEP_STEP_LOG": str(self.folder / f"{name}.jsonl"),
-                "RANK": "0",
-                "WORLD_SIZE": "1",
-                **variables,
-            }
-            with (self.folder / f"{name}.out").open("wb") as out:
-                self.processes[name] = subprocess.Popen(
-                    [sys.executable, *arguments], env=environment, stdout=out, stderr=subprocess.STDOUT
-                )
+            port = str(free_port())
+            for rank in range(ranks):
+                environment = {
+                    **os.environ,
+                    "KEEPSTEP_LIGHTHOUSE": self.lighthouse.address,
+                    "REPLICA_GROUP_ID": name,
+                    "STOP": str(self.folder / "stop"),
+                    **with_spares(count, spares),
+                    "KEEPSTEP_STEP_LOG": str(self.folder / f"{name}.jsonl"),
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(ranks),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": port,
+                    **variables,
+                }
+                key = f"{name}.{rank}" if rank else name
+                with (self.folder / f"{key}.out").open("wb") as out:
+                    self.processes[key] = subprocess.Popen(
+                        [sys.executable, *arguments], env=environment, stdout=out, stderr=subprocess.STDOUT
+                    )
+
+    def ranks_of(self, name: str) -> list[subprocess.Popen[bytes]]:
+        """Return the processes of a member."""
+        return [one for key, one in self.processes.items() if key.partition(".")[0] == name]
+
+    def terminate(self, *names: str) -> None:
+        """Send SIGTERM to all ranks of these members."""
+        for one in [one for name in names for one in self.ranks_of(name)]:
+            one.send_signal(signal.SIGTERM)
 
     def text(self, name: str) -> str:
         """Return what a member has printed."""
@@ -92,8 +114,11 @@ class Members:
         self.processes[name].wait()
 
     async def code(self, name: str) -> int:
-        await self.until(lambda: self.processes[name].poll() is not None, f"the end of {name}")
-        return self.processes[name].wait()
+        """Return the exit code of all ranks of a member, when they have ended."""
+        own = self.ranks_of(name)
+        await self.until(lambda: all(one.poll() is not None for one in own), f"the end of {name}")
+        (code,) = {one.wait() for one in own}
+        return code
 
     async def order(self, event: Any) -> None:
         """Give an order, as over REST."""

@@ -5,12 +5,12 @@ Slow: each test trains in several processes.
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 
 import pytest
 
-from keepstep_lighthouse.quorum.events import DrainOrdered, ReplaceOrdered
+from keepstep_lighthouse.quorum.events import DrainOrdered, EvictOrdered, ReplaceOrdered
+from keepstep_mesh.exit_codes import EXIT_EVICTED
 from tests.support.jobs.one_copy_members import members
 
 pytestmark = [pytest.mark.training, pytest.mark.timeout(240)]
@@ -49,12 +49,19 @@ async def test_a_member_is_exposed_while_its_keeper_has_no_memory_and_an_order_t
         assert job.processes["m0"].poll() is None, "its shard would be lost"
 
 
-@pytest.mark.parametrize("how", ["drain", "replace", "SIGTERM"])
-async def test_a_member_that_leaves_loses_no_step_and_a_spare_takes_its_seat(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "ranks"),
+    [("drain", 1), ("replace", 1), ("SIGTERM", 1), ("evict", 1), ("drain", 2), ("replace", 2), ("SIGTERM", 2)],
+)
+async def test_a_member_that_leaves_loses_no_step_and_a_spare_takes_its_seat(
+    tmp_path: Path, how: str, ranks: int
+) -> None:
     async with members(tmp_path) as job:
-        job.start("m0", "m1", "m2", count=3, spares=1)
-        await job.trains("m0", "m1", "m2")
-        job.start("m3", count=3, spares=1)
+        others = ("m0", "m2") if ranks == 1 else ("m0",)
+        count = len(others) + 1
+        job.start("m1", *others, count=count, spares=1, ranks=ranks)
+        await job.trains("m1", *others)
+        job.start("m3", count=count, spares=1, ranks=ranks)
         await job.until(lambda: job.core.quorum_view(0.0).spares, "a spare")
         seat = job.views()["m1"].shards.seat
         match how:
@@ -62,13 +69,44 @@ async def test_a_member_that_leaves_loses_no_step_and_a_spare_takes_its_seat(tmp
                 await job.order(DrainOrdered("m1", "a test", "test"))
             case "replace":
                 await job.order(ReplaceOrdered("m1", "a test", "test"))
+            case "evict":
+                await job.order(EvictOrdered("m1", "a test", 0.0, "test"))
             case _:
-                job.processes["m1"].send_signal(signal.SIGTERM)
-        assert await job.code("m1") == 0, job.output()
-        await job.trains("m0", "m2", "m3")
+                job.terminate("m1")
+        assert await job.code("m1") == (EXIT_EVICTED if how == "evict" else 0), job.output()
+        await job.trains(*others, "m3")
         assert job.views()["m3"].shards.seat == seat
         assert [one.detail["how"] for one in job.events("world_formed")] == ["fresh", "replaced"]
-        await job.finish("m0", "m2", "m3")
+        await job.finish(*others, "m3")
+
+
+@pytest.mark.parametrize("how", ["drain", "SIGTERM"])
+async def test_a_member_and_its_keeper_that_are_told_to_leave_at_once_leave_one_after_the_other(
+    tmp_path: Path, how: str
+) -> None:
+    async with members(tmp_path) as job:
+        job.start("m0", "m1", "m2", "m3", count=4)
+        await job.trains("m0", "m1", "m2", "m3")
+        by_seat = {one.shards.seat: name for name, one in job.views().items()}
+        member, keeper, *rest = (by_seat[seat] for seat in range(4))
+        if how == "SIGTERM":
+            job.terminate(member, keeper)
+        else:
+            await job.order(DrainOrdered(member, "a test", "test"))
+            await job.order(DrainOrdered(keeper, "a test", "test"))
+        assert [await job.code(one) for one in (member, keeper)] == [0, 0], job.output()
+        await job.trains(*rest)
+        sizes = [one.detail["ranks"] for one in job.events("world_formed")]
+        assert sizes == [4, 3, 2]
+        await job.finish(*rest)
+
+
+async def test_a_job_whose_members_are_all_told_to_leave_ends_at_once(tmp_path: Path) -> None:
+    async with members(tmp_path) as job:
+        job.start("m0", "m1", count=2, ranks=2)
+        await job.trains("m0", "m1")
+        job.terminate("m0", "m1")
+        assert [await job.code(one) for one in ("m0", "m1")] == [0, 0], job.output()
 
 
 async def test_a_drain_without_a_spare_shrinks_the_world_and_loses_no_step(tmp_path: Path) -> None:

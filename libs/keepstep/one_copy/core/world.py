@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 
@@ -83,3 +83,8 @@ def keepers(world: World, seat: int, copies: int) -> tuple[int, ...]:
     own = world.seats[seat].domain
     elsewhere = [one for one in rest if world.seats[one].domain != own]
     return tuple([*chosen, *elsewhere, *(one for one in rest if one not in elsewhere)][:copies])
+
+
+def unkept(world: World, gone: Collection[int], copies: int) -> set[int]:
+    """Return the seats whose shards are lost with the members of the seats ``gone``: those and their keepers."""
+    return {seat for seat in gone if all(one in gone for one in keepers(world, seat, copies))}

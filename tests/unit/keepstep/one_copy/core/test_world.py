@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from keepstep.one_copy.core.world import Seat, World, form_world, keepers
+from keepstep.one_copy.core.world import Seat, World, form_world, keepers, unkept
 
 
 def seats(*names: str) -> tuple[Seat, ...]:
@@ -61,3 +61,12 @@ def test_two_keepers_are_in_different_failure_domains_where_there_are_two() -> N
 def test_members_of_one_domain_keep_each_other_if_there_is_no_other() -> None:
     assert keepers(World(1, 1, seats("a@x", "b@x"), 1), 0, 1) == (1,)
     assert keepers(World(1, 1, seats("a"), 1), 0, 1) == ()
+
+
+def test_shards_are_lost_with_a_member_and_all_of_its_keepers() -> None:
+    world = World(1, 1, seats("a", "b", "c", "d"), 2)
+    assert unkept(world, {1}, 1) == unkept(world, {0, 2}, 1) == set()
+    assert unkept(world, {1, 2}, 1) == {1}
+    assert unkept(world, {1, 2}, 2) == set()
+    assert unkept(world, {3, 0, 1}, 2) == {3}
+    assert unkept(World(1, 1, seats("a"), 2), {0}, 1) == {0}
