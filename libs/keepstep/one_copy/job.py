@@ -574,7 +574,7 @@ class OneCopy:
         return held.rank // held.world.ranks_per_seat
 
     def _lets_go(self) -> bool:
-        """Return whether this member leaves now if it has been told to, because no shard is lost with it."""
+        """Return whether this member leaves now if it was ordered to, because no shard is lost with it."""
         held, quorum = self._shard.held, self._quorum
         if held is None or quorum is None or not self._broken:
             return self._may_leave

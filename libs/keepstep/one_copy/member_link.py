@@ -99,7 +99,7 @@ class MemberLink:
 
     @property
     def leaving(self) -> bool:
-        """Whether this member has been told to leave."""
+        """Whether this member is to leave."""
         return bool(self._leaving)
 
     # ---- pushes, on the event-loop thread
