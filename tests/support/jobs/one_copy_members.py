@@ -97,6 +97,10 @@ class Members:
             return {}
         return {one.name: one for one in self.core.replicas(0.0) if one.member and one.shards is not None}
 
+    def asks(self, name: str) -> bool:
+        """Return whether all ranks of a member ask for a quorum."""
+        return any(one.name == name and one.request is not None for one in self.core._groups)
+
     def events(self, *kinds: str) -> list[Any]:
         return [one for one in self.lighthouse.events.newest("default", 500) if one.kind in kinds]
 

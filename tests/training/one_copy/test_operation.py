@@ -62,7 +62,7 @@ async def test_a_member_that_leaves_loses_no_step_and_a_spare_takes_its_seat(
         job.start("m1", *others, count=count, spares=1, ranks=ranks)
         await job.trains("m1", *others)
         job.start("m3", count=count, spares=1, ranks=ranks)
-        await job.until(lambda: job.core.quorum_view(0.0).spares, "a spare")
+        await job.until(lambda: job.asks("m3"), "a spare that asks")
         seat = job.views()["m1"].shards.seat
         match how:
             case "drain":
