@@ -63,8 +63,8 @@ class RelayTarget:
             state = self._upload.begin()["state"]
         if state == "committed":
             raise CheckpointError(
-                f"{self._location} is committed already, and a committed checkpoint never changes: use another id. "
-                f"{AFTER_GOING_BACK} (keepstep checkpoint rm)"
+                f"Checkpoint already exists: {self._location} is committed, and a committed checkpoint never changes: "
+                f"use another id. {AFTER_GOING_BACK} (keepstep checkpoint rm)"
             )
 
     def exchange(self, layout: bytes) -> Exchanged:

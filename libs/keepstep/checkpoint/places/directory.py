@@ -108,8 +108,8 @@ class DirectoryTarget:
                     f"overwritten: {saved}; let one save end before the next one to the same directory begins"
                 )
             raise CheckpointError(
-                f"{self._path} has a committed checkpoint, which is not overwritten: {saved}; save to another "
-                f"directory, or pass overwrite=True. {AFTER_GOING_BACK}"
+                f"Checkpoint already exists: {self._path} has a committed one, which is not overwritten: {saved}; save "
+                f"to another directory, or pass overwrite=True. {AFTER_GOING_BACK}"
             )
 
     def exchange(self, layout: bytes) -> Exchanged:

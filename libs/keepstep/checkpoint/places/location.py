@@ -40,4 +40,4 @@ def parse(checkpoint_id: str | os.PathLike[str]) -> Location:
         return at_relay
     if url.scheme == "file" and url.netloc in ("", "localhost") and url.path:
         return InDirectory(Path(unquote(url.path)))
-    raise CheckpointError(f"invalid checkpoint_id {text!r}: {EXPECTED}")
+    raise CheckpointError(f"invalid checkpoint_id {text!r}: Cannot detect the storage of {url.scheme}://; {EXPECTED}")

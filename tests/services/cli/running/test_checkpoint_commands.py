@@ -60,7 +60,7 @@ async def test_checkpoints_of_a_relay_become_files_and_come_back(tmp_path: Path)
         assert found["model"]["w"].equal(model["w"])
         said = await keepstep("checkpoint", "import", f"{tmp_path}/a.pt", "c1", "--step", "3", *at)
         assert said.code == 1
-        assert "is committed already" in said.err
+        assert "Checkpoint already exists" in said.err
         assert (await keepstep("checkpoint", "verify", "c2", *at)).code == 0
 
 

@@ -51,7 +51,9 @@ def test_a_save_that_is_late_leaves_the_committed_checkpoint_as_it_is(tmp_path):
     late, other = save_of(tmp_path, 2.0)
     early.store(pack)
     early.commit()
-    with pytest.raises(CheckpointError, match="has a committed checkpoint, which is not overwritten"):
+    with pytest.raises(
+        CheckpointError, match=r"Checkpoint already exists: .* has a committed one, which is not overwritten"
+    ):
         late.store(other)
     late.fail("too late")
     assert loaded(tmp_path) == [1.0]

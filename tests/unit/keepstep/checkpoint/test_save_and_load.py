@@ -99,8 +99,12 @@ async def test_a_relay_gives_back_what_the_ranks_saved(tmp_path):
         state = blank(rank_state(1)) | {"empty": {}}
         await asyncio.to_thread(checkpoint.load, state, place, timeout=TIMEOUT)
         assert same(state, rank_state(1))
-        with pytest.raises(CheckpointError, match="is committed already"):
+        with pytest.raises(CheckpointError, match=r"Checkpoint already exists: .* is committed, and .* never changes"):
             await asyncio.to_thread(checkpoint.save, {"a": 1}, place, rank=0, world_size=3, timeout=TIMEOUT)
+        with pytest.raises(
+            CheckpointError, match=r"invalid checkpoint_id 's3://b/x': Cannot detect the storage of s3://"
+        ):
+            checkpoint.save({"a": 1}, "s3://b/x")
         with pytest.raises(CheckpointError, match=r"cannot be overwritten: .*keepstep checkpoint rm"):
             await asyncio.to_thread(checkpoint.save, {"a": 1}, place, overwrite=True, timeout=TIMEOUT)
 
