@@ -92,7 +92,25 @@ def test_no_committed_step_of_a_model_that_exists_once_is_lost(modes: Modes) -> 
             pytest.fail(explain(seed, **modes))
         assert sim.shards is not None
         kinds.update(sim.shards.kinds)
-    assert kinds >= {Kind.FRESH, Kind.REPLACED, Kind.RESIZED}
+    assert kinds >= {Kind.FRESH, Kind.RESIZED, *([Kind.REPLACED] if "spares" in modes else [])}
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_a_member_that_hangs_with_its_keeper_loses_no_shards(seed: int) -> None:
+    policy = Policy(join_timeout=1.0)
+    sim = Simulation(seed, (), groups=4, policy=policy, lighthouses=1, careful=True, quiet_at=20.0, one_copy=True)
+    assert sim.shards is not None
+    assert sim.shards.copies == 1
+
+    def hang(sim: Simulation) -> Script:
+        yield lambda: sim.quorums.rounds > 8
+        ((shard, _),) = sim.latest["r0"].trainers[0].model.shards
+        for seat in shard.world.seats[1:3]:
+            sim.workers[seat.replica_id].hangs_until = sim.time.now + 6.0
+        yield 9.0
+
+    sim.play(hang)
+    assert not sim.shards.over
 
 
 @pytest.mark.parametrize("lighthouses", [1, 2])

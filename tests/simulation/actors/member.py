@@ -46,6 +46,10 @@ class Member(Incarnation):
         """Quorums that have ended."""
         self.plan: QuorumPlan | None = None
         self.leaves_soon = ""
+        self.hangs_until = 0.0
+        """It sends heartbeats until then, and asks for no quorum."""
+        self.full = False
+        """Whether it has no memory for further copies."""
         self._reports: dict[int, ShardReport] = {}
         simulation.add_worker(self)
         self.session.connect()
@@ -112,6 +116,9 @@ class Member(Incarnation):
         """Ask for a quorum, when all ranks do."""
         session = self.session
         if self.finished or session.core.open is not None or not all(one.idle for one in self.trainers):
+            return
+        if self.hangs_until > self.sim.time.now:
+            self.soon(self.hangs_until - self.sim.time.now, self.ask)
             return
         if self.plan is not None:
             session.core.finished_step()

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 WAIT_SECONDS = 15.0
 """Longest wait for a peer."""
 UNFIT_SECONDS = 0.5
+NO_SEAT = 1 << 62
+OWN, BEGUN, REFUSED = object(), object(), object()
+"""Frames of a connection to a keeper, beside copies and confirmed states."""
 BEGIN = State(0, f"{NEW}one-copy")
 
 
@@ -77,12 +80,14 @@ class Trainer:
         self.idle = self.may_leave = True
         self.gone = self.refuses = False
         self.failures = self.commits = 0
+        self.exposed: dict[str, str] = {}
+        """As in ``CopySender``."""
         self.broken = False
         self.quorum_id = 0
         self.recovery: Recovery | None = None
         self.reports = ShardReports(
             *(member.replica_id, group_rank, lambda told: member.report(group_rank, told)),
-            exposed=dict,
+            exposed=lambda: self.exposed,
             copies_bytes=lambda: 0,
             copies=self.shards.copies,
         )
@@ -115,6 +120,11 @@ class Trainer:
     def _check(self) -> None:
         shard, history = self.model.shards[-1]
         self.shards.same(shard.state, history)
+
+    @property
+    def _seat(self) -> int:
+        world, rank, _ = self._own
+        return rank // world.ranks_per_seat
 
     def asks(self) -> RankAsk:
         state = self.model.shards[0][0].state if self.model.shards else State(0, f"{NEW}{self.member.replica_id}")
@@ -350,6 +360,7 @@ class Trainer:
         chosen = [world.rank(one, self.group_rank) for one in keepers(world, seat, self.shards.copies)]
         fills = {keeper for one, keeper in recovery.fills if one == rank}
         self._fill = any(one in fills for one in chosen)
+        self.exposed = {}
         at = {(one.member.replica_id, one.group_rank): one for one in self._met}
         self._links = []
         self._wait()
@@ -360,7 +371,7 @@ class Trainer:
             if keeper.gone:
                 self._later(0.005, self.fail, "a keeper is gone")
             else:
-                link.connection.send(link, "own")
+                link.connection.send(link, OWN)
         if not self._links:
             self._copies_begun()
 
@@ -368,9 +379,14 @@ class Trainer:
         """A keeper answers."""
         if self.gone or link not in self._links:
             return
-        if message is FIN or message == "refused":
+        if message is REFUSED and not link.begun:
+            self._links.remove(link)
+            self.exposed[link.keeper.member.replica_id] = "it refuses"
+            if all(one.begun for one in self._links):
+                self._copies_begun()
+        elif message is FIN or message is REFUSED:
             self.fail("a keeper is gone, or refuses")
-        elif message == "begun":
+        elif message is BEGUN:
             link.begun = True
             if all(one.begun for one in self._links):
                 self._copies_begun()
@@ -428,9 +444,9 @@ class Trainer:
         link = end.link
         if message is FIN:
             self._incoming = [one for one in self._incoming if one is not end]
-        elif message == "own":
+        elif message is OWN:
             self._incoming.append(end)
-            self._refuse(end) if not self._begin_copy(link) else end.answer("begun")
+            end.answer(self._begin_copy(link))
         elif self._kept_for.get(link.key) != link.quorum_id:
             self._refuse(end)
         elif end in self._incoming:
@@ -439,13 +455,17 @@ class Trainer:
                 end.answer(message.state)
 
     def _refuse(self, end: KeeperEnd) -> None:
-        end.answer("refused")
+        end.answer(REFUSED)
         end.link.connection.close(end)
 
-    def _begin_copy(self, link: CopyLink) -> bool:
+    def _begin_copy(self, link: CopyLink) -> object:
         key, model = link.key, self.model
         if self._kept_for.get(key, 0) > link.quorum_id:
-            return False
+            return REFUSED
+        if link.fill and self.member.full:
+            if key in self._kept_for:
+                self._kept_for[key] = link.quorum_id
+            return REFUSED
         filling = {one: copy for one, copy in model.filling.items() if one != key}
         if link.fill:
             filling[key] = KeptCopy(*key, self.shards.slices)
@@ -453,7 +473,7 @@ class Trainer:
             self.sim.violated(f"{self.member.replica_id} has no base of {key}, and gets none")
         self._kept_for[key] = link.quorum_id
         self.model = replace(model, filling=filling)
-        return True
+        return BEGUN
 
     def _keep(self, key: Key, message: Message) -> None:
         filling = key in self.model.filling
@@ -513,11 +533,14 @@ class Trainer:
             return
         self.model = self.model.voting(self.quorum_id, (self.quorum_id, self._attempt))
         ok, self.refuses = not self.refuses, False
-        self._gather(f"vote {self._attempt}", ok * (1 + self.reports.covered), self._decided)
+        leaves = self.member.leaving
+        vote = ok * (1 + self.reports.covered), leaves, self._seat if leaves else NO_SEAT
+        self._gather(f"vote {self._attempt}", vote, self._decided)
 
-    def _decided(self, votes: list[int]) -> None:
+    def _decided(self, votes: list[tuple[int, bool, int]]) -> None:
         world, _, _ = self._own
-        if not min(votes):
+        result, all_leave, first = (min(values) for values in zip(*votes, strict=True))
+        if not result:
             ((shard, history),) = self.model.shards
             self.model = replace(self.model, shards=((replace(shard, voted=0), history),), attempt=(0, 0))
         else:
@@ -526,7 +549,7 @@ class Trainer:
             self._kept_for = {key: one for key, one in self._kept_for.items() if key in kept}
             self.failures = 0
             self.commits += 1
-            self.may_leave = min(votes) > 1
+            self.may_leave = bool(all_leave) or (result > 1 and first == self._seat)
             self.shards.committed(self, world)
             self.reports.committed()
         self._rest()

@@ -19,7 +19,7 @@ from keepstep.one_copy.core.recovery_plan import Kind, Recovery, plan_recovery
 from keepstep.one_copy.core.world import World, keepers
 from keepstep.session.session_machine import About
 from tests.simulation.actors.gatherings import Gatherings
-from tests.support.models.plan_checks import check_plan
+from tests.support.models.plan_checks import check_plan, obtainable
 from tests.support.models.symbolic_copies import History, KeptCopy, Rank
 
 if TYPE_CHECKING:
@@ -90,7 +90,26 @@ class ShardChecks:
         except AssertionError as error:
             self._sim.violated(f"the plan of quorum {quorum_id}: {error}")
         self._exposed = True
+        if recovery.kind is Kind.LOST:
+            self._check_left_out(ranks)
         return recovery
+
+    def _check_left_out(self, ranks: list[Rank]) -> None:
+        """Shards are lost to a quorum. Check that no member that the lighthouse could wait for has them."""
+        members = {one.name for one in ranks}
+        leader = self._sim.leader
+        if leader is None or not (groups := leader.lighthouse.jobs["job"].core._groups).sources:
+            return  # it has taken over, and knows no keepers yet
+        others = [
+            process.model
+            for replica_id, group in groups.by_id.items()
+            if replica_id not in members and group.session is not None and group.excluded is None
+            for process in self._sim.workers[replica_id].trainers
+        ]
+        for rank in ranks:
+            for shard, _ in rank.shards:
+                held = obtainable([*ranks, *others], shard.world, shard.state)
+                self._require(not held, f"{[one.name for one in others]} have shards, and are not in the quorum")
 
     def same(self, state: State, history: History) -> None:
         """A shard of this state has this history."""
@@ -109,14 +128,16 @@ class ShardChecks:
             self._check_copies(world, shard.state, history)
         learned.add(shard.rank)
         if len(learned) == world.size:
-            self._covered, self._exposed = world, False
+            ranks = (self._process(seat.replica_id, group) for seat in world.seats for group in range(self.ranks))
+            self._covered, self._exposed = world, any(one.exposed for one in ranks)
 
     def _check_copies(self, world: World, state: State, history: History) -> None:
         for rank in range(world.size):
             seat, group_rank = divmod(rank, world.ranks_per_seat)
             for keeper in keepers(world, seat, self.copies):
                 process = self._process(world.seats[keeper].replica_id, group_rank)
-                if process.gone:
+                owner = self._process(world.seats[seat].replica_id, group_rank)
+                if process.gone or owner.gone or process.member.replica_id in owner.exposed:
                     continue
                 copy = process.model.copies.get((world.number, rank))
                 rebuilds = copy is not None and state in copy.told.states and copy.rebuild(state) == history

@@ -46,7 +46,7 @@ ALONE: Mapping[Act, int] = {**groups.WEIGHTS, **lighthouses.WEIGHTS}
 """Faults of a job that has one lighthouse, and how often each is drawn."""
 SEVERAL: Mapping[Act, int] = {**ALONE, **lighthouses.STANDBY_WEIGHTS}
 """Faults of a job that has several lighthouses."""
-ACTS = {act.__name__: act for act in (*SEVERAL, *groups.REPLACING, *groups.TROUBLE_WEIGHTS)}
+ACTS = {act.__name__: act for act in (*SEVERAL, *groups.REPLACING, *groups.TROUBLE_WEIGHTS, *groups.ONE_COPY_WEIGHTS)}
 
 
 MAX_REPLACEMENTS = 4
@@ -61,6 +61,7 @@ def draw_faults(
         weights = {**weights, **groups.TROUBLE_WEIGHTS}
     if one_copy:
         weights = {act: weight for act, weight in weights.items() if act not in groups.OF_FULL_COPIES}
+        weights |= groups.ONE_COPY_WEIGHTS
     kinds = [act.__name__ for act, weight in weights.items() for _ in range(weight)]
     moments = [
         FIRST_SECOND + (LAST_SECOND - FIRST_SECOND) * random.random() for _ in range(random.randint(1, MAX_FAULTS))

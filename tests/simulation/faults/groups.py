@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from keepstep_lighthouse.quorum.events import DrainOrdered, EvictOrdered, PolicyOrdered, ReadmitOrdered, ReplaceOrdered
 from keepstep_mesh.protocol.policy import Policy
@@ -96,6 +96,22 @@ def fail_a_commit(_: Simulation, worker: Worker, __: Fault) -> None:
 
 def ask_with_shrink_only(_: Simulation, worker: Worker, __: Fault) -> None:
     worker.shrink_next = True
+
+
+# ---- memory and time
+
+
+def fill_the_memory(sim: Simulation, worker: Any, fault: Fault) -> None:
+    """Leave a member no memory for the copies of others for a while."""
+    worker.full = True
+    sim.time.after(2 * fault.seconds, setattr, worker, "full", False)
+
+
+def hang(sim: Simulation, worker: Any, fault: Fault) -> None:
+    """Let a member and the next one ask for no quorum for a while."""
+    after = sim.latest[sim.names[(sim.names.index(worker.name) + fault.other % 2) % len(sim.names)]]
+    for one in (worker, after):
+        one.hangs_until = sim.time.now + 2 * fault.seconds
 
 
 # ---- the network
@@ -193,6 +209,8 @@ WEIGHTS: dict[Act, int] = {
     change_the_policy: 1,
 }
 """How often each is drawn."""
+ONE_COPY_WEIGHTS: dict[Act, int] = {fill_the_memory: 2, hang: 3, freeze: 3, leave: 2}
+"""The same where the model exists once."""
 OF_FULL_COPIES = (kill_and_heal_slowly, resume_a_group, resume_the_job, fail_a_commit, ask_with_shrink_only)
 """Faults that a group has only if it holds a full copy of the model."""
 REPLACING = (replace_a_group, give_notice)
