@@ -8,6 +8,7 @@ TESTS ?= tests
 PROCESSES ?= 4
 SECONDS ?= 600
 SEED ?= 1
+KILLS ?= 50
 GPU_PYTHON ?= 3.12
 # The tests start hundreds of Python processes: without stored byte code each would compile all of keepstep.
 unexport PYTHONDONTWRITEBYTECODE
@@ -85,6 +86,9 @@ month: $(STAMP) ## services in a month of virtual time with 100,000 jobs: what t
 
 soak: $(STAMP) ## a real job under faults of a seed, with `keepstep chaos`: make soak SECONDS=3600 SEED=1
 	@$(BIN)/python -m tests.faults.soak --seconds $(SECONDS) --seed $(SEED) $(SOAK)
+
+kills: $(STAMP) ## a model that exists once under random SIGKILLs, beside an undisturbed run: make kills KILLS=50 SEED=1
+	@$(BIN)/python -m tests.support.jobs.one_copy_kills --kills $(KILLS) --seed $(SEED)
 
 gpu: $(STAMP) ## checks with NCCL on the GPUs of this machine: make gpu GPU="--only collectives"; GPU="--device cpu"
 	@$(BIN)/python -m tests.gpu $(GPU)

@@ -14,6 +14,9 @@ SECONDS = 120.0
 
 
 class OneCopyJob(Job):
+    seconds = SECONDS
+    """Limit of ``train``."""
+
     def check_history(self) -> None:
         """The step logs of a Manager do not exist in such a job."""
 
@@ -43,9 +46,9 @@ class OneCopyJob(Job):
         def ended() -> list[str]:
             return [n for n in names if all(one.exit_code is not None for one in self.groups[n].ranks)]
 
-        async with asyncio.timeout(SECONDS):
+        async with asyncio.timeout(self.seconds):
             while len(done()) < members * ranks:
-                await self.until(lambda: len(done()) >= members * ranks or ended(), "an end", SECONDS)
+                await self.until(lambda: len(done()) >= members * ranks or ended(), "an end", self.seconds)
                 for name in ended():
                     group = self.groups[name]
                     codes = [one.exit_code for one in group.ranks]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from keepstep.one_copy import OneCopy
 from keepstep.one_copy.copies.copy_sender import CopySender
@@ -27,7 +27,8 @@ from keepstep.one_copy.recovery.sources import Sources
 from keepstep.one_copy.shard.own_shard import OwnShard
 from keepstep.one_copy.world.world_groups import WorldGroups
 
-STEPS = int(os.environ.get("ONE_COPY_STEPS", "8"))
+STEPS = os.environ.get("ONE_COPY_STEPS", "8")
+"""Number of the last step, or a file that has it, which may change."""
 KIND = os.environ.get("ONE_COPY_KIND", "plain")
 FAULTS = [one.split(":") for one in os.environ.get("ONE_COPY_FAULTS", "").split(",") if one]
 DIRECTORY = Path(os.environ["ONE_COPY_DIRECTORY"])
@@ -87,10 +88,71 @@ class Lion(torch.optim.Optimizer):
                     moment.mul_(0.99).add_(one.grad, alpha=0.01)
 
 
+class Sent(torch.autograd.Function):
+    """Gives an activation to the next stage of a pipeline, and takes its gradient from there."""
+
+    @staticmethod
+    def forward(ctx: Any, activation: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        ctx.save_for_backward(activation)
+        dist.broadcast(activation.detach(), group=group, group_src=0)
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        gradient = torch.empty_like(ctx.saved_tensors[0])
+        dist.broadcast(gradient, group=ctx.group, group_src=1)
+        return gradient, None
+
+
+class Received(torch.autograd.Function):
+    """The other side of ``Sent``."""
+
+    @staticmethod
+    def forward(ctx: Any, target: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        activation = target.detach().clone()
+        dist.broadcast(activation, group=group, group_src=0)
+        return activation
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        dist.broadcast(gradient.contiguous(), group=ctx.group, group_src=1)
+        return gradient, None
+
+
+class FirstStage(nn.Module):
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.group, self.front = group, nn.Linear(10, 30)
+
+    def forward(self, x: torch.Tensor, _: int) -> torch.Tensor:
+        activation: torch.Tensor = Sent.apply(self.front(x).tanh(), self.group)  # type: ignore[no-untyped-call]
+        return activation
+
+
+class LastStage(nn.Module):
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.group, self.back = group, nn.Linear(30, 3)
+
+    def forward(self, x: torch.Tensor, _: int) -> torch.Tensor:
+        target = torch.zeros(len(x), 30, requires_grad=True)
+        y: torch.Tensor = self.back(Received.apply(target, self.group))  # type: ignore[no-untyped-call]
+        return y
+
+
 def build(mesh: Any) -> tuple[Any, ...]:
     torch.manual_seed(7)
-    model = Net(noisy=KIND in ("plain", "scaler"))
     data = mesh
+    if KIND == "pipeline":
+        data, stage = mesh["fsdp"], mesh["pp"].get_local_rank()
+        model: Any = (FirstStage, LastStage)[stage](mesh["pp"].get_group())
+        fully_shard(model, mesh=data)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
+        return model, optimizer, schedule, torch.amp.GradScaler("cpu", enabled=False)
+    model = Net(noisy=KIND in ("plain", "scaler"))
     if KIND == "tensor parallel":
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -98,14 +160,17 @@ def build(mesh: Any) -> tuple[Any, ...]:
             model.layers, mesh["tp"], {"0": ColwiseParallel(use_local_output=True), "2": RowwiseParallel()}
         )
         data = mesh["fsdp"]
-    fully_shard(model.layers[2], mesh=data)
-    fully_shard(model, mesh=data)
+    if KIND != "adafactor":  # that of torch 2.13 cannot step DTensors
+        fully_shard(model.layers[2], mesh=data)
+        fully_shard(model, mesh=data)
     trained = [one for one in model.parameters() if one.requires_grad]
     match KIND:
         case "lion":
-            optimizer: Any = Lion(trained, 1e-3)
+            optimizer = Lion(trained, 1e-3)
         case "adafactor":
             optimizer = torch.optim.Adafactor(trained, lr=1e-2)
+        case "muon":
+            optimizer = torch.optim.Muon([one for one in trained if one.ndim == 2], lr=1e-2)
         case _:
             groups: Any = [{"params": trained[:2]}, {"params": trained[2:], "weight_decay": 0.1}]
             optimizer = torch.optim.AdamW(groups, lr=torch.tensor(1e-2) if KIND == "tensor lr" else 1e-2)
@@ -127,7 +192,7 @@ def hook(cls: Any, method: str, phase: str, rank: Any = None) -> None:
 torch.set_num_threads(1)
 now = [0]
 sent = [0]
-mesh = {"fsdp": -1, "tp": 2} if KIND == "tensor parallel" else None
+mesh = {"tensor parallel": {"fsdp": -1, "tp": 2}, "pipeline": {"fsdp": -1, "pp": 2}}.get(KIND)
 job = OneCopy(build, mesh=mesh, copies=int(os.environ.get("ONE_COPY_COPIES", "1")), durable_every=EVERY)
 event("started", rank=0)
 send = CopySender._send_state
@@ -184,7 +249,7 @@ def digest() -> str:
     return found.hexdigest()[:12]
 
 
-while job.step < STEPS:
+while job.step < int(STEPS if STEPS.isdigit() else Path(STEPS).read_text()):
     with job.attempt() as (model, optimizer, _, scaler):
         now[0] = job.step
         random = torch.Generator().manual_seed(1000 + job.step)
@@ -195,11 +260,16 @@ while job.step < STEPS:
         x, goal = x[share.indices], goal[share.indices]
         for micro in range(2):
             fault("forward")
-            model.set_requires_gradient_sync(micro == 1)
+            if isinstance(model, FSDPModule):
+                model.set_requires_gradient_sync(micro == 1)
             loss = (model(x, job.step) - goal).pow(2).mean() * share.weight / 2
             fault("freeze")
             scaler.scale(loss).backward()
             fault("backward")
+        if KIND == "adafactor":
+            for one in model.parameters():
+                if one.grad is not None:
+                    dist.all_reduce(one.grad)
         if KIND == "clip":
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         total = loss.detach().clone()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.jobs.one_copy_job import OneCopyJob, told, with_a_spare
+from tests.support.jobs.one_copy_kills import compare
 
 pytestmark = [pytest.mark.training, pytest.mark.timeout(240)]
 
@@ -53,9 +54,11 @@ async def test_a_job_without_spares_shrinks_and_grows_without_a_lost_step() -> N
         assert {event["world"] for event in job.groups["m0"].lines if event["event"] == "committed"} == {3, 4}
 
 
-@pytest.mark.parametrize("kind", ["scaler", "lion", "tensor lr"])
+@pytest.mark.parametrize("kind", ["scaler", "lion", "adafactor", "muon", "tensor lr", "clip"])
 async def test_all_kinds_of_steps_are_repeated_bit_for_bit(kind: str) -> None:
-    """A ``GradScaler`` with an overflow in one rank, an optimizer that cannot be replayed, options that are tensors."""
+    """A ``GradScaler`` with an overflow in one rank, optimizers that cannot be replayed, options that are tensors, and
+    clipping. All have a scheduler, and two backward passes in a step. With ``adafactor`` each rank has whole weights.
+    """
     expected, shards = await undisturbed(3, kind=kind, steps=7)
     async with with_a_spare(3) as job:
         ends = await job.train(3, 1, kind=kind, faults="2:2:vote,5:0:committed", steps=7)
@@ -66,10 +69,17 @@ async def test_all_kinds_of_steps_are_repeated_bit_for_bit(kind: str) -> None:
             assert {one["scale"] for one in ends} == {2.0**16}, "one overflow halves it, and three steps double it"
 
 
-async def test_two_dimensions_survive_the_loss_of_a_member_of_two_ranks() -> None:
-    expected, shards = await undisturbed(2, ranks=2, kind="tensor parallel", steps=6)
+async def test_random_kills_leave_the_weights_of_an_undisturbed_run() -> None:
+    """``make kills`` has many of them."""
+    await compare(6, seed=3)
+
+
+@pytest.mark.parametrize("kind", ["tensor parallel", "pipeline"])
+async def test_two_dimensions_survive_the_loss_of_a_member_of_two_ranks(kind: str) -> None:
+    """With ``pipeline`` the ranks of a member have different modules."""
+    expected, shards = await undisturbed(2, ranks=2, kind=kind, steps=6)
     async with with_a_spare(2) as job:
-        ends = await job.train(2, 1, ranks=2, kind="tensor parallel", faults="2:2:backward", steps=6)
+        ends = await job.train(2, 1, ranks=2, kind=kind, faults="2:2:backward", steps=6)
         assert job.faults() == 1, job.report()
         assert job.shards() == shards
         assert told(ends) == expected, job.report()
