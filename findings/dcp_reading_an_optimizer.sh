@@ -5,8 +5,8 @@
 #   one step more, so its first update is 0.74 of the learning rate and not 1.0, and later ones differ too. SGD with
 #   dampening starts from a momentum of zero and not from the first gradient.
 # Version: torch 2.13.0, torch.distributed.checkpoint.state_dict.
-# Why it matters: jobs save at step 0, or read the state to learn its layout before they load. That job has other weights
-#   than the same job without it; a group that joins and one that started train differently from the first step.
+# Why it matters: jobs save at step 0, or read the state to learn its layout before they load. That job has other
+#   weights than the same job without it; a group that joins and one that started train differently from the first step.
 source "$(dirname "$0")/environment"
 packages torch==2.13.0 numpy==2.4.6
 program <<'PYTHON'

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Guess: if ranks save different values of a plain tensor under one key, the file has those of rank 0, as with torch.save
-#   on rank 0.
+# Guess: if ranks save different values of a plain tensor under one key, the file has those of rank 0, as with
+#   torch.save on rank 0.
 # Seen: each key has the value of another rank: the planner gives a key to the rank that has least to write so far. The
 #   checkpoint is a mixture that no rank ever had, here a mean of rank 2 beside a variance of rank 0.
 # Version: torch 2.13.0, torch.distributed.checkpoint with its default planner.

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Guess: an all-reduce adds element to element by index, or refuses a tensor that is not contiguous (NCCL refuses it).
-# Seen: Gloo takes the address of the first element and adds as many elements as the tensor has, in the order of
-#   memory. For every second element of a vector it sums elements that are not in the slice, and the last ones of the
-#   slice stay as they were. If ranks lay out one matrix by rows and by columns, it adds elements of different indexes.
+# Seen: Gloo takes the address of the first element and adds as many elements as the tensor has, in the order of memory.
+#   For every second element of a vector it sums elements that are not in the slice, and the last ones of the slice stay
+#   as they were. If ranks lay out one matrix by rows and by columns, it adds elements of different indexes.
 # Version: torch 2.13.0, backend gloo.
-# Why it matters: gradients in channels_last, slices of buffers and transposed weights are summed wrongly on CPU, on
-#   one rank or on all, without an error. Tests of a training loop on Gloo then say other things than a run on NCCL.
+# Why it matters: gradients in channels_last, slices of buffers and transposed weights are summed wrongly on CPU, on one
+#   rank or on all, without an error. Tests of a training loop on Gloo then say other things than a run on NCCL.
 source "$(dirname "$0")/environment"
 packages torch==2.13.0 numpy==2.4.6
 program_of_ranks 2 <<'PYTHON'
