@@ -82,13 +82,15 @@ def prepare(lighthouse: Lighthouse, job: str, request: Request) -> Plan:
         ClickException: the job or its lighthouse cannot be found.
     """
 
-    async def ask() -> tuple[Places, int]:
+    async def ask() -> tuple[Places, int, int | None]:
         search = find if request.templates is None else find_elsewhere
         found = await search(lighthouse, job, request.etcd)
-        return found, (await lighthouse.get("jobs", job))["policy"]["min_replicas"]
+        least = (await lighthouse.get("jobs", job))["policy"]["min_replicas"]
+        groups = (await lighthouse.get("jobs", job, "replicas"))["replicas"]
+        return found, least, min((len(one["shards"]["keepers"]) for one in groups if one.get("shards")), default=None)
 
-    places, least = run_async(ask())
-    request = replace(request, limits=replace(request.limits, min_groups=max(1, least)))
+    places, least, copies = run_async(ask())
+    request = replace(request, limits=replace(request.limits, min_groups=max(1, least), groups_down=copies))
     hit = [one for one in places.targets if _chosen(one, request.targets)]
     if not hit:
         known = ", ".join(map(str, places.targets))
@@ -120,6 +122,8 @@ def _kinds(places: Places, target: Target, request: Request) -> list[str]:
             for name, kind in KINDS.items()
             if target.role in kind.roles and reaches(request.templates, target, name)
         ]
+    if request.limits.groups_down is not None:
+        found = [name for name in found if name != "verify"]
     return [name for name in found if name in request.only or not (request.only or KINDS[name].asked_for)]
 
 
@@ -129,6 +133,8 @@ def _reason(places: Places, targets: list[Target], kind: str, request: Request) 
             return f"{target}: {why}"
     if KINDS[kind].asked_for and not request.only:
         return f"it may spoil the weights of all groups; ask for it with --only {kind}"
+    if kind == "verify" and request.limits.groups_down is not None:
+        return "the model exists once: each group holds other shards, so none compare"
     able = [target for target in targets if target.role in KINDS[kind].roles]
     if able and request.templates is not None and not any(reaches(request.templates, one, kind) for one in able):
         return f"no template reaches it; pass --exec '{kind}=COMMAND'"
@@ -214,6 +220,8 @@ def _outcome(plan: Plan, engine: Engine, recovery: Recovery, seconds: float) -> 
     outcome.unseen = sorted(recovery.unseen & {cost.fault.target for cost in outcome.injected})
     outcome.comparisons, outcome.differences = engine.observer.comparisons, engine.observer.differences
     outcome.left_out, outcome.samples_per_step = plan.left_out, plan.request.samples_per_step
+    limits = plan.request.limits
+    outcome.keeps_steps = limits.groups_down is not None and not limits.beyond_limits
     outcome.groups = sum(target.role == Role.GROUP for target in plan.places.targets)
     if engine.observer.steps_seen:
         outcome.step_seconds = recovery.pace.step_seconds

@@ -4,8 +4,8 @@ The faults of a seed do not depend on the job: kind, target, and duration are dr
 that the job cannot bear now waits, and up to ``LOOKAHEAD`` later ones may overtake it. The rules:
 
 1.  At most ``at_most`` targets are down at the same time. A target that is down is not hit again.
-2.  At least ``min_groups`` groups and one lighthouse stay up. While a store is down no lighthouse is hit, and the other
-    way round; of several stores a majority stays up.
+2.  At least ``min_groups`` groups and one lighthouse stay up, and no more than ``groups_down`` groups are down. While
+    a store is down no lighthouse is hit, and the other way round; of several stores a majority stays up.
 3.  The next fault begins when the job has recovered, or when the drawn pause is over; with ``whole_pauses`` never
     before. Pauses are exponential: faults come as those of machines do, without a memory of the last one.
 
@@ -42,6 +42,8 @@ class Limits:
     """Of faults that last."""
     whole_pauses: bool = False
     """Wait for the end of a pause, also if the job has recovered."""
+    groups_down: int | None = None
+    """Groups that may be down at the same time: of a model that exists once the number of copies. None: no limit."""
 
 
 class Bearable:
@@ -68,7 +70,9 @@ class Bearable:
         up = {role: count(role, self._targets) - count(role, down) for role in Role}
         match hit:
             case Role.GROUP:
-                return up[Role.GROUP] >= self._limits.min_groups
+                most = self._limits.groups_down
+                few_down = most is None or count(Role.GROUP, down) <= most
+                return few_down and up[Role.GROUP] >= self._limits.min_groups
             case Role.LIGHTHOUSE:
                 return up[Role.LIGHTHOUSE] >= 1 and not count(Role.STORE, down)
             case Role.STORE:

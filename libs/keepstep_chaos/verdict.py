@@ -51,6 +51,9 @@ class Outcome:
     samples_per_step: int | None = None
     """That each group takes in a step; None: not known."""
     groups: int = 0
+    keeps_steps: bool = False
+    """Whether the job promises to lose no committed step: its model exists once, and no more groups were hit at once
+    than it has copies."""
 
     @property
     def injected(self) -> list[Cost]:
@@ -77,6 +80,8 @@ class Outcome:
         found = ["the job is wedged: no step committed although enough groups were able to"] if self.wedged else []
         found += [f"{target} did not recover" for target in self.unrecovered]
         found += [f"history: {one}" for one in self.violations]
+        if self.keeps_steps and self.lost_steps:
+            found.append(f"{self.lost_steps} committed steps were lost, although keepers had copies of the shards")
         found += self.different_weights
         if self.differences:
             found.append(f"{self.differences} of {self.comparisons} comparisons found groups with different weights")

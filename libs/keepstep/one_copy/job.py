@@ -41,6 +41,7 @@ from keepstep.runtime import environment
 from keepstep.runtime.exits import PrintedExit
 from keepstep.runtime.host_memory import available_bytes, ranks_of_host
 from keepstep.runtime.learned_imports import tell_imports
+from keepstep.step.step_faults import StepFaults
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import Drained, JobClosed, KeepstepError
 from keepstep_mesh.exit_codes import EXIT_STATE_LOST
@@ -201,6 +202,7 @@ class OneCopy:
         self._server = CopyServer(self._settings.host, self._membership.token, self._keeper, seconds)
         self._sender = CopySender(self._membership.token, seconds, self._loss)
         self._reports = StepReports(self._membership)
+        self._faults = StepFaults.accepted()
         self._checkpoints = ShardCheckpoints(
             *(durable, self._membership, self._shard),
             written=self._reports.durable,
@@ -347,6 +349,8 @@ class OneCopy:
         """
         plan = self._ready()
         self._void = plan.finishing
+        if self._faults is not None:
+            self._faults.raise_ordered()
         shard = self._shard
         held = shard.now()
         self._in_attempt, self._committed = True, False
@@ -414,6 +418,9 @@ class OneCopy:
         recovery, state = self._recovery, shard.now().state
         assert recovery is not None
         options = recovery.step_digest()
+        if self._faults is not None:
+            for gradient in shard.gradients():
+                self._faults.spoil(gradient)
         ok = not self._refuse_nonfinite or shard.finite()
         shard.unscale(scaler, lambda mine: not self._groups.vote([int(not mine)], self._timeout)[0])
         following, end = state.after(quorum.quorum_id), shard.end()
@@ -602,5 +609,7 @@ class OneCopy:
             self._recovery.close()
         self._groups.shutdown()
         self._checkpoints.close()
+        if self._faults is not None:
+            self._faults.close()
         self._reports.close()
         self._membership.close()

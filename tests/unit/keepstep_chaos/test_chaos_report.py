@@ -64,6 +64,10 @@ def test_each_broken_promise_is_named():
     assert len(bad.broken()) == 4
     assert [line for line in summary(bad) if line.startswith("BROKEN: ")] == [f"BROKEN: {one}" for one in bad.broken()]
     assert json.loads(json.dumps(bad.json()))["wedged"] is True
+    lost = [cost("kill", 0.1, 7.0, went_back=3)]
+    assert Outcome(1, 60.0, lost, 600, {}).broken() == []
+    (sentence,) = Outcome(1, 60.0, lost, 600, {}, keeps_steps=True).broken()
+    assert sentence.startswith("3 committed steps were lost")
     unseen = Outcome(1, 60.0, [], 0, {}, unseen=[Target(Role.RELAY, "relay:29520")])
     assert summary(unseen)[-2:] == [
         "recovery of relay relay:29520 not seen: this machine cannot reach it",

@@ -54,6 +54,12 @@ def test_the_limits_hold_at_any_time(seed):
     assert faults > 100
 
 
+def test_no_more_groups_are_down_than_a_model_that_exists_once_has_copies():
+    faults = list(played(1, Limits(at_most=9, groups_down=1, mean_seconds_between=0.5)))
+    assert all(sum(target.role == Role.GROUP for target in down) <= 1 for _, down in faults)
+    assert any(fault.target.role == Role.GROUP and fault.kind.takes_away for fault, _ in faults)
+
+
 def test_limits_are_exceeded_only_when_that_is_asked_for():
     asked = Limits(at_most=9, min_groups=4, beyond_limits=True, mean_seconds_between=0.5)
     assert any(not {*LIGHTHOUSES} - down for _, down in played(1, asked))

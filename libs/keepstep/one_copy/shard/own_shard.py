@@ -193,10 +193,14 @@ class OwnShard:
         if "random" in self._before:
             restore_random_state(self._before["random"])
 
+    def gradients(self) -> list[torch.Tensor]:
+        """Return the gradients of this rank, in their memory."""
+        tensors = self.now().tensors
+        return [one for number in range(len(tensors.slices)) for one in tensors.gradients(number).values()]
+
     def finite(self) -> bool:
         """Return whether all gradients are finite."""
-        tensors = self.now().tensors
-        gradients = [one for number in range(len(tensors.slices)) for one in tensors.gradients(number).values()]
+        gradients = self.gradients()
         return not gradients or bool(torch.stack([torch.isfinite(one).all() for one in gradients]).all())
 
     # ---- a recovery

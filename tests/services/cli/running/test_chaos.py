@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ from tests.support.processes.forked import FORKS
 from tests.support.services.command import Command
 
 DEADLINE = 60.0
+ONE_COPY = str(Path(__file__).parents[4] / "examples" / "one_copy.py")
 KINDS = [f"--only={kind}" for kind in ("kill", "freeze", "slow", "policy", "verify", "exception", "gil", "clock")]
 
 
@@ -82,5 +84,33 @@ async def test_chaos_hits_a_running_job_and_reports_what_it_cost(tmp_path):
         assert "is wedged" in wedged.err
         assert "reason" in json.loads((results / "wedge-quorum.json").read_text())
         assert "keepstep" in (results / "wedge-processes.txt").read_text()
+    finally:
+        run.close()
+
+
+@pytest.mark.training
+@pytest.mark.timeout(300)
+async def test_chaos_hits_members_of_a_model_that_exists_once_one_after_the_other(tmp_path):
+    """Starts trainers: no committed step is lost, and faults inside a process hit its steps too."""
+    logs, job = tmp_path / "logs", ("--job", tmp_path.name)
+    logs.mkdir()
+    words = ("run", "--replicas", "3", "--spares", "1", "--min-replicas", "3", "--max-restart-pause", "500ms")
+    variables = {FORKS: "1", "KEEPSTEP_STEP_LOG": str(logs / "steps.jsonl"), "KEEPSTEP_CHAOS": str(tmp_path / "s")}
+    variables |= {"STEPS": "1000000", "PAUSE": "0.02", "EVERY": "5"}
+    run = Command(tmp_path, *words, "--state-dir", str(logs), *job, "--", ONE_COPY, deadline=DEADLINE, **variables)
+    try:
+        at = ("--lighthouse", run.wait_for(r"ask it with `keepstep status --lighthouse (\S+)`")[1])
+        run.wait_for("step 5 loss", times=3)
+        chaos = ("chaos", *at, *job, "--logs", str(logs), "--mean-seconds-between", "300ms", "--at-most", "3")
+        refused = await keepstep(*chaos, "--only", "verify", "--dry-run")
+        assert refused.code == 2, refused
+        assert "--only verify: the model exists once" in refused.err
+        for kind in ("kill", "exception", "nan"):
+            once = ("--only", kind, "--faults", "1", "--seconds", "0", "--results", str(tmp_path / kind))
+            done = await keepstep(*chaos, *once, "--yes", "--json")
+            assert done.code == 0, done
+            report = json.loads(done.out)
+            assert (report["faults"], report["not_injected"]) == (1, 0), report
+            assert (report["lost_steps"], report["violations"], report["broken"]) == (0, [], []), report
     finally:
         run.close()
