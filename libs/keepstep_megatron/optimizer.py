@@ -97,7 +97,7 @@ def make_sharded_optimizer_tensor(
 def optim_state_to_sharding_state(
     optim_state_dict: StateDict,
     id_to_sharded_param_map: Mapping[int, ShardedTensor | ShardedTensorFactory],
-    exclude_keys: Collection[str] = (),
+    exclude_keys: Collection[str] | str = (),
 ) -> None:
     """Replace the tensors in the state of an optimizer by sharded leaves, in place.
 
@@ -108,20 +108,19 @@ def optim_state_to_sharding_state(
         optim_state_dict: from ``optimizer.state_dict()``: a dict with ``state`` and ``param_groups``; changed. If this
             raises, it is not changed.
         id_to_sharded_param_map: from ``get_param_id_to_sharded_param_map``.
-        exclude_keys: names in the state of a parameter that are left out, such as ``("step",)``.
+        exclude_keys: names in the state of a parameter that are left out, such as ``("step",)``; or one name.
 
     Raises:
         ValueError: a parameter has no sharded leaf, or an argument is invalid.
         CheckpointingException: state of a parameter has another shape than the parameter.
     """
-    if isinstance(exclude_keys, str):
-        raise ValueError(f"exclude_keys is {exclude_keys!r}: expected a tuple of names")  # noqa: TRY004
+    excluded = (exclude_keys,) if isinstance(exclude_keys, str) else exclude_keys  # Megatron Core passes "step"
     absent = {"state", "param_groups"} - optim_state_dict.keys()
     if absent:
         raise ValueError(f"optim_state_dict has no {sorted(absent)}: expected the result of optimizer.state_dict()")
     sharded: dict[int, dict[str, ShardedTensor | ShardedTensorFactory]] = {}
     for number, state in optim_state_dict["state"].items():
-        kept = {name: tensor for name, tensor in state.items() if name not in exclude_keys}
+        kept = {name: tensor for name, tensor in state.items() if name not in excluded}
         if kept and number not in id_to_sharded_param_map:
             raise ValueError(
                 f"parameter {number} of the optimizer has no sharded leaf: expected one of each parameter; those of "
