@@ -15,6 +15,7 @@ import ctypes
 import gc
 import importlib
 import importlib._bootstrap_external as loaders  # type: ignore[import-not-found, unused-ignore]
+import itertools
 import json
 import os
 import signal
@@ -37,6 +38,8 @@ PR_SET_NAME = 15
 NAME = b"keepstep-warm"
 FORK_AWARE = (b"jemalloc_bg_thd",)
 """Threads of libraries that go on without them after a fork. pyarrow starts this one."""
+MOST_DRAWN = 2000
+"""Random numbers that an import may draw."""
 THREAD_END_WAIT_SECONDS = 0.5
 """Time in which a thread that an import started may end by itself."""
 REST = 1.0
@@ -199,6 +202,7 @@ class Preload:
         self._chain: list[str] = []
         """Modules that are being imported, each by the one before."""
         self._files: list[list[Any]] = []
+        self._seeds = Seeds()
         self._given_way = 0.0
         self._waited = _waited_seconds()
         self.after: dict[str, str] = {}
@@ -246,11 +250,17 @@ class Preload:
     def _import_all(self) -> list[str]:
         failed = []
         for name, _ in self._orders["modules"]:
-            if name not in sys.modules and name not in self._excluded:
-                try:
-                    importlib.import_module(name)
-                except BaseException as error:  # noqa: BLE001 - one that a script handles; the others go on
-                    failed.append(f"{name} ({type(error).__name__}: {error})"[:200])
+            parents = list(itertools.accumulate(name.split("."), lambda above, own: f"{above}.{own}"))
+            if name in sys.modules or not self._excluded.isdisjoint(parents):
+                continue
+            self._chain, self._seeds = [name], Seeds()
+            try:
+                importlib.import_module(name)
+            except BaseException as error:  # noqa: BLE001 - one that a script handles; the others go on
+                failed.append(f"{name} ({type(error).__name__}: {error})"[:200])
+            if self._seeds.changed():
+                self._end("seeds random numbers when it is imported")
+        self._chain = []
         return failed
 
     def _wrapped(self, loader: Any, method: str, executes: bool) -> Iterator[Callable[[], None]]:
@@ -262,16 +272,16 @@ class Preload:
             path = getattr(own, "path", "")
             self._chain.append(name)
             if name in self._excluded:
-                self._end(f"{name} must not be imported before the fork")
+                self._end("must not be imported before the fork")
             if executes and not _is_installed(path):
                 self._note_file(path)
-            held, drawn = _held(), _drawn()
+            held = _held()
             try:
                 return usual(own, module)
             finally:
+                if name in ("random", "numpy.random", "torch"):
+                    self._seeds = Seeds()
                 self._check(held)
-                if any(one is not None and one != now for one, now in zip(drawn, _drawn(), strict=True)):
-                    self._end("seeds or draws random numbers when it is imported")
                 self._give_way()
                 self._chain.pop()
 
@@ -371,18 +381,40 @@ def _is_open(descriptor: str) -> bool:
     return True
 
 
-def _drawn() -> tuple[Any, ...]:
-    """Return the state of the generators of random numbers that all modules share; None: not loaded."""
-    python, numpy, torch = (sys.modules.get(name) for name in ("random", "numpy.random", "torch"))
-    try:
-        words = numpy.get_state(legacy=False)["state"] if numpy else {}
-        return (
-            python.getstate() if python else None,
-            (words["key"].tobytes(), words["pos"]) if words else None,
-            torch.initial_seed() if torch else None,
-        )
-    except AttributeError:  # it is being imported
-        return None, None, None
+class Seeds:
+    """Seeds of the generators of random numbers that all modules share. Each rank gets others (``_renew_state``)."""
+
+    def __init__(self) -> None:
+        loaded: list[Any] = [sys.modules.get(name) for name in ("random", "numpy.random", "torch")]
+        python, numpy, torch = loaded
+        self._python = python.getstate() if hasattr(python, "getstate") else None  # it may be half imported
+        self._numpy = numpy.get_state() if hasattr(numpy, "get_state") else None
+        self._torch = torch.initial_seed() if hasattr(torch, "initial_seed") else None
+
+    def changed(self) -> bool:
+        """Whether one of them has another seed now. Numbers that were only drawn do not count (rich draws some)."""
+        python: Any = sys.modules.get("random")
+        numpy: Any = sys.modules.get("numpy.random")
+        if self._python is not None and (words := python.getstate()[1][:-1]) != self._python[1][:-1]:
+            own = python.Random()
+            own.setstate(self._python)
+            if not _reaches(words, lambda: own.getstate()[1][:-1], own.random):
+                return True
+        if self._numpy is not None and (key := numpy.get_state()[1].tobytes()) != self._numpy[1].tobytes():
+            other = numpy.RandomState()
+            other.set_state(self._numpy)
+            if not _reaches(key, lambda: other.get_state()[1].tobytes(), other.random_sample):
+                return True
+        return self._torch is not None and bool(sys.modules["torch"].initial_seed() != self._torch)
+
+
+def _reaches(state: object, own: Callable[[], object], draw: Callable[[], object]) -> bool:
+    """Whether a generator comes to ``state`` when it draws."""
+    for _ in range(MOST_DRAWN):
+        if own() == state:
+            return True
+        draw()
+    return False
 
 
 def _settled() -> Held:

@@ -95,6 +95,7 @@ class WarmStarts:
         """This process is a subreaper."""
         self._learned: fitness.Learned | None = None
         self._excluded: set[str] = set()
+        self._first_problem = ""
         self._tries = 0
         self._ended = 0
         """Templates in a row that ended by themselves."""
@@ -281,8 +282,10 @@ class WarmStarts:
         """Make a template without the module that has the problem, and without those that import it."""
         chain = report["chain"]
         problem = f"{chain[-1]} {report['problem']}" if chain else report["problem"]
+        if not self._excluded:
+            self._first_problem = problem
         if report["final"] or self._tries >= MOST_TEMPLATES or "torch" in chain:
-            self._give_up(problem)
+            self._give_up(self._first_problem)
             return
         if chain[-1] not in self._excluded:
             self._tell(f"restarts are warm without {chain[-1]}, which {report['problem']}")

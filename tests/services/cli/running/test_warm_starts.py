@@ -17,7 +17,7 @@ import pytest
 
 from tests.support.services.command import Command
 
-DEADLINE = 120.0
+DEADLINE = 110.0
 WARM = r"restarts are warm from now on: process (\d+)"
 
 LEARN = """
@@ -218,6 +218,7 @@ def facts():
 )
 
 
+@pytest.mark.timeout(400)
 def test_torch_computes_the_same_after_a_warm_start(started) -> None:
     """With two threads, as a pool of OpenMP must not be forked. It takes two starts of torch."""
     guarded = "\nif __name__ == '__main__':\n" + WAIT.replace("\n", "\n    ") + "print('state', json.dumps(facts()))\n"
@@ -232,6 +233,7 @@ def test_torch_computes_the_same_after_a_warm_start(started) -> None:
     assert not warm["bad fork"]
 
 
+@pytest.mark.timeout(400)
 def test_a_killed_group_heals_after_a_warm_start(tmp_path: Path, repository: Path) -> None:
     """A real job, whose Managers tell what is imported. It takes a start of torch and the imports of the template."""
     example = ("--", str(repository / "examples" / "train_ddp.py"), "--steps", "1000000")
@@ -378,18 +380,22 @@ def test_a_module_that_starts_a_thread_is_named_once_and_left_out(started, tmp_p
     [
         ("import socket\nSOCKET = socket.socket()", "leaves a socket open"),
         ("import subprocess\nCHILD = subprocess.Popen(['sleep', '999'])", "starts a process"),
-        ("import random\nrandom.seed(1)", "seeds or draws random numbers"),
-        ("import numpy\nnumpy.random.seed(1)", "seeds or draws random numbers"),
+        ("import random\nrandom.seed(1)", "seeds random numbers"),
+        ("import numpy\nnumpy.random.seed(1)", "seeds random numbers"),
+        ("import random\nrandom.random()", None),
     ],
 )
-def test_a_module_whose_import_no_fork_may_copy_is_left_out(started, tmp_path: Path, code: str, reason: str) -> None:
+def test_a_module_whose_import_no_fork_may_copy_is_left_out(
+    started, tmp_path: Path, code: str, reason: str | None
+) -> None:
     packages = tmp_path / "site-packages"
     packages.mkdir()
     (packages / "acts.py").write_text(f"{code}\nimport os\nMADE_IN = os.getpid()\n")
     script = LEARN + "import acts\n" + WAIT + 'print("state", acts.MADE_IN == os.getpid())\n'
     run = started(script, PYTHONPATH=str(packages))
-    assert second_life(run, warm=True) == "True"
-    assert f"[run] restarts are warm without acts, which {reason} when it is imported" in run.lines
+    assert second_life(run, warm=True) == str(reason is not None)
+    left_out = [f"[run] restarts are warm without acts, which {reason} when it is imported"] if reason else []
+    assert [line for line in run.lines if "acts" in line] == left_out
     assert run.wait() == 0
 
 
