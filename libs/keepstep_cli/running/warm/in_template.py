@@ -3,14 +3,16 @@
 Standard library only, and no other module of keepstep: a rank must not have modules that its script does not import.
 Messages over the socket are JSON objects, each behind its length in ``LENGTH_BYTES`` bytes; descriptors come with the
 length. The supervisor sends ``Orders`` once, then a ``Start`` for each rank. The template sends a ``Report`` once, then
-the pid of each rank in ``LENGTH_BYTES`` bytes; 0: it could not fork.
+each rank its pid, in ``LENGTH_BYTES`` bytes.
 
-A rank is a grandchild: the process in between ends at once, so that the supervisor, a subreaper, adopts the rank.
+A rank is a grandchild: the process in between ends at once, so that the supervisor, a subreaper, adopts the rank. One
+rank is always forked ahead, and reads the next ``Start`` from the socket itself.
 """
 
 from __future__ import annotations
 
 import array
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -18,6 +20,7 @@ import importlib._bootstrap_external as loaders  # type: ignore[import-not-found
 import itertools
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -36,6 +39,10 @@ STANDARD = 3
 PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
 NAME = b"keepstep-warm"
+NEXT_FORK_SECONDS = 2.0
+"""Time after a start in which the next rank is forked only if it is needed: the first one needs the processor."""
+FORK_AGAIN_SECONDS = 0.1
+"""Delay before the next fork after one that failed."""
 FORK_AWARE = (b"jemalloc_bg_thd",)
 """Threads of libraries that go on without them after a fork. pyarrow starts this one."""
 MOST_DRAWN = 2000
@@ -403,7 +410,7 @@ class Seeds:
         if self._numpy is not None and (key := numpy.get_state()[1].tobytes()) != self._numpy[1].tobytes():
             other = numpy.RandomState()
             other.set_state(self._numpy)
-            if not _reaches(key, lambda: other.get_state()[1].tobytes(), other.random_sample):
+            if not _reaches(key, lambda: other.get_state()[1].tobytes(), other.random_sample):  # noqa: PLW0108
                 return True
         return self._torch is not None and bool(sys.modules["torch"].initial_seed() != self._torch)
 
@@ -440,16 +447,18 @@ _STANDARD = os.path.dirname(os.__file__) + "/"
 
 
 def _forked_start(connection: socket.socket) -> tuple[Start, list[int]]:
-    """Fork for each request; return in the ranks. The template ends with the supervisor's end of the socket."""
+    """Fork a rank ahead, which waits for its start, again and again. Return in the ranks, with their starts.
+
+    The template ends with the supervisor's end of the socket.
+    """
+    hung_up = select.poll()
+    hung_up.register(connection, select.POLLIN)
     while True:
-        try:
-            start, files = received(connection)
-        except EOFError:
-            os._exit(0)
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()
-        told, tell = os.pipe()
+        taken, take = os.pipe()
+        adopted, adopt = os.pipe()
         try:
             between = os.fork()
         except OSError:
@@ -459,19 +468,41 @@ def _forked_start(connection: socket.socket) -> tuple[Start, list[int]]:
                 if os.fork():
                     os._exit(0)
             except OSError:
-                os._exit(1)
+                os._exit(CANNOT_START)
             os.setsid()  # before the supervisor knows the pid and may signal the session
-            os.write(tell, os.getpid().to_bytes(LENGTH_BYTES))
-            os.close(tell)
-            os.close(told)
-            return start, files
-        for one in (tell, *files):
-            os.close(one)
-        pid = os.read(told, LENGTH_BYTES) or bytes(LENGTH_BYTES)
-        os.close(told)
+            os.close(taken)
+            os.close(adopt)
+            return _taken_start(connection, adopted, take)
+        os.close(take)
+        os.close(adopted)
         if between > 0:
             os.waitpid(between, 0)
-        connection.sendall(pid)
+            with contextlib.suppress(BrokenPipeError):  # the rank was killed
+                os.write(adopt, GO)
+        os.close(adopt)
+        in_use = os.read(taken, 1) == GO
+        os.close(taken)
+        pause = NEXT_FORK_SECONDS if in_use else FORK_AGAIN_SECONDS
+        if any(event & select.POLLHUP for _, event in hung_up.poll(1e3 * pause)):
+            os._exit(0)
+        if not in_use:
+            time.sleep(FORK_AGAIN_SECONDS)
+
+
+def _taken_start(connection: socket.socket, adopted: int, take: int) -> tuple[Start, list[int]]:
+    """Wait for a start, in a rank that the supervisor has adopted."""
+    if os.read(adopted, 1) != GO:  # the template ended
+        os._exit(CANNOT_START)
+    os.close(adopted)
+    try:
+        start, files = received(connection)
+    except EOFError:
+        os._exit(0)
+    connection.sendall(os.getpid().to_bytes(LENGTH_BYTES))
+    with contextlib.suppress(BrokenPipeError):  # the template ended
+        os.write(take, GO)
+    os.close(take)
+    return start, files
 
 
 def _become(start: Start, files: list[int], supervisor: int, libc: ctypes.CDLL, changed: dict[str, str | None]) -> None:

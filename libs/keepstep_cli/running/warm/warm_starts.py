@@ -368,7 +368,7 @@ class WarmStarts:
                 for one in (their_output, their_errors, may_go):
                     os.close(one)
             if pid == 0:
-                raise OSError("it cannot fork")
+                raise OSError("it has ended")
             os.write(let_go, in_template.GO)
         except OSError as error:
             os.close(output)
