@@ -141,6 +141,22 @@ def of_groups(replicas: Sequence[Mapping[str, Any]], unreachable: Mapping[str, s
     return findings
 
 
+def of_copies(replicas: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """Return whether members of a model that exists once have keepers that outlive them."""
+    members = [one for one in replicas if one.get("shards") and one["member"]]
+    if not members:
+        return []
+    check = "copies of the model that exists once"
+    if len(members) == 1:
+        advice = "start a second member on another host: it keeps copies of the shards"
+        return [Finding(check, Verdict.WARN, f"{members[0]['name']} is the only member", advice)]
+    hosts = {str(one["host"]) for one in members}
+    if len(hosts) == 1 and "" not in hosts:
+        found = f"all {len(members)} members are on the host {hosts.pop()}, which would take members and keepers along"
+        return [Finding(check, Verdict.WARN, found, "start members on several hosts")]
+    return [Finding(check, Verdict.OK, f"{len(members)} members keep copies for each other")]
+
+
 def of_versions(replicas: Sequence[Mapping[str, Any]], here: str) -> list[Finding]:
     """``here``: versions of this machine, as groups report theirs."""
     known = {str(one["runtime"]) for one in replicas if one["state"] != "gone" and one.get("runtime")}

@@ -60,6 +60,7 @@ async def examine(lighthouse: Lighthouse, job: str, tls: TlsFiles) -> list[Findi
         found += findings.of_service(probe)
     found += findings.of_mtus({probe.address: probe.mtu for probe in probes if probe.mtu is not None})
     found += findings.of_groups(replicas, await _unreachable(one["address"] for one in replicas))
+    found += findings.of_copies(replicas)
     found += findings.of_versions(replicas, _runtime_here())
     found += ports
     return found + findings.of_machine(resource.getrlimit(resource.RLIMIT_NOFILE)[1], outward_address())

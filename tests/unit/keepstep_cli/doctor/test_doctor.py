@@ -16,6 +16,20 @@ def verdicts(found: list[Finding]) -> list[str]:
     return [one.verdict.value for one in found]
 
 
+def test_members_of_a_model_that_exists_once_need_keepers_on_other_hosts() -> None:
+    def member(name: str, host: str, *, member: bool = True, shards: object = "some") -> dict[str, object]:
+        return {"name": name, "host": host, "member": member, "shards": shards}
+
+    assert findings.of_copies([member("r0", "a", shards=None), member("r1", "a", shards=None)]) == []
+    (alone,) = findings.of_copies([member("r0", "a"), member("r1", "b", member=False)])
+    assert (alone.verdict, alone.found) == (Verdict.WARN, "r0 is the only member")
+    (together,) = findings.of_copies([member("r0", "a"), member("r1", "a")])
+    assert together.verdict is Verdict.WARN
+    assert "all 2 members are on the host a" in together.found
+    assert verdicts(findings.of_copies([member("r0", "a"), member("r1", "b")])) == ["ok"]
+    assert verdicts(findings.of_copies([member("r0", ""), member("r1", "")])) == ["ok"], "hosts are not known"
+
+
 def test_a_service_that_answers_in_time_is_fine() -> None:
     assert verdicts(findings.of_service(FINE)) == ["ok", "ok"]
 
