@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils import data
 
-from keepstep.elastic_data.permutation import VERSION, Permutation
+from keepstep.elastic_data.permutation import VERSION, Order
 from keepstep.elastic_data.shares import Batches, Position, Share
 from keepstep_mesh.errors import KeepstepError
 
@@ -80,7 +80,8 @@ class ElasticSampler(data.Sampler[list[int]]):
             )
         self._manager = manager
         self._batches = Batches(length, global_batch_size, drop_last)
-        self._shuffle, self._seed = shuffle, seed
+        self._seed = seed
+        self._order = Order(length, seed, shuffle=shuffle)
         self._rank, self._num_ranks = rank, num_ranks
         self._base, self._base_step = Position(0, 0), manager.current_step()
         """A position, and the step of the Manager that begins there."""
@@ -93,7 +94,6 @@ class ElasticSampler(data.Sampler[list[int]]):
         self._left_open = (0, 0)
         """Step of the Manager whose batch was last drawn again without an end of the step, and how many in a row."""
         self._share: Share | None = None
-        self._order: tuple[int, Permutation] | None = None
         manager.register_state_dict_fn(STATE, self.load_state_dict, self.state_dict)
         shares = f"{global_batch_size=}, {num_ranks=}, {drop_last=}"
         order = f"{shuffle=}, {seed=}, version {VERSION}"
@@ -284,13 +284,7 @@ class ElasticSampler(data.Sampler[list[int]]):
 
     def indices(self, share: Share) -> list[int]:
         """Return the indices of a share into the dataset; of an empty share one index, so that the rank can compute."""
-        start, stop = share.start, max(share.stop, share.start + 1)
-        if not self._shuffle:
-            return list(range(start, stop))
-        epoch = share.position.epoch
-        if self._order is None or self._order[0] != epoch:
-            self._order = (epoch, Permutation(self._batches.length, self._seed, epoch))
-        return self._order[1].at(start, stop)
+        return self._order.indices(share)
 
     def __iter__(self) -> Iterator[list[int]]:
         """Draw batches to the end of an epoch: ``shares``."""

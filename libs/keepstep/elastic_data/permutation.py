@@ -7,6 +7,8 @@ import hashlib
 import numpy as np
 from numpy.typing import NDArray
 
+from keepstep.elastic_data.shares import Share
+
 ROUNDS = 8
 VERSION = 1
 """Version of the order. Increase it with every change after which a seed gives another order."""
@@ -46,3 +48,27 @@ class Permutation:
             mixed = (mixed ^ (mixed >> _HALF_WORD)) * _SECOND
             left, right = right, left ^ ((mixed >> _HALF_WORD) & self._mask)
         return (left << self._half_bits) | right
+
+
+class Order:
+    """The order of samples in all epochs.
+
+    Args:
+        length: number of samples.
+        seed: of the order.
+        shuffle: whether it is random, another one in each epoch.
+    """
+
+    def __init__(self, length: int, seed: int, *, shuffle: bool) -> None:
+        self._length, self._seed, self._shuffle = length, seed, shuffle
+        self._epoch: tuple[int, Permutation] | None = None
+
+    def indices(self, share: Share) -> list[int]:
+        """Return the indices of a share into the dataset; of an empty share one index, so that the rank can compute."""
+        start, stop = share.start, max(share.stop, share.start + 1)
+        if not self._shuffle:
+            return list(range(start, stop))
+        epoch = share.position.epoch
+        if self._epoch is None or self._epoch[0] != epoch:
+            self._epoch = (epoch, Permutation(self._length, self._seed, epoch))
+        return self._epoch[1].at(start, stop)

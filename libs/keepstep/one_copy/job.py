@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import data
 
 from keepstep.checkpoint.managed.durable_writer import LastCheckpoint
 from keepstep.group.agreement import ARITHMETIC
@@ -34,6 +35,7 @@ from keepstep.one_copy.reporting.shard_reports import ShardReports
 from keepstep.one_copy.reporting.step_reports import StepReports
 from keepstep.one_copy.shard.built import Stateful, end_broken_pass
 from keepstep.one_copy.shard.own_shard import OwnShard
+from keepstep.one_copy.step_loader import StepLoader
 from keepstep.one_copy.world.world_groups import WorldGroups
 from keepstep.process_group.group_errors import ProcessGroupError, UnsupportedCollectiveError
 from keepstep.rendezvous.key_value_server import RendezvousError
@@ -311,6 +313,49 @@ class OneCopy:
         """
         held = self._shard.now()
         return self._shape.share(held.rank, held.world.size, samples, self._data_dims)
+
+    def loader(
+        self,
+        dataset: data.Dataset[Any],
+        global_batch_size: int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        **kwargs: Any,
+    ) -> StepLoader:
+        """Return a loader whose ``batch()`` is that of this rank in this step.
+
+        Each step takes the next ``global_batch_size`` samples, divided as ``share`` does. Which ones follows from
+        ``step``, so that each sample of an epoch is in exactly one committed step, for any number of ranks.
+
+        Args:
+            dataset: with a length.
+            global_batch_size: number of samples in a step of all ranks.
+            shuffle: whether the order is random, another one in each epoch.
+            seed: of the order; equal in all ranks.
+            drop_last: leave out the last batch of an epoch if it has fewer than ``global_batch_size`` samples.
+            **kwargs: of ``torch.utils.data.DataLoader``, such as ``num_workers``.
+
+        Raises:
+            TypeError: an argument of DataLoader that divides the dataset into batches.
+            ValueError: a number is out of range.
+        """
+
+        def part() -> tuple[int, int]:
+            held = self._shard.now()
+            return self._shape.part(held.rank, held.world.size, self._data_dims)
+
+        return StepLoader(
+            dataset,
+            global_batch_size,
+            step=lambda: self.step,
+            part=part,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            **kwargs,
+        )
 
     def register(self, name: str, state: Stateful) -> None:
         """Let ``state`` go with the model: a sampler, a scaler, what is equal in all ranks.

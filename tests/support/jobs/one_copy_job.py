@@ -81,6 +81,13 @@ class OneCopyJob(Job):
         """The digest of the shard of each rank after each step."""
         return self._agreed("digest", lambda event: (event["step"], event["rank"]))
 
+    def samples(self) -> dict[int, list[int]]:
+        """The samples of each committed step, of all ranks, sorted."""
+        found: dict[int, list[int]] = {}
+        for (step, _), own in self._agreed("samples", lambda event: (event["step"], event["rank"])).items():
+            found.setdefault(step, []).extend(own)
+        return {step: sorted(one) for step, one in found.items()}
+
     def _agreed(self, name: str, key: Callable[[dict[str, Any]], Any]) -> dict[Any, Any]:
         found: dict[Any, Any] = {}
         for group in self.groups.values():

@@ -18,8 +18,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from sklearn.datasets import load_digits
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.utils.data import TensorDataset
 
 from keepstep.one_copy import OneCopy
 from keepstep.one_copy.copies.copy_sender import CopySender
@@ -238,6 +240,16 @@ def reading(self: Any, rank: int) -> Any:
 Sources.shard_of = reading  # type: ignore[method-assign]
 
 
+def loader_of_digits() -> Any:
+    """Return a loader of real data, with a worker process. Each sample has its number."""
+    pixels, labels = load_digits(n_class=3, return_X_y=True)
+    x, goal = torch.tensor(pixels[:, 20:30] / 16, dtype=torch.float32), nn.functional.one_hot(torch.tensor(labels), 3)
+    return job.loader(TensorDataset(x, goal.float(), torch.arange(len(x))), 64, seed=5, num_workers=1)
+
+
+digits = loader_of_digits() if KIND == "digits" else None
+
+
 def digest() -> str:
     """Return the digest of the shard of this rank."""
     found = hashlib.sha256()
@@ -258,11 +270,15 @@ while job.step < int(STEPS if STEPS.isdigit() else Path(STEPS).read_text()):
         if KIND == "scaler" and job.step == 2 and job.rank == 1:
             goal = goal * 1e36
         x, goal = x[share.indices], goal[share.indices]
+        samples, weight = list(share.indices), share.weight
+        if digits is not None:
+            x, goal, numbers = digits.batch()
+            samples, weight = numbers.tolist(), digits.weight
         for micro in range(2):
             fault("forward")
             if isinstance(model, FSDPModule):
                 model.set_requires_gradient_sync(micro == 1)
-            loss = (model(x, job.step) - goal).pow(2).mean() * share.weight / 2
+            loss = (model(x, job.step) - goal).pow(2).mean() * weight / 2
             fault("freeze")
             scaler.scale(loss).backward()
             fault("backward")
@@ -277,7 +293,8 @@ while job.step < int(STEPS if STEPS.isdigit() else Path(STEPS).read_text()):
         before = job.step
         done = job.commit(scaler if KIND == "scaler" else None)
         if done:
-            facts = {"loss": float(total) / job.world_size, "world": job.world_size}
+            facts: Any = {"loss": float(total) / job.world_size, "world": job.world_size}
+            facts["samples"] = samples if weight else []
             event("committed", step=job.step, rank=job.rank, digest=digest(), **facts)
         fault("committed")
 event(

@@ -54,6 +54,19 @@ async def test_a_job_without_spares_shrinks_and_grows_without_a_lost_step() -> N
         assert {event["world"] for event in job.groups["m0"].lines if event["event"] == "committed"} == {3, 4}
 
 
+async def test_each_sample_of_real_data_is_in_one_committed_step_while_the_job_shrinks_and_grows() -> None:
+    """The digits of scikit-learn, from a DataLoader with a worker: 537 samples, nine steps in an epoch."""
+    async with OneCopyJob("--initial-replicas", "4", min_replicas=3) as job:
+        await job.train(4, kind="digits", faults="3:1:backward,8:2:vote,13:0:forward", steps=20)
+        assert job.faults() == 3, job.report()
+        steps = job.samples()
+        assert {event["world"] for event in job.groups["m3"].lines if event["event"] == "committed"} == {3, 4}
+    for epoch in range(2):
+        drawn = [sample for step in range(9 * epoch + 1, 9 * epoch + 10) for sample in steps[step]]
+        assert sorted(drawn) == list(range(537))
+    assert steps[1] != steps[10], "each epoch has another order"
+
+
 @pytest.mark.parametrize("kind", ["scaler", "lion", "adafactor", "muon", "tensor lr", "clip"])
 async def test_all_kinds_of_steps_are_repeated_bit_for_bit(kind: str) -> None:
     """A ``GradScaler`` with an overflow in one rank, optimizers that cannot be replayed, options that are tensors, and

@@ -34,7 +34,7 @@ FRAGMENTS = {
         *("core", "dict_utils", "mapping", "optimizer", "prefixes"),  # public
         *("exchange_utils", "serialization", "state_dict_utils", "tensor_aware_state_dict", "validation"),  # public
         *("quantized", "two_bit", "padding"),  # public
-        *("permutation", "retry_rules", "scalars"),  # pure
+        *("retry_rules", "scalars"),  # pure
         *("callback_state", "module_layout"),
         *("neutral_elements", "processor", "state_coverage", "unread_output"),
     },

@@ -98,6 +98,15 @@ class MeshShape:
             raise ValueError(f"data_dims={list(names)} has {odd[0]!r}; the mesh has {', '.join(self.names)}")
         return tuple(names)
 
+    def part(self, rank: int, size: int, dims: Sequence[str]) -> tuple[int, int]:
+        """Return the number of the part of ``rank``, and how many parts a batch has. Arguments as of ``share``."""
+        index, parts, stride = 0, 1, size
+        for name, length in zip(self.names, self.of(size), strict=True):
+            stride //= length
+            if name in dims:
+                index, parts = index * length + rank // stride % length, parts * length
+        return index, parts
+
     def share(self, rank: int, size: int, samples: int, dims: Sequence[str]) -> Share:
         """Return the part of a batch of ``samples`` for ``rank`` of a world of ``size`` ranks.
 
@@ -110,11 +119,7 @@ class MeshShape:
         Raises:
             ValueError: fewer samples than parts.
         """
-        index, parts, stride = 0, 1, size
-        for name, length in zip(self.names, self.of(size), strict=True):
-            stride //= length
-            if name in dims:
-                index, parts = index * length + rank // stride % length, parts * length
+        index, parts = self.part(rank, size, dims)
         if samples < parts:
             raise ValueError(
                 f"a batch of {samples} samples is too small for {parts} parts: use at least one sample for each part"
