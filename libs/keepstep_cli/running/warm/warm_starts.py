@@ -9,7 +9,6 @@ the orphans that come to it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ctypes
 import json
 import os
@@ -22,7 +21,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from keepstep_cli.running import ranks
 from keepstep_cli.running.console.output import read_lines
@@ -152,20 +150,26 @@ class WarmStarts:
     # ---- what to import
 
     def _read_pipe(self) -> None:
-        with contextlib.suppress(BlockingIOError):
+        try:
             names = os.read(self._pipe, 1 << 16).decode(errors="replace").split()
-            for name in names:
-                path = self._folder / Path(name).name
-                with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-                    told = json.loads(path.read_text())
-                    path.unlink()
-                    self._learn(told)
+        except BlockingIOError:
+            return
+        for name in names:
+            path = self._folder / Path(name).name
+            try:
+                told = json.loads(path.read_text())
+                path.unlink()
+                modules = tuple((str(module), str(origin)) for module, origin in told["modules"])
+                learned = fitness.Learned(modules, tuple(told["names"]), frozenset(told["variables"]))
+            except (OSError, ValueError, LookupError, TypeError) as error:
+                self._tell(f"the list of imports of a rank cannot be read: {error}")
+            else:
+                self._learn(learned)
 
-    def _learn(self, told: Mapping[str, Any]) -> None:
+    def _learn(self, learned: fitness.Learned) -> None:
         if self._given_up or self._later is not None or (self._template is not None and self._learned is not None):
             return
-        modules = tuple((str(name), str(origin)) for name, origin in told["modules"])
-        self._learned = fitness.Learned(modules, tuple(told["names"]), frozenset(told["variables"]))
+        self._learned = learned
         self._excluded, self._tries = set(), 0
         self._end_template()  # one with the modules of --preload only
         self._make()
