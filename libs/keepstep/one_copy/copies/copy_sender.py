@@ -56,6 +56,8 @@ class CopySender:
         self._links: dict[str, Frames] = {}
         self._next = 0
         """First slice whose base is sent in the next step."""
+        self._part = 0.0
+        """Part of a base that is due beside whole ones."""
         self._fill = False
         self.exposed: dict[str, str] = {}
         """Keepers that have no copies, by name, and the reason."""
@@ -149,8 +151,10 @@ class CopySender:
     def _due(self, tensors: RankState) -> list[int]:
         """Return the slices whose bases are sent in this step."""
         count, first = len(tensors.slices), self._next
-        self._next = (first + tensors.slices_per_step) % max(1, count)
-        return [(first + one) % count for one in range(tensors.slices_per_step)]
+        whole = int(self._part + tensors.slices_per_step)
+        self._part += tensors.slices_per_step - whole
+        self._next = (first + whole) % max(1, count)
+        return [(first + one) % count for one in range(min(whole, count))]
 
     def _send_bases(self, tensors: RankState, state: State, due: Iterable[int], end: dict[str, Any] | None) -> None:
         if self._whole and end is None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from keepstep.one_copy.core.copy_ledger import cut, slice_count, steps_of_round
+from keepstep.one_copy.core.copy_ledger import SLICES, cut, steps_of_round
 from keepstep.state.values.sharding import is_dtensor, sharding_of
 from keepstep_mesh.errors import KeepstepError
 
@@ -58,11 +58,12 @@ class RankState:
         self.nbytes = sum(sizes)
         """Bytes of the parameters and their optimizer state on this rank; before the first step an estimate."""
         gradients = sum(_nbytes(self.parameters[index]) for index in self._group_of)
-        steps = steps_of_round(self.nbytes, gradients)
-        self.slices = cut(sizes, slice_count(steps))
+        self.slices = cut(sizes, SLICES)
         """Indices into ``parameters`` of each slice."""
-        self.slices_per_step = -(-len(self.slices) // steps)
-        """Number of slices whose bases are sent in a step."""
+        count = max(1, len(self.slices))
+        largest = max((sum(sizes[index] for index in one) for one in self.slices), default=0)
+        self.slices_per_step = count / steps_of_round(self.nbytes, gradients, count, largest)
+        """Number of slices whose bases are sent in a step, on average."""
         self.boxes = self._boxes()
         """The box of each shard in its parameter. A DTensor computes it from the rank, which may change."""
 
@@ -70,7 +71,15 @@ class RankState:
         state = self.optimizer.state.get(self.parameters[index], {})
         kept = sum(_nbytes(one) for one in state.values() if isinstance(one, torch.Tensor))
         own = _nbytes(self.parameters[index])
-        return own + (kept or (2 * own if index in self._group_of else 0))  # before the first step, as Adam's
+        return own + (kept or own * self._states_to_come(index))
+
+    def _states_to_come(self, index: int) -> int:
+        """Return how many tensors like the parameter its state will have, before the first step: two, as Adam's."""
+        if index not in self._group_of:
+            return 0
+        if type(self.optimizer) is torch.optim.SGD:
+            return int(bool(self.optimizer.param_groups[self._group_of[index]]["momentum"]))
+        return 2
 
     def names_of_slices(self) -> list[list[str]]:
         """Return the names of the parameters of each slice."""

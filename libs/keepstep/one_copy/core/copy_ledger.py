@@ -11,29 +11,30 @@ from collections.abc import Sequence
 
 from keepstep.one_copy.core.holding import Copy, State
 
-MAX_STEPS = 16
-FINENESS = 10
-"""Least number of slices. While a base replaces another one, a keeper has both, and this part of all bases more."""
+SLICES = 12
+"""Number of slices of a rank. While a base replaces another one, a keeper has both."""
+MEMORY = 2.18
+"""Bytes of a copy at their highest, by those of the state."""
 
 
-def steps_of_round(state_bytes: int, gradient_bytes: int) -> int:
-    """Return after how many steps a slice gets a new base.
+def steps_of_round(state_bytes: int, gradient_bytes: int, slices: int, largest_bytes: int) -> int:
+    """Return after how many steps a slice gets a new base: 5 for Adam in one dtype.
 
-    The logs then have as many bytes as the bases: those of ``n`` steps have one to ``n`` gradients. Five for Adam in
-    one dtype, whose state is three times the gradients.
+    Before the next base arrives, the logs of the slices have from one step to all of a round; that of the largest may
+    have all. So many steps that the bases, the logs, and this base together have ``MEMORY`` times the bytes of the
+    state; but at least one, and at most as many as slices.
 
     Args:
         state_bytes: of the parameters and their optimizer state.
         gradient_bytes: of all gradients.
+        slices: into which the state is cut; at least 1.
+        largest_bytes: of the largest slice.
     """
     if not gradient_bytes:
         return 1
-    return max(1, min(MAX_STEPS, round(2 * state_bytes / gradient_bytes) - 1))
-
-
-def slice_count(steps: int) -> int:
-    """Return into how many slices a rank is cut: a multiple of ``steps``, and at least ``FINENESS``."""
-    return steps * -(-FINENESS // steps)
+    steps_of_logs = ((MEMORY - 1) * state_bytes - largest_bytes) / gradient_bytes
+    uneven = largest_bytes / state_bytes - 1 / slices
+    return max(1, min(slices, int((2 * steps_of_logs - 1 + uneven) / (1 + uneven))))
 
 
 def cut(sizes: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:

@@ -106,10 +106,33 @@ def test_gradients_that_are_sent_in_the_backward_pass_count_as_they_are_at_the_e
     assert early[3] == 0, "the step before has changed them"
 
 
+@pytest.mark.parametrize("layers", [2, 5, 12])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_copies_and_free_blocks_have_at_most_2_2_times_the_bytes_of_the_state(
+    server: CopyServer, sender: CopySender, keeper: Keeper, layers: int, kind: type[torch.optim.Optimizer]
+) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(layers)))
+    state = RankState(model, kind(model.parameters(), lr=1e-3))
+    sender.connect(state, Membership(1, 0, 1), {"k": (server.address, True)}, whole=False)
+    sizes = []
+    for number in range(30):
+        for one in state.parameters:
+            one.grad = torch.full_like(one, 1.0)
+        sender.begin(State(number, number), lambda: end(state), State(number + 1, number + 1))
+        sender.filled()
+        sender.finish(State(number + 1, number + 1), end(state))
+        sizes.append(keeper.nbytes / state.nbytes)
+        state.optimizer.step()
+    # SGD has gradients of the size of its state: each step replaces all bases, one after the other
+    most = 2 + 1 / layers if kind is torch.optim.SGD and layers < 5 else 2.2
+    assert max(sizes) < most + 0.01
+    assert sizes[-1] > 1.7
+
+
 def test_a_step_without_all_bases_is_not_confirmed(server: CopyServer, sender: CopySender) -> None:
     state = rank_state()
     sender.connect(state, Membership(1, 0, 1), {"k": (server.address, True)}, whole=False)
-    sender._fill = False
+    sender._fill, state.slices_per_step = False, 0.5
     with pytest.raises(CopyError, match="not whole"):
         step(state, sender, 1)
 

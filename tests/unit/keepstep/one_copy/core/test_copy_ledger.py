@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep.one_copy.core.copy_ledger import FINENESS, MAX_STEPS, CopyLedger, cut, slice_count, steps_of_round
+from keepstep.one_copy.core.copy_ledger import CopyLedger, cut, steps_of_round
 from keepstep.one_copy.core.holding import State
 
 
@@ -26,18 +26,13 @@ def take_step(ledger: CopyLedger, state: State, base: int | None = None) -> None
     ledger.end_step(state)
 
 
-def test_a_log_has_on_average_as_many_bytes_as_a_base() -> None:
-    assert steps_of_round(12, 4) == 5, "Adam: the parameter and two moments"
-    assert steps_of_round(4, 4) == 1
-    assert steps_of_round(100, 0) == 1, "nothing is trained"
-    assert steps_of_round(1000, 1) == MAX_STEPS
-
-
-@pytest.mark.parametrize("steps", [1, 2, 3, 5, 16])
-def test_a_base_that_replaces_another_one_needs_a_tenth_more_memory_at_most(steps: int) -> None:
-    count = slice_count(steps)
-    assert count >= FINENESS
-    assert count % steps == 0, "each step sends as many bases"
+def test_a_copy_has_at_most_the_memory_that_is_allowed() -> None:
+    assert steps_of_round(120, 40, 10, 12) == 5, "Adam: the parameter and two moments"
+    assert steps_of_round(120, 40, 5, 24) == 4
+    assert steps_of_round(120, 40, 1, 120) == 1, "a slice is replaced as a whole"
+    assert steps_of_round(40, 40, 10, 4) == 1, "SGD without momentum"
+    assert steps_of_round(100, 0, 10, 10) == 1, "nothing is trained"
+    assert steps_of_round(1000, 1, 10, 100) == 10
 
 
 @pytest.mark.parametrize("sizes", [[1], [5, 1, 1, 1], [1, 1, 1, 5], [0, 0], [3] * 10, [0, 7, 0]])
