@@ -44,6 +44,8 @@ class Member(Incarnation):
         self.trainers = [Trainer(self, rank) for rank in range(self.shards.ranks)]
         self.lost: set[int] = set()
         """Quorums that have ended."""
+        self.lost_members: dict[int, set[str]] = {}
+        """By quorum."""
         self.plan: QuorumPlan | None = None
         self.leaves_soon = ""
         self.hangs_until = 0.0
@@ -91,6 +93,8 @@ class Member(Incarnation):
                     self._finish(state)
             case MemberLost(quorum_id) | RoundBroken(quorum_id):
                 self.lost.add(quorum_id)
+                if isinstance(message, MemberLost):
+                    self.lost_members.setdefault(quorum_id, set()).add(message.replica_id)
                 for one in self.trainers:
                     self.soon(0.003 * self.random.random(), one.hear_of_loss, quorum_id)
             case Drain(reason):
@@ -123,7 +127,7 @@ class Member(Incarnation):
         if self.plan is not None:
             session.core.finished_step()
             self.plan = None
-        if self.leaving and any(one.may_leave for one in self.trainers):
+        if self.leaving and any(one.lets_go for one in self.trainers):
             session.send(Leave("told to"))
             return
         try:

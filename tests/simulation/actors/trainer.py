@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING, Any
 from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.one_copy.core.holding import State
 from keepstep.one_copy.core.recovery_plan import Kind, Recovery, Source, Way
-from keepstep.one_copy.core.world import World, keepers
+from keepstep.one_copy.core.world import World, keepers, unkept
 from keepstep.one_copy.reporting.shard_reports import ShardReports
 from keepstep_mesh.protocol.group_messages import RankAsk
 from keepstep_mesh.protocol.lineage import NEW
-from tests.simulation.virtual.network import FIN, Connection
+from tests.simulation.actors.copies import BEGUN, OWN, REFUSED, CopyKeeper, CopyLink
+from tests.simulation.virtual.network import FIN
 from tests.support.models.symbolic_copies import (
     Attempt,
-    KeptCopy,
-    Key,
     Message,
     Rank,
     base_messages,
@@ -36,38 +35,7 @@ WAIT_SECONDS = 15.0
 """Longest wait for a peer."""
 UNFIT_SECONDS = 0.5
 NO_SEAT = 1 << 62
-OWN, BEGUN, REFUSED = object(), object(), object()
-"""Frames of a connection to a keeper, beside copies and confirmed states."""
 BEGIN = State(0, f"{NEW}one-copy")
-
-
-class CopyLink:
-    """The connection of a rank to a keeper, over which it sends its copies."""
-
-    def __init__(self, owner: Trainer, keeper: Trainer, key: Key, quorum_id: int, *, fill: bool) -> None:
-        self.owner, self.keeper = owner, keeper
-        self.key, self.quorum_id, self.fill = key, quorum_id, fill
-        self.begun = False
-        self.confirmed: list[State] = []
-        self.connection = owner.sim.mesh.connect(owner.member.name, self, keeper.member.name, KeeperEnd(self))
-
-    def receive(self, _: Connection, message: Any) -> None:
-        self.owner.member.act(self.owner.copies_answered, (self, message))
-
-
-class KeeperEnd:
-    """The other end."""
-
-    def __init__(self, link: CopyLink) -> None:
-        self.link = link
-
-    def receive(self, _: Connection, message: Any) -> None:
-        keeper = self.link.keeper
-        if not keeper.gone:
-            keeper.member.act(keeper.take, (self, message))
-
-    def answer(self, message: Any) -> None:
-        self.link.connection.send(self, message)
 
 
 class Trainer:
@@ -77,7 +45,7 @@ class Trainer:
         self.member, self.group_rank = member, group_rank
         self.sim, self.random, self.shards = member.sim, member.random, member.shards
         self.model = Rank(member.replica_id, group_rank, self.shards.domain_of(member.name))
-        self.idle = self.may_leave = True
+        self.idle = self.covered = self.may_leave = True
         self.gone = self.refuses = False
         self.failures = self.commits = 0
         self.exposed: dict[str, str] = {}
@@ -94,9 +62,7 @@ class Trainer:
         self._run = self._waits = 0
         """Count attempts and recoveries, and what is waited for."""
         self._links: list[CopyLink] = []
-        self._kept_for: dict[Key, int] = {}
-        """quorum_id of the owner of each copy."""
-        self._incoming: list[KeeperEnd] = []
+        self.keeper = CopyKeeper(self)
         self._queue: list[Message] = []
         self._pumping = False
         self._fill = self._done = False
@@ -116,6 +82,16 @@ class Trainer:
     def _own(self) -> tuple[World, int, State]:
         shard = self.model.shards[-1][0]
         return shard.world, shard.rank, shard.state
+
+    @property
+    def lets_go(self) -> bool:
+        """As in ``OneCopy``: whether the member leaves now if it was ordered to."""
+        if not self.model.shards or not self.broken:
+            return self.may_leave
+        world, names = self._own[0], self.member.lost_members.get(self.quorum_id, set())
+        lost = {seat for seat, one in enumerate(world.seats) if one.replica_id in names}
+        copies = self.shards.copies
+        return self.covered and unkept(world, {*lost, self._seat}, copies) == unkept(world, lost, copies)
 
     def _check(self) -> None:
         shard, history = self.model.shards[-1]
@@ -148,8 +124,7 @@ class Trainer:
         self._run += 1
         for link in self._links:
             self._end(link)
-        for end in self._incoming:
-            end.link.connection.close(end)
+        self.keeper.end_before(None)
         self.shards.gatherings.breaks(self.quorum_id)
 
     def _end(self, link: CopyLink) -> None:
@@ -437,52 +412,6 @@ class Trainer:
                 link.confirmed = []
             self._then()
 
-    # ---- copies that it keeps
-
-    def take(self, end: KeeperEnd, message: Any) -> None:
-        """A frame of an owner."""
-        link = end.link
-        if message is FIN:
-            self._incoming = [one for one in self._incoming if one is not end]
-        elif message is OWN:
-            self._incoming.append(end)
-            end.answer(self._begin_copy(link))
-        elif self._kept_for.get(link.key) != link.quorum_id:
-            self._refuse(end)
-        elif end in self._incoming:
-            self._keep(link.key, message)
-            if message.part == "end":
-                end.answer(message.state)
-
-    def _refuse(self, end: KeeperEnd) -> None:
-        end.answer(REFUSED)
-        end.link.connection.close(end)
-
-    def _begin_copy(self, link: CopyLink) -> object:
-        key, model = link.key, self.model
-        if self._kept_for.get(key, 0) > link.quorum_id:
-            return REFUSED
-        if link.fill and self.member.full:
-            if key in self._kept_for:
-                self._kept_for[key] = link.quorum_id
-            return REFUSED
-        filling = {one: copy for one, copy in model.filling.items() if one != key}
-        if link.fill:
-            filling[key] = KeptCopy(*key, self.shards.slices)
-        elif key not in model.copies:
-            self.sim.violated(f"{self.member.replica_id} has no base of {key}, and gets none")
-        self._kept_for[key] = link.quorum_id
-        self.model = replace(model, filling=filling)
-        return BEGUN
-
-    def _keep(self, key: Key, message: Message) -> None:
-        filling = key in self.model.filling
-        copy = (self.model.filling if filling else self.model.copies)[key].copied()
-        copy.take(message)
-        complete = not filling or (message.part == "end" and copy.ledger.complete)
-        self.model = self.model.with_copy(key, copy, complete=complete)
-        self.shards.check_size(copy)
-
     # ---- the end of a recovery
 
     def _adopt(self) -> None:
@@ -493,11 +422,9 @@ class Trainer:
         assert recovery is not None
         world, rank, state = self._own
         self.model = self.model.adopted(world, rank)
-        for end in [one for one in self._incoming if one.link.quorum_id < world.formed]:
-            self._incoming.remove(end)
-            end.link.connection.close(end)
+        self.keeper.end_before(world.formed)
         self.broken = False
-        self.may_leave = recovery.kind is Kind.FRESH
+        self.covered = self.may_leave = recovery.kind is Kind.FRESH
         self.reports.recovered(recovery, state.step, 0.1)
         self._begin_attempt()
 
@@ -546,10 +473,11 @@ class Trainer:
         else:
             kept = kept_by(world, self.member.replica_id, self.group_rank, self.shards.copies)
             self.model = self.model.committed(self.quorum_id, (self.quorum_id, self._attempt), kept)
-            self._kept_for = {key: one for key, one in self._kept_for.items() if key in kept}
+            self.keeper.forget(kept)
             self.failures = 0
             self.commits += 1
-            self.may_leave = bool(all_leave) or (result > 1 and first == self._seat)
+            self.covered = result > 1
+            self.may_leave = bool(all_leave) or (self.covered and first == self._seat)
             self.shards.committed(self, world)
             self.reports.committed()
         self._rest()
