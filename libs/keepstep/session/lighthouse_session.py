@@ -223,8 +223,14 @@ class LighthouseSession:
         self._session.send(progress)
 
     def shards(self, report: ShardReport) -> None:
-        """Report the shards of the group. Dropped while disconnected; the next report replaces it."""
-        self._session.send(report)
+        """Report the shards of the group. Each lighthouse gets the last report when it welcomes the group."""
+        self._core.shards = report
+        if self._session.server is not None:
+            self._send_shards()
+
+    def _send_shards(self) -> None:
+        if (report := self._core.shards_to_send()) is not None:
+            self._session.send(report)
 
     def _send_request(self, timeout_ms: int) -> None:
         """Send the open request, if any, on a connection that does not have it."""
@@ -314,6 +320,7 @@ class LighthouseSession:
         self.live_step = welcome.live_step
         self.durable_relays = welcome.durable_relays
         if self._session.welcome():
+            self._send_shards()
             deadline = self._session.requests.deadline(self._core.number)
             left = 0.0 if deadline is None else deadline - asyncio.get_running_loop().time()
             self._send_request(round(left * 1000))

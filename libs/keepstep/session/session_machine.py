@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from keepstep_mesh.errors import ProtocolError
 from keepstep_mesh.protocol import codec
@@ -21,6 +21,7 @@ from keepstep_mesh.protocol.messages import (
     Hello,
     Quorum,
     QuorumRequest,
+    ShardReport,
     Welcome,
 )
 from keepstep_mesh.protocol.records import copier
@@ -57,6 +58,8 @@ class SessionCore:
         """The request without an answer, as ``ask`` got it."""
         self.number = 0
         """Number of the latest request."""
+        self.shards: ShardReport | None = None
+        """The last report of the shards of the group; None: it has none."""
         self._replica_id = replica_id
         self._library = library
         self._about = about or About()
@@ -95,6 +98,13 @@ class SessionCore:
         self._refuse_stale(welcome.epoch, self.quorum_id)
         self.epoch = welcome.epoch
         self.quorum_id = max(self.quorum_id, welcome.quorum_id)
+
+    def shards_to_send(self) -> ShardReport | None:
+        """Return the report of the shards, for a lighthouse that welcomed the group; None: none."""
+        report = self.shards
+        if report is not None and report.formed:
+            self.shards = replace(report, formed=False)
+        return report
 
     def ask(self, request: QuorumRequest) -> int:
         """Open a request and return its number.

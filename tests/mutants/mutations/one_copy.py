@@ -184,6 +184,13 @@ MUTATIONS = (
         SHARDS,
     ),
     Mutation(
+        "the lighthouse that takes over does not know the keepers",
+        "libs/keepstep/session/lighthouse_session.py",
+        "            self._send_shards()\n            deadline",
+        "            deadline",
+        Test("tests/services/session/test_told_unasked.py"),
+    ),
+    Mutation(
         "a quorum waits for members that are gone with their shards",
         f"{QUORUM}/groups/shard_sources.py",
         "for one in sources if one in alive",

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from keepstep.session.session_events import Connected, Disconnected
 from keepstep_mesh.protocol.messages import (
     PROTOCOL_VERSION,
     Drain,
     Healing,
     MemberLost,
+    QuorumRequest,
     RoundBroken,
     ServiceAddress,
     Services,
+    ShardReport,
     Welcome,
 )
 from keepstep_mesh.testing import scripted_lighthouse
@@ -42,6 +46,22 @@ async def test_services_come_with_the_welcome_and_change_by_a_push() -> None:
         next_peer.send(Welcome(PROTOCOL_VERSION, 1, 0, 30_000, 60_000, 200, "script", (relay,)))
         await worker.next_push(Connected)
         assert await worker.next_push(Services) == Services((relay,))
+
+
+async def test_the_next_lighthouse_gets_the_last_report_of_shards_before_the_open_request() -> None:
+    """Else it could form a quorum that loses shards."""
+    report = ShardReport(1, 0, 4, 0, "fresh", 0, 0.5, 100, ("r1:1",), formed=True)
+    async with scripted_lighthouse() as lighthouse, in_session(lighthouse) as (worker, peer):
+        worker.session.shards(report)
+        assert await peer.next(ShardReport) == report
+        peer.link.abort("test")
+        await worker.next_push(Disconnected)
+        asking = worker.ask()
+        next_peer = await lighthouse.session(welcome_epoch=None)
+        next_peer.welcome()
+        assert await next_peer.next(ShardReport) == replace(report, formed=False)
+        assert (await next_peer.next(QuorumRequest)).step == 4
+        asking.cancel()
 
 
 async def test_healing_is_told() -> None:

@@ -76,6 +76,8 @@ class Member(Incarnation):
     # ---- messages of the lighthouse
 
     def on_welcome(self) -> None:
+        if (report := self.session.core.shards_to_send()) is not None:
+            self.session.send(report)
         if self.finished:
             self.session.send(Leave("shutdown", "finished", self.step))
         elif (request := self.session.core.to_send(REQUEST_TIMEOUT_MS)) is not None:
@@ -162,7 +164,9 @@ class Member(Incarnation):
         """Send the report of the member, merged from those of its ranks."""
         self._reports[group_rank] = told
         if (merged := merge_shards(self._reports, len(self.trainers))) is not None:
-            self.session.send(merged)
+            self.session.core.shards = merged
+            if self.session.welcomed:
+                self.session.send(self.session.core.shards_to_send())
 
     # ---- faults
 

@@ -139,6 +139,8 @@ class QuorumChecks:
         if len(announce.to) != len(members) or round_ == self._last_round:
             return  # a repeated answer
         self._last_round = round_
+        if self._sim.shards is not None:
+            self._sim.shards.announced(quorum_id, job.core._groups)
         node = self._sim.node_of(job)
         self.rounds += 1
         self.announced_by = node.name

@@ -18,6 +18,7 @@ from keepstep.one_copy.core.holding import State
 from keepstep.one_copy.core.recovery_plan import Kind, Recovery, plan_recovery
 from keepstep.one_copy.core.world import World, keepers
 from keepstep.session.session_machine import About
+from keepstep_lighthouse.quorum.groups.groups import Groups
 from tests.simulation.actors.gatherings import Gatherings
 from tests.support.models.plan_checks import check_plan, obtainable
 from tests.support.models.symbolic_copies import History, KeptCopy, Rank
@@ -45,6 +46,8 @@ class ShardChecks:
         self._domains = random.choice((1, 1, 2))
         self._sim = sim
         self._plans: dict[int, tuple[Recovery, list[Rank]]] = {}
+        self._left_out: dict[int, set[str]] = {}
+        """By quorum: the groups that the lighthouse could have waited for."""
         self._histories: dict[State, History] = {}
         self._learned: dict[State, set[int]] = {}
         """By a committed state: the ranks that have learned of it."""
@@ -91,25 +94,24 @@ class ShardChecks:
             self._sim.violated(f"the plan of quorum {quorum_id}: {error}")
         self._exposed = True
         if recovery.kind is Kind.LOST:
-            self._check_left_out(ranks)
+            self._check_left_out(quorum_id, ranks)
         return recovery
 
-    def _check_left_out(self, ranks: list[Rank]) -> None:
-        """Shards are lost to a quorum. Check that no member that the lighthouse could wait for has them."""
-        members = {one.name for one in ranks}
-        leader = self._sim.leader
-        if leader is None or not (groups := leader.lighthouse.jobs["job"].core._groups).sources:
-            return  # it has taken over, and knows no keepers yet
-        others = [
-            process.model
-            for replica_id, group in groups.by_id.items()
-            if replica_id not in members and group.session is not None and group.excluded is None
-            for process in self._sim.workers[replica_id].trainers
-        ]
+    def announced(self, quorum_id: int, groups: Groups) -> None:
+        """A quorum forms. Note the groups that the lighthouse left out, if it knows the keepers of all members."""
+        sources = groups.sources._of.values()
+        if quorum_id not in self._left_out and sources and all(len(one) > 1 for one in sources):
+            there = (one for one in groups if one.session is not None and one.excluded is None)
+            self._left_out[quorum_id] = {one.replica_id for one in there}
+
+    def _check_left_out(self, quorum_id: int, ranks: list[Rank]) -> None:
+        """Shards are lost to a quorum. Check that no group that was there has them."""
+        left_out = self._left_out.get(quorum_id, set()).difference(one.name for one in ranks)
+        others = [process.model for one in left_out for process in self._sim.workers[one].trainers]
         for rank in ranks:
             for shard, _ in rank.shards:
                 held = obtainable([*ranks, *others], shard.world, shard.state)
-                self._require(not held, f"{[one.name for one in others]} have shards, and are not in the quorum")
+                self._require(not held, f"{sorted(left_out)} have shards, and are not in quorum {quorum_id}")
 
     def same(self, state: State, history: History) -> None:
         """A shard of this state has this history."""
