@@ -13,7 +13,6 @@ from keepstep_lighthouse.quorum.forming import membership
 from keepstep_lighthouse.quorum.forming.quorum_rules import ANNOUNCING, NOBODY, Verdict, choose, judge
 from keepstep_lighthouse.quorum.groups.group import Group
 from keepstep_lighthouse.quorum.job_state import Round
-from keepstep_lighthouse.quorum.shards import WAITS_FOR_SHARDS
 from keepstep_lighthouse.quorum.verification import divergence
 from keepstep_lighthouse.quorum.views import job_status
 from keepstep_lighthouse.quorum.views.job_status import JOB_STANDS_SECONDS
@@ -86,8 +85,8 @@ class Settling:
             if again is None:
                 break
             self.verdict = again
-        if self._is_due and features.shards.lacks_some():
-            self.verdict = WAITS_FOR_SHARDS
+        if self._is_due and (waits := features.shards.waits(now)) is not None:
+            self.verdict = waits
         if self._is_due:
             self._announce(now, now_unix)
             self.verdict = self._judge(now, initial=False) if groups.asking_count else NOBODY

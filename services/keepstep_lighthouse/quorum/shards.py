@@ -4,7 +4,9 @@ Each member tells its keepers, and those of them that have no copies. A shard ca
 keepers that have copies (``groups.sources``). Rules:
 
 * No quorum forms without all groups that have a shard, as long as one of them is there, also if it hangs: the others
-  could not go on. If all of them are gone, the quorum forms, and its members find that the shard is lost.
+  could not go on. Those that were lost by their silence, or did not reconnect after a takeover, may live behind a
+  broken network: they have ``join_timeout`` to come back. Then the quorum forms, and its members find that the shard
+  is lost.
 * ``max_replicas`` and ``QuorumRequest.multiple`` leave out no group that alone has a shard, so a job may shrink in
   several quorums.
 * Groups that drain get the order one after the other, if together they would take a shard with them: the next one
@@ -19,9 +21,9 @@ from keepstep_lighthouse.quorum.job_state import JobState
 from keepstep_lighthouse.quorum.views import reasons
 from keepstep_mesh.protocol.membership import Data
 from keepstep_mesh.protocol.messages import ShardReport
+from keepstep_mesh.protocol.names import name_of
 
 LOST = "lost"
-WAITS_FOR_SHARDS = Verdict("shards")
 
 
 class Shards:
@@ -51,15 +53,21 @@ class Shards:
         if was and not told.exposed:
             self._job.log("covered", group.replica_id, keepers=", ".join(told.keepers))
 
-    def lacks_some(self) -> bool:
-        """Return whether a quorum of the groups that ask would lose shards that can be had, or not fit the mesh."""
+    def waits(self, now: float) -> Verdict | None:
+        """Return the verdict if the quorum that is due would lose shards, or not fit the mesh; None: it may form."""
         groups = self._job.groups
         if not groups.sources:
-            return False
+            return None
         chosen = choose(groups, self._job.record)
-        if surplus(len(chosen), groups):
-            return True
-        return any(groups.sources.lost_without({one.replica_id for one in chosen}, groups.by_id))
+        kept = {one.replica_id for one in chosen}
+        if surplus(len(chosen), groups) or any(groups.sources.lost_without(kept, groups.by_id)):
+            return Verdict("shards")
+        unheard = [one for one in groups.sources.unheard if name_of(one) not in groups.by_name]
+        first_asked = groups.first_asked()
+        if first_asked is not None and any(groups.sources.lost_without(kept, unheard)):
+            until = first_asked + self._job.record.policy.join_timeout
+            return Verdict("shards", until) if now < until else None
+        return None
 
     def let_leave(self) -> None:
         """Send the orders to drain that have waited, if shards can be had without these groups now."""

@@ -6,6 +6,7 @@ from tests.mutants.mutation import Mutation, Test
 
 SHARDS = Test("tests/scenarios/test_scenarios.py::test_the_lighthouse_decides_as_the_scenario_says[54_shards]")
 SIMULATION = "tests/simulation/test_simulation.py::test_no_committed_step_of_a_model_that_exists_once_is_lost"
+SESSION = "tests/services/session/test_told_unasked.py"
 QUORUM = "services/keepstep_lighthouse/quorum"
 CORE = "libs/keepstep/one_copy/core"
 TESTS = "tests/unit/keepstep/one_copy/core"
@@ -179,7 +180,14 @@ MUTATIONS = (
     Mutation(
         "a quorum forms without a member and its keeper, which hang",
         f"{QUORUM}/settling.py",
-        "        if self._is_due and features.shards.lacks_some():\n            self.verdict = WAITS_FOR_SHARDS\n",
+        "            self.verdict = waits\n",
+        "            pass\n",
+        SHARDS,
+    ),
+    Mutation(
+        "a member that was cut off from the lighthouse with its keeper is not waited for",
+        f"{QUORUM}/presence/health.py",
+        "            groups.sources.silenced(group.replica_id)\n",
         "",
         SHARDS,
     ),
@@ -188,7 +196,7 @@ MUTATIONS = (
         "libs/keepstep/session/lighthouse_session.py",
         "            self._send_shards()\n            deadline",
         "            deadline",
-        Test("tests/services/session/test_told_unasked.py"),
+        Test(f"{SESSION}::test_the_next_lighthouse_gets_the_last_report_of_shards_before_the_open_request"),
     ),
     Mutation(
         "a quorum waits for members that are gone with their shards",
@@ -235,8 +243,8 @@ MUTATIONS = (
     Mutation(
         "a quorum forms that does not fit the mesh",
         f"{QUORUM}/shards.py",
-        "        if surplus(len(chosen), groups):\n            return True\n",
-        "",
+        "if surplus(len(chosen), groups) or any",
+        "if any",
         SHARDS,
     ),
     Mutation(

@@ -13,13 +13,15 @@ class ShardSources:
         """By member: the groups that have its shards."""
         self._at: dict[str, set[str]] = {}
         """By group: the members whose shards it has."""
+        self.unheard: set[str] = set()
+        """Members that were lost by their silence: they may live, and come back."""
 
     def __bool__(self) -> bool:
         return bool(self._of)
 
     def begin(self, members: Iterable[str]) -> None:
         """A world was formed. The keepers of its members are not known yet."""
-        self._of, self._at = {}, {}
+        self._of, self._at, self.unheard = {}, {}, set()
         for member in members:
             self.note(member, ())
 
@@ -30,6 +32,11 @@ class ShardSources:
         self._of[member] = frozenset((member, *keepers))
         for source in self._of[member]:
             self._at.setdefault(source, set()).add(member)
+
+    def silenced(self, group: str) -> None:
+        """The group is lost by its silence."""
+        if group in self._of:
+            self.unheard.add(group)
 
     def needs(self, group: str, kept: set[str]) -> bool:
         """Return whether ``kept`` have a shard that they do not have without ``group``."""

@@ -87,8 +87,9 @@ def waiting(
             sentence += "" if left is None else f", {left:.1f} s of heal_timeout left"
         case "shards":
             here = {g.replica_id for g in groups if g.excluded is None and g.request is not None}
-            needed = list(groups.sources.lost_without(here, groups.by_id))
+            needed = list(groups.sources.lost_without(here, groups.by_id if left is None else groups.sources.unheard))
             sentence = f"the groups that have asked do not have all shards of the model; waiting for {named(needed)}"
+            sentence += "" if left is None else f", {left:.1f} s of join_timeout left"
             if not needed:
                 sentence = f"{_mesh(groups)}; none of the {asking} that have asked can be left out without its shards"
         case "finish_grace":
