@@ -22,6 +22,7 @@ PLAIN = Path(__file__).parents[2] / "support" / "jobs" / "plain_fsdp2.py"
 MORE_LINES = 15
 """That the script may have beyond one of plain FSDP2."""
 SECONDS = 200.0
+SLURM = EXAMPLE.parents[1] / "deploy" / "slurm" / "group.sbatch"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 
 
@@ -50,23 +51,26 @@ def shards(*outputs: str) -> dict[str, str]:
     return dict(found)
 
 
-async def test_keepstep_run_and_torchrun_with_two_ranks_in_each_member_train_as_plain_fsdp2() -> None:
+async def test_each_launcher_with_two_ranks_in_each_member_trains_as_plain_fsdp2() -> None:
     plain = shards(await printed(*TORCHRUN, "--nproc-per-node=4", str(PLAIN)))
     words = ("--replicas", "2", "--nproc-per-replica", "2", "--", str(EXAMPLE))
     assert shards(await printed(sys.executable, "-m", "keepstep_cli", "run", *words)) == plain
-    async with lighthouse() as one:
-        outputs = await asyncio.gather(
-            *(
-                printed(
-                    *(*TORCHRUN, "--nproc-per-node=2", str(EXAMPLE)),
-                    KEEPSTEP_LIGHTHOUSE=one.address,
-                    REPLICA_GROUP_ID=str(number),
-                    NUM_REPLICA_GROUPS="2",
-                )
+    by_hand = (*TORCHRUN, "--nproc-per-node=2", str(EXAMPLE))
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # the script of a Slurm task calls keepstep
+    for command in (by_hand, ("bash", str(SLURM), str(EXAMPLE))):
+        async with lighthouse() as one:
+            tasks = [
+                {
+                    "REPLICA_GROUP_ID": str(number),
+                    "NUM_REPLICA_GROUPS": "2",
+                    "SLURM_ARRAY_TASK_ID": str(number),
+                    "SLURM_ARRAY_TASK_COUNT": "2",
+                }
                 for number in range(2)
-            )
-        )
-    assert shards(*outputs) == plain
+            ]
+            common = {"KEEPSTEP_LIGHTHOUSE": one.address, "RANKS": "2", "PATH": path}
+            outputs = await asyncio.gather(*(printed(*command, **common, **task) for task in tasks))
+        assert shards(*outputs) == plain, command
 
 
 def test_the_script_has_few_lines_more_than_one_of_plain_fsdp2() -> None:
