@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -141,6 +142,9 @@ class OneCopy:
     ) -> None:
         if copies < 1:
             raise ValueError(f"copies={copies} must be at least 1; it is the number of keepers of each rank")
+        # The first optimizer of a process imports it, which takes half a second: a spare has the time now, and not when
+        # the others wait for its shard.
+        importlib.import_module("torch._dynamo")
         self._shape = MeshShape(mesh or {"fsdp": -1})
         self._data_dims = self._shape.data_dims(data_dims)
         self._copies = copies
