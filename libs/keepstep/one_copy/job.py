@@ -45,6 +45,7 @@ from keepstep.runtime.exits import PrintedExit
 from keepstep.runtime.host_memory import available_bytes, ranks_of_host
 from keepstep.runtime.learned_imports import tell_imports
 from keepstep.step.step_faults import StepFaults
+from keepstep_mesh.config.log_limiter import LogLimiter
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import Drained, JobClosed, KeepstepError
 from keepstep_mesh.exit_codes import EXIT_STATE_LOST
@@ -56,8 +57,8 @@ log = get_logger("keepstep.one_copy")
 
 LOSS_SECONDS = 1.0
 """Longest wait for news of a loss, after an error that a loss may have caused."""
-UNFIT_SECONDS = 0.5
-"""Pause before the next quorum when the members do not fill the mesh."""
+UNFIT_SECONDS, MOST_UNFIT_SECONDS = 0.5, 4.0
+"""First and longest pause before the next quorum, while ``build`` gives another model for the number of members."""
 MOST_UNEXPLAINED = 4
 """Number of failed attempts of a step in a row, without a lost member, after which the script is at fault."""
 NO_SEAT = 1 << 62
@@ -193,6 +194,8 @@ class OneCopy:
         """Why the groups of the world are not usable; empty: they are."""
         self._asked: State | None = None
         """State with which this rank has asked for its quorum."""
+        self._pause = UNFIT_SECONDS
+        self._warnings = LogLimiter(seconds=30.0)
         self._failures = 0
         self._unexplained = 0
         """Number of failed attempts of this step in a row without a lost member."""
@@ -569,9 +572,7 @@ class OneCopy:
             try:
                 done = recovery.run(plan)
             except UnfitMembersError as error:
-                log.warning("no step possible", reason=str(error))
-                self._broken = str(error)
-                time.sleep(UNFIT_SECONDS)  # nothing tells when another member comes
+                self._wait_for_members(str(error))
             except ShardsLostError as error:
                 self._shard_reports.lost(plan.quorum_id, error.step)
                 raise StateLost(str(error)) from error
@@ -581,11 +582,18 @@ class OneCopy:
                 log.warning("recovery failed; trying again", reason=str(error) or type(error).__name__)
                 self._break(str(error))
             else:
-                self._broken = ""
+                self._broken, self._pause = "", UNFIT_SECONDS
                 self._note_recovery(plan, done, state, built=self._shard.held is not before, began=began)
                 if done.kind is not Kind.RESUMED or self._shard.now().state == self._asked:
                     return plan
                 self._failures = 0  # ask again, so that the lighthouse knows from which step the job goes on
+
+    def _wait_for_members(self, reason: str) -> None:
+        self._broken = reason
+        if self._warnings.allows(time.monotonic(), reason):
+            log.warning("no step possible; waiting for other members", reason=reason)
+        time.sleep(self._pause)  # nothing tells when another member comes
+        self._pause = min(2 * self._pause, MOST_UNFIT_SECONDS)
 
     def _note_recovery(
         self, plan: QuorumPlan, recovery: Recovery, before: State | None, *, built: bool, began: float

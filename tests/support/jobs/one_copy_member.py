@@ -24,7 +24,7 @@ def build(mesh: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     world, _, special = own("WIDTH_IN_WORLD").partition(":")
     width = int(special if world == str(mesh.size()) else own("WIDTH", "16"))
     model = nn.Sequential(nn.Linear(16, width), nn.Tanh(), nn.Linear(width, 16))
-    fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh["fsdp"] if mesh.ndim > 1 else mesh)
     return model, getattr(torch.optim, own("OPTIMIZER", "AdamW"))(model.parameters(), lr=float(own("LR", "1e-2")))
 
 

@@ -101,6 +101,10 @@ class Members:
         """Return whether all ranks of a member ask for a quorum."""
         return any(one.name == name and one.request is not None for one in self.core._groups)
 
+    def seats(self) -> dict[int, str]:
+        """Return the name of the member in each seat. The next one keeps its copies."""
+        return {one.shards.seat: name for name, one in self.views().items() if one.shards is not None}
+
     def events(self, *kinds: str) -> list[Any]:
         return [one for one in self.lighthouse.events.newest("default", 500) if one.kind in kinds]
 

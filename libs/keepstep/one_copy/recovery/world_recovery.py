@@ -108,7 +108,7 @@ class WorldRecovery:
         if recovery.kind in (Kind.FRESH, Kind.LOST):
             found = self.checkpoints.newest(meeting.store(CHECKPOINT), rank, world.size, self.ended)
         if recovery.kind is Kind.LOST and found is None:
-            raise ShardsLostError(_lost_text(recovery), recovery.given_up)
+            raise ShardsLostError(_lost_text(recovery, self.copies), recovery.given_up)
         self.groups.configure(
             rank,
             world.size,
@@ -208,22 +208,21 @@ class WorldRecovery:
 
         Raises:
             MismatchExit: this member differs.
-            UnfitMembersError: most members build another model for this number of ranks than before.
+            UnfitMembersError: members that have shards build another model for this number of ranks than before.
             CopyError: other members differ, and end.
         """
         facts = self._compared.packed(held) if held is not None else b""
-        told = [Told.of(one) for one in self._gather(recovery.world, "told ", self._told(held, facts, problem))]
-        world, odd = recovery.world, frozenset(rank for rank, one in enumerate(told) if one.problem)
+        world = recovery.world
+        told = [Told.of(one) for one in self._gather(world, "told ", self._told(held, facts, problem))]
         self._alike = len({(one.digest, one.of_step) for one in told}) == 1
-        if 2 * len(odd) > world.size:
-            raise UnfitMembersError(next(one.problem for one in told if one.problem))
-        if odd:
+        holders = {holdings[one.holder].replica_id for one in recovery.sources if one.way is not Way.COPY}
+        seats = [seat for seat, one in enumerate(world.seats) if one.replica_id in holders]
+        having = [rank for rank in range(world.size) if rank // world.ranks_per_seat in seats]
+        if odd := frozenset(rank for rank, one in enumerate(told) if one.problem):
+            if not odd.isdisjoint(having):  # without these members shards would be lost
+                raise UnfitMembersError(told[min(odd.intersection(having))].problem)
             self._refuse(world, Verdict(odd, told[min(odd)].problem))
         if len({one.digest for one in told}) > 1:
-            seats = {holdings[one.holder].replica_id for one in recovery.sources if one.way is not Way.COPY}
-            having = [
-                rank for rank in range(world.size) if world.seats[rank // world.ranks_per_seat].replica_id in seats
-            ]
             self._compare(world, "", facts, [one.digest for one in told], having)
 
     def compare_step(self, step: int) -> None:
@@ -410,12 +409,17 @@ class WorldRecovery:
         }
 
 
-def _lost_text(recovery: Recovery) -> str:
+def _lost_text(recovery: Recovery, copies: int) -> str:
     previous = recovery.previous
     assert previous is not None
+
+    def name(seat: int) -> str:
+        return previous.seats[seat].replica_id
+
     seats = sorted({rank // previous.ranks_per_seat for rank in recovery.missing})
-    names = ", ".join(previous.seats[one].replica_id for one in seats)
+    of = {seat: " and ".join(map(name, keepers(previous, seat, copies))) or "none" for seat in seats}
+    lost = "; ".join(f"{name(seat)} (kept by {of[seat]})" for seat in seats)
     return (
-        f"the shards of {names} are lost at step {recovery.given_up}: each was lost together with its keepers; "
-        f"no durable checkpoint has them; set durable_every to resume from one, and copies=2 to survive this"
+        f"shards are lost at step {recovery.given_up}, together with all copies of them: {lost}; no durable checkpoint "
+        f"has them; set durable_every to resume from one, and copies=2 to survive this"
     )
