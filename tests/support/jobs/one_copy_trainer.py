@@ -1,9 +1,10 @@
 """Train a sharded model with one copy, and end or freeze where the test says: ``ONE_COPY_FAULTS``.
 
 Each fault is ``step:rank:phase``, once in a job, whose directory is ``ONE_COPY_DIRECTORY``. Phases: ``forward``,
-``backward``, ``copy`` (between two frames to the keeper), ``vote``, ``committed``, ``reading`` and ``serving`` (in a
-recovery, by a newcomer and by another rank), and ``freeze`` (SIGSTOP before the backward pass). With ``ONE_COPY_EVERY``
-a fault waits until the durable checkpoint before it is committed.
+``backward``, ``copy`` (between two frames to the keeper), ``vote``, ``committed``; in a recovery ``configuring``,
+``reading`` (by a newcomer), ``serving`` (by another rank) and ``ending`` (before the last vote); and ``freeze``
+(SIGSTOP before the backward pass). With ``ONE_COPY_EVERY`` a fault waits until the durable checkpoint before it is
+committed.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ KIND = os.environ.get("ONE_COPY_KIND", "plain")
 FAULTS = [one.split(":") for one in os.environ.get("ONE_COPY_FAULTS", "").split(",") if one]
 DIRECTORY = Path(os.environ["ONE_COPY_DIRECTORY"])
 BATCH = 16
+HOLDS = [int(step) for step in os.environ.get("ONE_COPY_HOLDS", "").split(",") if step]
+"""Committed steps after which ranks wait for a file ``go.STEP``."""
 EVERY = int(os.environ.get("ONE_COPY_EVERY", "0"))
 
 
@@ -211,12 +214,12 @@ vote = WorldGroups.vote
 
 
 def voting(self: Any, values: list[int], timeout: Any) -> list[int]:
-    if len(values) > 1:
-        fault("vote")
+    fault("vote" if len(values) > 1 else "ending")
     return vote(self, values, timeout)
 
 
 WorldGroups.vote = voting  # type: ignore[method-assign]
+hook(WorldGroups, "configure", "configuring")
 settle = OwnShard.settle
 
 
@@ -262,6 +265,8 @@ def digest() -> str:
 
 
 while job.step < int(STEPS if STEPS.isdigit() else Path(STEPS).read_text()):
+    while job.step in HOLDS and not (DIRECTORY / f"go.{job.step}").exists():
+        time.sleep(0.02)
     with job.attempt() as (model, optimizer, _, scaler):
         now[0] = job.step
         random = torch.Generator().manual_seed(1000 + job.step)

@@ -5,13 +5,18 @@ Slow: each test trains in several processes, some of which start again.
 
 from __future__ import annotations
 
+import asyncio
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 
 from keepstep_mesh.exit_codes import EXIT_STATE_LOST
+from tests.support.jobs.job import DEADLINE
+from tests.support.jobs.one_copy_job import OneCopyJob, undisturbed
 from tests.support.jobs.one_copy_members import members
+from tests.support.network.namespaces import Host, Namespaces, why_not
 
 pytestmark = [pytest.mark.training, pytest.mark.timeout(240)]
 
@@ -59,7 +64,9 @@ async def test_members_that_pause_return_at_once_or_only_stand_by_disturb_nothin
         await job.finish("m0", "m1", "m2")
 
 
-async def test_a_build_that_gives_another_model_in_a_rank_after_a_loss_waits_for_the_lost_member(tmp_path: Path) -> None:
+async def test_a_build_that_gives_another_model_after_a_loss_waits_for_the_lost_member(
+    tmp_path: Path,
+) -> None:
     async with members(tmp_path) as job:
         job.start("m0", "m1", count=3)
         job.start("m2", count=3, WIDTH_IN_WORLD="2:24")
@@ -84,3 +91,61 @@ async def test_members_that_do_not_fill_the_mesh_wait_and_say_for_what(tmp_path:
         job.start("m1", count=1, MESH=mesh)
         await job.trains("m0", "m1")
         await job.finish("m0", "m1")
+
+
+class NetworkedJob(OneCopyJob):
+    """Each member, and the lighthouse, on a host of its own."""
+
+    def __init__(self, network: Namespaces, *flags: str, min_replicas: int) -> None:
+        self.network = network
+        self.node = network.host("lighthouse")
+        super().__init__(*flags, min_replicas=min_replicas)
+        self.address = f"http://{self.node.address}:{self.port}"
+
+    def host_of(self, group: str) -> Host:
+        return self.network.host(group)
+
+    async def start_lighthouse(self) -> None:
+        bind = f"{self.node.address}:{self.port}"
+        flags = ("--bind", bind, "--min-replicas", str(self._min_replicas), "--insecure", *self._flags)
+        with (self.directory / "lighthouse.log").open("ab") as log:
+            self.lighthouse = await asyncio.create_subprocess_exec(
+                *(*self.node.command, sys.executable, "-m", "keepstep_cli", "lighthouse", *flags),
+                stdout=log,
+                stderr=log,
+            )
+
+    async def asks(self, name: str) -> None:
+        """Wait until the lighthouse has a request of this member."""
+        async with asyncio.timeout(DEADLINE):
+            while True:
+                replicas = (await self.order("GET", "/replicas"))["replicas"]
+                if any(one["name"] == name and one["state"] in ("asking", "spare") for one in replicas):
+                    return
+                await asyncio.sleep(0.05)  # a state of the lighthouse, which no member prints
+
+    def isolate(self, name: str) -> None:
+        for other in ("lighthouse", *(one for one in self.groups if one != name)):
+            self.network.cut(name, other)
+
+
+async def test_a_member_that_is_cut_off_is_replaced_and_comes_back() -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    _, shards, losses = await undisturbed(3, kind="clip", steps=12)
+    with Namespaces() as network:
+        async with NetworkedJob(network, "--heartbeat-timeout", "2", min_replicas=3) as job:
+            training = asyncio.create_task(job.train(3, 1, kind="clip", steps=12, holds="4,10"))
+            await job.until(lambda: sum(key[0] == 4 for key in job.shards()) == 3, "four steps", DEADLINE)
+            name = next(n for n, one in job.groups.items() if any(e["event"] == "committed" for e in one.lines))
+            job.isolate(name)
+            (job.directory / "go.4").touch()
+            await job.until(lambda: sum(key[0] == 10 for key in job.shards()) == 3, "the others go on", DEADLINE)
+            network.mend()
+            await job.asks(name)
+            (job.directory / "go.10").touch()
+            await training
+            assert {key: value for key, value in job.shards().items() if key[0] <= 10} == {
+                key: value for key, value in shards.items() if key[0] <= 10
+            }
+            assert job.losses() == pytest.approx(losses, rel=1e-5), "it is a fourth member from then on"

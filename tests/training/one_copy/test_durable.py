@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from keepstep.checkpoint import load
-from tests.support.jobs.one_copy_job import SECONDS, OneCopyJob, told
+from tests.support.jobs.one_copy_job import SECONDS, OneCopyJob, told, undisturbed
 from tests.support.services.relay_driver import relay_process
 
 pytestmark = [pytest.mark.training, pytest.mark.timeout(240)]
@@ -52,8 +52,7 @@ async def durable_job(*flags: str, members: int) -> AsyncIterator[DurableJob]:
 
 
 async def test_a_member_lost_with_its_keeper_costs_the_steps_since_the_checkpoint() -> None:
-    async with OneCopyJob(min_replicas=4) as job:
-        expected, shards = told(await job.train(4, steps=12)), job.shards()
+    expected, shards, _ = await undisturbed(4, steps=12)
     async with durable_job(members=4) as job:
         ends = await job.train(4, faults="7:1:backward,7:2:backward", steps=12, every=4)
         assert job.faults() == 2, job.report()
@@ -74,9 +73,7 @@ async def test_a_member_lost_with_its_keeper_costs_the_steps_since_the_checkpoin
 
 
 async def test_ranks_that_are_left_resume_without_the_lost_ones_and_take_them_in_later() -> None:
-    async with OneCopyJob(min_replicas=4) as job:
-        await job.train(4, kind="clip", steps=12)
-        losses = job.losses()
+    _, _, losses = await undisturbed(3, kind="clip", steps=12)
     async with durable_job("--initial-replicas", "4", members=2) as job:
         await job.train(4, kind="clip", faults="7:1:backward,7:2:backward", steps=12, every=4)
         assert job.faults() == 2, job.report()
@@ -85,9 +82,7 @@ async def test_ranks_that_are_left_resume_without_the_lost_ones_and_take_them_in
 
 
 async def test_a_job_that_is_started_again_resumes_with_another_number_of_ranks() -> None:
-    async with OneCopyJob(min_replicas=4) as job:
-        await job.train(4, kind="clip", steps=8)
-        losses = job.losses()
+    _, _, losses = await undisturbed(3, kind="clip", steps=12)
     async with durable_job(members=3) as job:
         faults = ",".join(f"7:{rank}:backward" for rank in range(4))
         for number in range(4):
