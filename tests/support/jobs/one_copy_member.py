@@ -13,6 +13,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from keepstep.one_copy import OneCopy
+from keepstep.one_copy.copies import copy_sender
+from keepstep.one_copy.copies.kept_bytes import Memory
 
 
 def own(name: str, default: str = "") -> str:
@@ -28,6 +30,15 @@ def build(mesh: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, getattr(torch.optim, own("OPTIMIZER", "AdamW"))(model.parameters(), lr=float(own("LR", "1e-2")))
 
 
+def take(self: Memory, size: int) -> list[memoryview]:
+    """Find no memory while the file ``FULL`` exists."""
+    if own("FULL") and Path(own("FULL")).exists():
+        raise MemoryError
+    return take_memory(self, size)
+
+
+take_memory, Memory.take = Memory.take, take  # type: ignore[method-assign]
+copy_sender.ASK_AGAIN_SECONDS = 0.2
 torch.set_num_threads(int(own("THREADS", "1")))
 torch.manual_seed(0)
 job = OneCopy(

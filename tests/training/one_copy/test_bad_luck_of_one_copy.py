@@ -93,6 +93,23 @@ async def test_members_that_do_not_fill_the_mesh_wait_and_say_for_what(tmp_path:
         await job.finish("m0", "m1")
 
 
+async def test_a_keeper_without_memory_leaves_its_owner_exposed_until_it_has_memory_again(tmp_path: Path) -> None:
+    full = tmp_path / "full"
+    async with members(tmp_path) as job:
+        job.start("m0", "m1", count=2, FULL=str(full))
+        await job.trains("m0", "m1")
+        full.touch()
+        await job.until(lambda: len(job.core.quorum_view(0.0).exposed) == 2, "exposed members")
+        assert all("no memory for" in one for one in job.core.quorum_view(0.0).exposed)
+        await job.trains("m0", "m1")
+        full.unlink()
+        await job.until(lambda: not job.core.quorum_view(0.0).exposed, "no exposed members")
+        assert [one.detail["how"] for one in job.events("world_formed")] == ["fresh"], "without a recovery"
+        job.kill("m0")
+        await job.trains("m1")
+        await job.finish("m1")
+
+
 class NetworkedJob(OneCopyJob):
     """Each member, and the lighthouse, on a host of its own."""
 

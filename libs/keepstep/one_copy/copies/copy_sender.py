@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import copy
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +23,12 @@ log = get_logger("keepstep.one_copy")
 
 LOG_SHARE = 1.2
 """A keeper needs memory for a base, and for a log of this many times as many bytes."""
+
+
+ASK_AGAIN_SECONDS = 5.0
+"""A keeper that had no memory is asked again after this time."""
+ANSWER_SECONDS = 5.0
+"""Limit of its answer."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,12 @@ class CopySender:
         self._fill = False
         self.exposed: dict[str, str] = {}
         """Keepers that have no copies, by name, and the reason."""
+        self._hello: dict[str, Any] = {}
+        self._addresses: dict[str, str] = {}
+        self._filling: set[str] = set()
+        """Keepers of ``exposed`` that are filled now."""
+        self._asked_at = 0.0
+        """When those without copies were asked last; monotonic seconds."""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="keepstep-copying")
         self._tasks: list[concurrent.futures.Future[None]] = []
         """Of this attempt, in order. One thread works on them."""
@@ -88,35 +102,57 @@ class CopySender:
         self._state, self._whole = tensors, whole
         self._fill = any(fill for _, fill in keepers.values())
         self.exposed = {}
-        need, boxes = round(tensors.nbytes * (1 + LOG_SHARE)), tensors.boxes
-        for name, (address, _) in keepers.items():
-            link = connect(address, self._token, self._timeout, self._reason)
+        self._hello = {
+            "kind": "own",
+            "world": member.world,
+            "rank": member.rank,
+            "quorum": member.quorum_id,
+            "names": tensors.names_of_slices(),
+            "need": round(tensors.nbytes * (1 + LOG_SHARE)),
+            "boxes": tensors.boxes,
+            "whole": whole,
+        }
+        self._addresses = {name: address for name, (address, _) in keepers.items()}
+        for name in keepers:
             # One stream goes to all keepers, so that all are filled if one of them needs it.
-            hello = {
-                "kind": "own",
-                "world": member.world,
-                "rank": member.rank,
-                "quorum": member.quorum_id,
-                "names": tensors.names_of_slices(),
-                "need": need,
-                "boxes": boxes,
-                "whole": whole,
-                "fill": self._fill,
-            }
-            try:
-                link.send(hello, limit=self._timeout)
-                answer = link.receive(self._timeout)
-            except BaseException:
-                link.close()
-                raise
-            if answer["kind"] == "begun":
-                self._links[name] = link
-                continue
-            link.close()
-            self.exposed[name] = str(answer.get("reason"))
-            log.warning("keeper refuses copies", keeper=name, reason=self.exposed[name])
-        if self._links and not whole:
+            self._open(name, {"fill": self._fill, "again": False}, self._timeout)
+        self._asked_at = time.monotonic()
+        if keepers and not whole:
             self._early = EarlyGradients(tensors, self._gradients_came)
+
+    def _open(self, name: str, more: dict[str, Any], limit: float) -> None:
+        """Connect to a keeper. CopyError: it does not answer."""
+        link = connect(self._addresses[name], self._token, limit, self._reason)
+        try:
+            link.send({**self._hello, **more}, limit=limit)
+            answer = link.receive(limit)
+        except BaseException:
+            link.close()
+            raise
+        if answer["kind"] == "begun":
+            self._links[name] = link
+            return
+        link.close()
+        self._expose(name, str(answer.get("reason")))
+
+    def _expose(self, name: str, reason: str) -> None:
+        if name not in self.exposed:
+            log.warning("keeper has no copies", keeper=name, reason=reason)
+        self.exposed[name] = reason
+
+    def _ask_again(self) -> None:
+        """Ask keepers that have no copies again, from time to time."""
+        if not self.exposed or self._ended or time.monotonic() - self._asked_at < ASK_AGAIN_SECONDS:
+            return
+        self._stop_tasks()  # they use the links
+        for name in list(self.exposed):
+            with contextlib.suppress(CopyError):  # the lighthouse finds whether it is lost
+                self._open(name, {"fill": True, "again": True}, min(self._timeout, ANSWER_SECONDS))
+            if name in self._links:
+                log.info("keeper gets copies again", keeper=name)
+                self._fill = True
+                self._filling.add(name)
+        self._asked_at = time.monotonic()
 
     def _reason(self) -> str:
         return self._ended or self._outer()
@@ -129,6 +165,7 @@ class CopySender:
             end: returns options, buffers and random state of ``state``, for a new keeper.
             following: the state to which the step leads.
         """
+        self._ask_again()
         if not self._links or self._state is None:
             return
         self._stop_tasks()
@@ -236,14 +273,21 @@ class CopySender:
         send_state(self._links.values(), header, content, limit=self._timeout, sealed=part != "early")
 
     def _confirm(self, state: State) -> set[int]:
-        """Wait until all keepers have ``state``. Return slices whose gradients have changed since they were sent."""
+        """Wait for the keepers, and drop those without memory. Return slices that have changed since they were sent."""
         changed: set[int] = set()
-        for name, link in self._links.items():
+        for name, link in list(self._links.items()):
             answer = link.receive(self._timeout)
-            if answer.get("kind") == "changed":
+            if answer.get("kind") == "full":
+                del self._links[name]
+                link.close()
+                self._expose(name, str(answer.get("reason")))
+            elif answer.get("kind") == "changed":
                 changed |= set(answer["slices"])
             elif answer.get("kind") != "kept" or (answer["step"], answer["lineage"]) != (state.step, state.lineage):
                 raise CopyError(f"keeper {name} does not confirm step {state.step}: {answer.get('reason', answer)}")
+            elif name in self._filling:
+                self._filling.discard(name)
+                self.exposed.pop(name, None)
         return changed
 
     def interrupt(self, reason: str) -> None:
@@ -260,6 +304,7 @@ class CopySender:
             self._early = None
         self._stop_tasks()
         self._links, self._state = {}, None
+        self._filling.clear()
 
     def close(self) -> None:
         """End the connections and the thread."""

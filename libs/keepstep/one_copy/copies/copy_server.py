@@ -134,7 +134,7 @@ class CopyServer:
                     self._send_shard(frames, header)
                 case other:
                     raise CopyError(f"unknown request {other!r}")
-        except (KeepstepError, KeyError, TypeError, ValueError) as error:
+        except (KeepstepError, KeyError, TypeError, ValueError, MemoryError) as error:
             if not self._closed:
                 log.info("connection of copies ended", reason=str(error))
             with contextlib.suppress(CopyError):

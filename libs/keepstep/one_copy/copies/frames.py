@@ -27,6 +27,7 @@ MAX_HELLO_BYTES = 1 << 16
 """Limit of the first header, which comes before the token is checked."""
 PIECE_BYTES = 4 << 20
 """Bytes that are hashed and sent together, while the cache of a processor has them."""
+SKIP_BYTES = 1 << 16
 MOST_BUFFERS = 512
 """Of one call of the system; Linux takes 1024."""
 _LENGTH = struct.Struct("!I")
@@ -37,6 +38,10 @@ POLL_SECONDS = 0.2
 
 class CopyError(KeepstepError):
     """A copy could not be sent, kept or read."""
+
+
+class NoMemoryError(CopyError):
+    """The keeper has no memory for a part of a copy."""
 
 
 class Frames:
@@ -147,7 +152,8 @@ class Frames:
             limit: longest time without progress, seconds.
 
         Raises:
-            CopyError: as ``receive``; or no memory is left, or the bytes are damaged.
+            NoMemoryError: no memory is left. Nothing was received; ``skip_state`` receives the state.
+            CopyError: as ``receive``; or the bytes are damaged.
             ManifestError: the description of the state is invalid.
         """
         content = bytes(header["content"])
@@ -155,7 +161,7 @@ class Frames:
         try:
             blocks = memory.take(size)
         except MemoryError as error:
-            raise CopyError(f"no memory for {size} bytes") from error
+            raise NoMemoryError(f"no memory for {size} bytes") from error
         try:
             digests = self._receive_into(blocks, limit)
             if header["sealed"]:
@@ -164,6 +170,16 @@ class Frames:
             memory.give_back(blocks)
             raise
         return Stored(content, digests, blocks, memory)
+
+    def skip_state(self, header: dict[str, Any], limit: float) -> None:
+        """Receive the state that follows ``header``, and forget it. CopyError: as ``receive``."""
+        left, place = pack_bytes(bytes(header["content"])), memoryview(bytearray(SKIP_BYTES))
+        while left:
+            part = place[: min(left, SKIP_BYTES)]
+            self.fill([part], limit)
+            left -= part.nbytes
+        if header["sealed"]:
+            self.receive(limit)
 
     def receive_state(self, header: dict[str, Any], limit: float) -> Any:
         """Return the state that follows ``header``, verified. Errors as of ``receive_stored``."""

@@ -74,6 +74,7 @@ class Keeper:
         whole: bool,
         fill: bool,
         boxes: Boxes,
+        again: bool = False,
     ) -> None:
         """Keep copies of a rank from now on.
 
@@ -87,6 +88,7 @@ class Keeper:
             whole: see ``KeptRank``.
             fill: a whole base comes. The copy that is kept of this rank is void when it is complete.
             boxes: of the shard of the rank.
+            again: it had no copies here for some steps: what is kept of it is of no use.
 
         Raises:
             CopyError: no memory is left for it, or another process has the place of the owner.
@@ -99,8 +101,14 @@ class Keeper:
                 self._ranks[world, rank].quorum_id = quorum_id
                 self._filling.pop((world, rank), None)
                 return
+            if again:
+                self._ranks.pop((world, rank), None)
+                self._filling.pop((world, rank), None)
             for one in known:
                 one.quorum_id = quorum_id  # its owner of before brings nothing more
+        if again:
+            known.clear()
+            self.memory.clear()
         room = self._limit()
         if need > room:
             raise CopyError(f"copies of {need / 1e6:.0f} MB do not fit into the {room / 1e6:.0f} MB that are free here")
@@ -171,6 +179,15 @@ class Keeper:
         with self._lock:
             kept = self._ranks.get((world, rank))
             return kept is not None and state in kept.ledger.states()
+
+    def give_up(self, world: int, rank: int, quorum_id: int) -> None:
+        """Free a copy of a rank that is not complete, because no memory is left."""
+        with self._lock:
+            filling = self._filling.get((world, rank))
+            if filling is not None and filling.quorum_id == quorum_id:
+                del self._filling[world, rank]
+        del filling
+        self.memory.clear()
 
     def copies(self) -> tuple[Copy, ...]:
         """Return what can be rebuilt."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from keepstep.one_copy.copies.frames import CopyError, Frames
+from keepstep.one_copy.copies.frames import CopyError, Frames, NoMemoryError
 from keepstep.one_copy.copies.keeper import Keeper
 from keepstep.one_copy.copies.kept_bytes import Stored
 from keepstep.one_copy.core.holding import State
@@ -32,6 +32,8 @@ class Owner:
         """Gradients by slice, which may have changed after they were sent."""
         self._changed: list[int] = []
         """Slices whose gradients have changed."""
+        self._full = ""
+        """Why no more parts of this step are kept; empty: they are."""
 
     def serve(self) -> None:
         """Take all parts until the connection ends. CopyError: it has ended."""
@@ -41,6 +43,7 @@ class Owner:
             whole=bool(hello["whole"]),
             fill=bool(hello["fill"]),
             boxes=hello["boxes"],
+            again=bool(hello["again"]),
         )
         self._frames.send({"kind": "begun"}, limit=self._timeout)
         while True:
@@ -49,21 +52,28 @@ class Owner:
 
     def _take(self, header: dict[str, Any], part: str, state: State) -> None:
         number = header.get("slice", 0)
+        stored = self._received(header) if "content" in header else None
+        if self._full:
+            if part == "end":
+                self._give_up()
+            return
         match part:
             case "commit":
                 self._keeper.commit(*self._key, state)
-            case "early":
-                self._early[number] = self._received(header)
             case "seal":
                 stored = self._early.pop(number)
                 if stored.digests == tuple(header["digests"]):
                     self._keeper.take(*self._key, "gradients", state, number, stored)
                 else:
                     self._changed.append(number)
+            case _ if stored is None:
+                raise CopyError(f"a part {part!r} of a copy has no state")
+            case "early":
+                self._early[number] = stored
             case "end":
-                self._end(state, self._received(header))
+                self._end(state, stored)
             case _:
-                self._keeper.take(*self._key, part, state, number, self._received(header))
+                self._keeper.take(*self._key, part, state, number, stored)
 
     def _end(self, state: State, stored: Stored) -> None:
         """Confirm a step, unless a part of it is missing."""
@@ -77,5 +87,19 @@ class Owner:
             raise CopyError(f"the copy of rank {rank} of world {world} at step {state.step} is not whole")
         self._frames.send({"kind": "kept", "step": state.step, "lineage": state.lineage}, limit=self._timeout)
 
-    def _received(self, header: dict[str, Any]) -> Stored:
-        return self._frames.receive_stored(header, self._keeper.memory, self._timeout)
+    def _received(self, header: dict[str, Any]) -> Stored | None:
+        """Return the state that follows ``header``; None: no memory is left."""
+        if not self._full:
+            try:
+                return self._frames.receive_stored(header, self._keeper.memory, self._timeout)
+            except NoMemoryError as error:
+                self._full = str(error)
+        self._frames.skip_state(header, self._timeout)
+        return None
+
+    def _give_up(self) -> None:
+        """Tell the owner that it is exposed. The copy of its last step is kept: the step after it may be dropped."""
+        self._early = {}
+        self._keeper.give_up(*self._key)
+        self._frames.send({"kind": "full", "reason": self._full}, limit=self._timeout)
+        raise CopyError(self._full)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from keepstep.one_copy.copies import copy_sender
 from keepstep.one_copy.copies.copy_sender import CopySender, Membership
 from keepstep.one_copy.copies.copy_server import CopyServer
 from keepstep.one_copy.copies.frames import CopyError, connect
@@ -176,3 +177,30 @@ def test_a_wait_for_a_keeper_ends_when_the_quorum_does() -> None:
                 sender.connect(rank_state(), Membership(1, 0, 1), {"k": (address, True)}, whole=False)
         finally:
             sender.close()
+
+
+def test_a_rank_goes_on_without_copies_when_its_keeper_has_no_memory_and_has_them_again_when_it_has(
+    keeper: Keeper, server: CopyServer, sender: CopySender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = rank_state()
+    sender.connect(state, Membership(1, 0, 1), {"k": (server.address, True)}, whole=False)
+    step(state, sender, 1)
+
+    def full(size: int) -> list[memoryview]:
+        raise MemoryError(size)
+
+    monkeypatch.setattr(keeper.memory, "take", full)
+    step(state, sender, 2)
+    assert list(sender.exposed) == ["k"]
+    assert "no memory for" in sender.exposed["k"]
+    assert keeper.has(1, 0, State(1, 1)), "step 2 is not known to be committed"
+    step(state, sender, 3)
+    monkeypatch.setattr(copy_sender, "ASK_AGAIN_SECONDS", 0.0)
+    step(state, sender, 4)
+    assert "no memory for" in sender.exposed["k"], "it was asked again in vain"
+    monkeypatch.undo()
+    monkeypatch.setattr(copy_sender, "ASK_AGAIN_SECONDS", 0.0)
+    step(state, sender, 5)
+    assert not sender.exposed
+    found, _ = ShardReader(TOKEN, 1, State(5, 5), SECONDS, lambda: "").read(server.address, 0, copy=True)
+    assert torch.equal(found["weight"]["parameter"], state.parameters[0])
