@@ -27,7 +27,7 @@ LOG_SHARE = 1.2
 
 ASK_AGAIN_SECONDS = 5.0
 """A keeper that had no memory is asked again after this time."""
-ANSWER_SECONDS = 5.0
+KEEPER_ANSWER_SECONDS = 5.0
 """Limit of its answer."""
 
 
@@ -147,7 +147,7 @@ class CopySender:
         self._stop_tasks()  # they use the links
         for name in list(self.exposed):
             with contextlib.suppress(CopyError):  # the lighthouse finds whether it is lost
-                self._open(name, {"fill": True, "again": True}, min(self._timeout, ANSWER_SECONDS))
+                self._open(name, {"fill": True, "again": True}, min(self._timeout, KEEPER_ANSWER_SECONDS))
             if name in self._links:
                 log.info("keeper gets copies again", keeper=name)
                 self._fill = True
