@@ -38,7 +38,7 @@ def take(self: Memory, size: int) -> list[memoryview]:
 
 
 take_memory, Memory.take = Memory.take, take  # type: ignore[method-assign]
-copy_sender.ASK_AGAIN_SECONDS = 0.2
+copy_sender.KEEPER_AGAIN_SECONDS = 0.2
 torch.set_num_threads(int(own("THREADS", "1")))
 torch.manual_seed(0)
 job = OneCopy(

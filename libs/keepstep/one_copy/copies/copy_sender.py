@@ -25,7 +25,7 @@ LOG_SHARE = 1.2
 """A keeper needs memory for a base, and for a log of this many times as many bytes."""
 
 
-ASK_AGAIN_SECONDS = 5.0
+KEEPER_AGAIN_SECONDS = 5.0
 """A keeper that had no memory is asked again after this time."""
 KEEPER_ANSWER_SECONDS = 5.0
 """Limit of its answer."""
@@ -142,7 +142,7 @@ class CopySender:
 
     def _ask_again(self) -> None:
         """Ask keepers that have no copies again, from time to time."""
-        if not self.exposed or self._ended or time.monotonic() - self._asked_at < ASK_AGAIN_SECONDS:
+        if not self.exposed or self._ended or time.monotonic() - self._asked_at < KEEPER_AGAIN_SECONDS:
             return
         self._stop_tasks()  # they use the links
         for name in list(self.exposed):

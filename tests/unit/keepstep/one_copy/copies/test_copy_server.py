@@ -195,11 +195,11 @@ def test_a_rank_goes_on_without_copies_when_its_keeper_has_no_memory_and_has_the
     assert "no memory for" in sender.exposed["k"]
     assert keeper.has(1, 0, State(1, 1)), "step 2 is not known to be committed"
     step(state, sender, 3)
-    monkeypatch.setattr(copy_sender, "ASK_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(copy_sender, "KEEPER_AGAIN_SECONDS", 0.0)
     step(state, sender, 4)
     assert "no memory for" in sender.exposed["k"], "it was asked again in vain"
     monkeypatch.undo()
-    monkeypatch.setattr(copy_sender, "ASK_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(copy_sender, "KEEPER_AGAIN_SECONDS", 0.0)
     step(state, sender, 5)
     assert not sender.exposed
     found, _ = ShardReader(TOKEN, 1, State(5, 5), SECONDS, lambda: "").read(server.address, 0, copy=True)
