@@ -56,6 +56,36 @@ async def test_a_state_that_changes_is_shown_as_it_happens(tmp_path):
         assert await page.run("document.querySelector('progress')") is None
 
 
+async def test_members_of_a_model_that_exists_once_are_shown_with_their_keepers_exposure_and_copies(tmp_path):
+    mesh = ToldMesh(3)
+    mesh.turn("trainer-2", "standby")
+    title = "document.querySelector('.now h2').textContent"
+    heads = "[...document.querySelectorAll('.groups th.copies')].filter((one) => one.checkVisibility())"
+    heads += ".map((one) => one.textContent).join()"
+    cells = "[...document.querySelectorAll('.groups tbody tr')]"
+    cells += ".map((one) => [...one.querySelectorAll('.copies')].map((cell) => cell.textContent))"
+    async with shown(tmp_path, mesh) as (browser, endpoint):
+        page = await browser.open(endpoint.url)
+        await page.until(SHOWN)
+        assert [await page.run(title), await page.run(heads)] == [f"Job {JOB}", ""]
+        mesh.copies["trainer-0"] = {"keepers": ["trainer-1"], "exposed": "", "bytes": 3 << 20}
+        why = "its keeper trainer-0 has no copies: no memory"
+        mesh.copies["trainer-1"] = {"keepers": ["trainer-0"], "exposed": why, "bytes": 1 << 20}
+        mesh.tell_now()
+        await page.until(f"{title} === 'Job {JOB}, one copy'")
+        assert await page.run(heads) == "keepers,keeps"
+        assert await page.run(cells) == [
+            ["trainer-1", "3.0 MiB"], [f"trainer-0; exposed: {why}", "1.0 MiB"], ["", ""]
+        ]  # fmt: skip
+        phone = await browser.open(endpoint.url, width=360, height=740)
+        await phone.until(f"{SHOWN} && {title} === 'Job {JOB}, one copy'")
+        assert await phone.run("document.documentElement.scrollWidth") <= 360
+        mesh.copies.clear()
+        mesh.tell_now()
+        await page.until(f"{title} === 'Job {JOB}' && {heads} === ''")
+        assert page.complaints + phone.complaints == []
+
+
 async def test_texts_of_the_service_are_shown_as_text_and_never_as_html(tmp_path):
     mesh, now = ToldMesh(2), time.time()
     evil = "<img src=x onerror='document.title=1'><b>bold</b>"
@@ -63,6 +93,7 @@ async def test_texts_of_the_service_are_shown_as_text_and_never_as_html(tmp_path
     mesh.waiting_for = mesh.value = mesh.store = evil
     mesh.names.append(evil)
     mesh.spans[evil] = [[mesh.t0, None, "training"]]
+    mesh.copies[evil] = {"keepers": [evil], "exposed": evil, "bytes": 1}
     mesh.heals[evil] = {"bytes_done": 1, "bytes_total": 4, "bytes_per_second": 1e6, "seconds_left": 3.1, "via": evil,
                         "source": evil}  # fmt: skip
     mesh.transfers.append({**mesh.heals[evil], "kind": evil, "name": evil, "step": 1, "began": now, "ended": now,
@@ -89,7 +120,7 @@ async def test_texts_of_the_service_are_shown_as_text_and_never_as_html(tmp_path
         assert not await page.run(dangerous)
         assert page.complaints == []
         await page.run(f"location.hash = '#/job/' + encodeURIComponent({json.dumps(evil)})")
-        await page.until(f"document.querySelector('.now h2').textContent === {json.dumps(f'Job {evil}')}")
+        await page.until(f"document.querySelector('.now h2').textContent === {json.dumps(f'Job {evil}, one copy')}")
         assert not await page.run(dangerous)
 
 
@@ -200,6 +231,10 @@ async def test_1000_groups_are_shown_by_those_in_trouble_first(tmp_path, record_
         await page.until(SHOWN)
         record_property("load_seconds", time.perf_counter() - began)
         assert await page.run(rows) == 100
+        mesh.copies["trainer-600"] = {"keepers": [], "exposed": "no other member", "bytes": 0}
+        mesh.tell_now()
+        await page.until(f"{first} === 'trainer-5 straggler,trainer-600 straggler'")
+        mesh.copies.clear()
         mesh.turn("trainer-700", "lost")
         await page.until(
             f"{HEADLINE}.includes('trainer-700 is lost') && {first} === 'trainer-5 straggler,trainer-700 straggler'"

@@ -25,6 +25,7 @@ READ = sorted(path for path, of in DOCUMENT["paths"].items() if "get" in of and 
 @pytest.mark.parametrize("path", READ)
 async def test_each_answer_has_the_form_of_the_real_one(path: str) -> None:
     mesh = ToldMesh(2)
+    mesh.copies["trainer-1"] = {"keepers": ["trainer-0"], "exposed": "", "bytes": 1}
     mesh.happened("lost", "trainer-1", "trainer-1 was lost: killed")
     url = path.format(job=JOB, file="app.js" if "vendor" not in path else "uPlot.min.css")
     async with (

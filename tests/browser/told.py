@@ -71,6 +71,8 @@ class ToldMesh:
         self.names = [f"trainer-{number}" for number in range(groups)]
         self.spans: dict[str, list[list[Any]]] = {name: [[self.t0, None, "training"]] for name in self.names}
         self.heals: dict[str, dict[str, Any]] = {}
+        self.copies: dict[str, dict[str, Any]] = {}
+        """Group -> copies of its shards, in a job whose model exists once."""
         self.events: list[dict[str, Any]] = []
         self.orders: list[tuple[str, str, dict[str, Any]]] = []
         self.failures: list[dict[str, Any]] = []
@@ -147,6 +149,7 @@ class ToldMesh:
                 "failed_heals": 14 if index == 1 else 0,
                 "error": "failed to heal: no route" if index == 1 else "",
                 "error_at": t - 60,
+                "copies": self.copies.get(name),
             }
             for index, name in enumerate(self.names)
         ]

@@ -13,7 +13,7 @@ from keepstep_metrics.history.group import Group
 from keepstep_metrics.history.job import Job
 from keepstep_metrics.history.timeseries.timeline import State
 from keepstep_metrics.history.work import Work
-from keepstep_metrics.lighthouse.live_status import Live, StateOfJob
+from keepstep_metrics.lighthouse.live_status import Live, LiveCopies, StateOfJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,8 @@ class GroupNow:
     """Why it was lost or failed to heal the last time; empty: neither happened."""
     error_at: float
     """Unix time of ``error``."""
+    copies: LiveCopies | None
+    """None: each group has the whole model, it is no member, or the lighthouse did not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,4 +174,5 @@ def _group_now(one: Group, job: Job, live: Live) -> GroupNow:
         failed_heals=one.failed_heals,
         error=one.error,
         error_at=one.error_at,
+        copies=live.copies.get(one.name),
     )

@@ -12,6 +12,8 @@ const COLUMNS = [
   ["loss", "num"],
   ["restarts", "num"],
   ["host", ""],
+  ["keepers", "copies text"],
+  ["keeps", "copies num"],
   ["last error", "error"],
   ["", "orders"],
 ];
@@ -113,6 +115,8 @@ export class Groups {
           number(group.loss),
           number(group.restarts),
           group.host,
+          keepers(group.copies),
+          group.copies ? bytes(group.copies.bytes) : "",
           lastError(group, this.t),
         ];
         cells.forEach((cell, i) => say(cell, texts[i]));
@@ -122,7 +126,8 @@ export class Groups {
 
   /** Whether a group stands first in a list that is too long to show at once. */
   trouble(group) {
-    return Number(!NORMAL.has(group.state) || group.straggler || this.keptNames.has(group.name));
+    const exposed = Boolean(group.copies?.exposed);
+    return Number(!NORMAL.has(group.state) || group.straggler || exposed || this.keptNames.has(group.name));
   }
 
   keptOut(name) {
@@ -143,6 +148,7 @@ export class Groups {
     this.now = now;
     this.t = t;
     this.keptNames = new Set(now.kept_out);
+    this.node.classList.toggle("one-copy", oneCopy(now));
     const count = Object.fromEntries(STATES.map((state) => [state, 0]));
     for (const { state } of now.groups) count[state] = (count[state] ?? 0) + 1;
     this.hasSpares = count.standby > 0;
@@ -159,6 +165,16 @@ export class Groups {
     this.more.hidden = more <= 0;
     if (more > 0) say(this.more, `show more (${plural(more, "group")} left; groups in trouble come first)`);
   }
+}
+
+/** Returns whether the model of the job exists once. */
+export const oneCopy = (now) => now.groups.some((one) => one.copies);
+
+/** Returns who has copies of the shards of a member, and why one has none. */
+function keepers(copies) {
+  if (!copies) return "";
+  const names = copies.keepers.join(", ") || "none";
+  return copies.exposed ? `${names}; exposed: ${byStableNames(copies.exposed)}` : names;
 }
 
 /** Returns why a group was lost or failed to heal, and how long ago. */

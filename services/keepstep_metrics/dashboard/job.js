@@ -3,7 +3,7 @@
 
 import { el, panel, Rows, say, table, textRow } from "./dom.js";
 import { Goodput } from "./goodput.js";
-import { Groups, Heals } from "./groups.js";
+import { Groups, Heals, oneCopy } from "./groups.js";
 import { Incidents } from "./incidents.js";
 import { headline } from "./scales.js";
 import { StepCharts } from "./step_charts.js";
@@ -76,6 +76,7 @@ export class JobPage {
   build(order) {
     const zoom = (range) => this.zoom(range);
     const pick = (name) => this.pick(name);
+    this.title = el("h2", {}, `Job ${this.job}`);
     this.headline = el("p", { class: "headline", role: "status" });
     this.waiting = el("p", { class: "waiting" });
     const names = ["step", "steps/s", "loss", "last commit", "groups", "goodput"];
@@ -116,7 +117,7 @@ export class JobPage {
         el(
           "div",
           { class: "bar" },
-          el("h2", {}, `Job ${this.job}`),
+          this.title,
           el("div", { class: "orders" }, button("verify"), " ", button("policy")),
         ),
         this.headline,
@@ -214,6 +215,7 @@ export class JobPage {
   showNow(now) {
     this.now = now;
     this.nowAt = performance.now();
+    say(this.title, `Job ${this.job}${oneCopy(now) ? ", one copy" : ""}`);
     say(this.headline, headline(now, plural));
     say(this.waiting, now.waiting_for ? `Next quorum: ${byStableNames(now.waiting_for)}.` : "");
     say(this.facts.step, number(now.step));

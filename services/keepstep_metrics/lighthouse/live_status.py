@@ -28,7 +28,7 @@ from keepstep_metrics.lighthouse.service_vitals import Vitals, VitalsReader
 
 ANSWER_SECONDS = 5.0
 """Limit for an answer of the lighthouse."""
-HOSTS_SECONDS = 5.0
+REPLICAS_SECONDS = 5.0
 LOOKED_AT_SECONDS = 10.0
 """Stop polling a job that no client has read for this time."""
 RELAY_STATUS_SECONDS = 1.0
@@ -46,6 +46,29 @@ class LiveHeal:
     seconds_left: float | None
     via: str
     source: str
+
+
+@dataclass(frozen=True, slots=True)
+class LiveCopies:
+    """The copies of a member of a job whose model exists once."""
+
+    keepers: tuple[str, ...]
+    """Stable names of the groups that keep copies of its shards, or should."""
+    exposed: str
+    """Why it has no copies at a keeper, as a sentence; empty: it has."""
+    bytes: int
+    """Size of the copies that it keeps of others."""
+
+    @classmethod
+    def of(cls, shards: Mapping[str, Any]) -> LiveCopies:
+        """Read ``shards`` of a replica object of a lighthouse."""
+        exposed = "; ".join(
+            f"its keeper {name_of(hole['keeper'])} has no copies: {hole['reason']}"
+            if hole["keeper"]
+            else hole["reason"]
+            for hole in shards["exposed"]
+        )
+        return cls(tuple(map(name_of, shards["keepers"])), exposed, shards["copies_bytes"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +122,8 @@ class Live:
     kept_out: tuple[str, ...] = ()
     """Banned and evicted names, as ordered."""
     hosts: dict[str, str] = field(default_factory=dict)
-    """By stable name."""
+    copies: dict[str, LiveCopies] = field(default_factory=dict)
+    """By stable name, as ``hosts``."""
 
 
 class LiveStatusPoller:
@@ -118,8 +142,8 @@ class LiveStatusPoller:
         self._on_change = on_change
         self._live: dict[str, Live] = {}
         self._looked: dict[str, float] = {}
-        self._hosts_of: dict[str, tuple[float, int, dict[str, str]]] = {}
-        """Job -> when the hosts were asked for (monotonic), the quorum then, and the hosts."""
+        self._replicas_of: dict[str, tuple[float, Any, tuple[dict[str, str], dict[str, LiveCopies]]]] = {}
+        """Job -> when its replicas were asked for (monotonic), the news of the quorum then, and ``_replicas``."""
         self._vitals = VitalsReader(identity)
         self._failures_logged = LogLimiter()
 
@@ -134,7 +158,7 @@ class LiveStatusPoller:
             await asyncio.sleep(0.5)
             now = time.monotonic()
             self._looked = {job: t for job, t in self._looked.items() if now - t < LOOKED_AT_SECONDS}
-            self._hosts_of = {job: known for job, known in self._hosts_of.items() if job in self._looked}
+            self._replicas_of = {job: known for job, known in self._replicas_of.items() if job in self._looked}
             self._live = {job: live for job, live in self._live.items() if job in self._looked}
             address = self._address()
             if address is None or not self._looked:
@@ -161,7 +185,7 @@ class LiveStatusPoller:
             quorum = await _get(http, f"{address}/v1/jobs/{job}/quorum")
             heals = (await _get(http, f"{address}/v1/jobs/{job}/transfers"))["heals"]
             about = await _get(http, f"{address}/v1/jobs/{job}")
-            hosts = await self._hosts(http, address, job, quorum["quorum_id"])
+            hosts, copies = await self._replicas(http, address, job, quorum)
         except Problem as problem:
             if problem.status != 404:
                 raise
@@ -187,21 +211,27 @@ class LiveStatusPoller:
                 _steady(StateOfJob.of(about)),
                 tuple(sorted({*about["evicted"], *(one["target"] for one in about["bans"])})),
                 hosts,
+                copies,
             )
         if live != self._live.get(job, NOTHING):
             self._live[job] = live
             self._on_change(job)
 
-    async def _hosts(self, http: aiohttp.ClientSession, address: str, job: str, quorum_id: int) -> dict[str, str]:
-        """Return the host of each group; asked again after ``HOSTS_SECONDS`` or with a new quorum."""
-        now = time.monotonic()
-        asked_at, of_quorum, hosts = self._hosts_of.get(job, (-HOSTS_SECONDS, -1, {}))
-        if of_quorum != quorum_id or now - asked_at >= HOSTS_SECONDS:
-            replicas = (await _get(http, f"{address}/v1/jobs/{job}/replicas"))["replicas"]
-            urls = {one["name"]: urlsplit(one["address"]).hostname for one in reversed(replicas)}
-            hosts = {name: host for name, host in urls.items() if host}
-            self._hosts_of[job] = now, quorum_id, hosts
-        return hosts
+    async def _replicas(
+        self, http: aiohttp.ClientSession, address: str, job: str, quorum: Mapping[str, Any]
+    ) -> tuple[dict[str, str], dict[str, LiveCopies]]:
+        """Return hosts and copies of the groups; asked again after ``REPLICAS_SECONDS`` or with news of the quorum."""
+        now, news = time.monotonic(), [quorum[key] for key in ("quorum_id", "exposed", "copies_bytes")]
+        asked_at, known, found = self._replicas_of.get(job, (-REPLICAS_SECONDS, None, ({}, {})))
+        if known != news or now - asked_at >= REPLICAS_SECONDS:
+            replicas = (await _get(http, f"{address}/v1/jobs/{job}/replicas"))["replicas"][
+                ::-1
+            ]  # the newest of a name last
+            hosts = {one["name"]: host for one in replicas if (host := urlsplit(one["address"]).hostname)}
+            copies = {one["name"]: LiveCopies.of(one["shards"]) for one in replicas if one["member"] and one["shards"]}
+            found = hosts, copies
+            self._replicas_of[job] = now, news, found
+        return found
 
     async def cluster(self) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Vitals]]:
         """Return the lighthouse's answers to ``GET /v1/cluster`` and ``GET /v1/jobs``, and vitals by address.

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from keepstep_mesh.net.http import Identity
-from keepstep_mesh.protocol.policy import SETTINGS
+from keepstep_mesh.protocol.messages import Exposure, Heartbeat, ShardReport
+from keepstep_mesh.protocol.policy import SETTINGS, Policy
 from keepstep_mesh.protocol.telemetry_records import StepRecord
 from keepstep_mesh.security.tokens import ClientToken
 from keepstep_mesh.serving.service import all_routes
@@ -27,7 +29,7 @@ from keepstep_metrics.settings import MetricsSettings, read_settings
 from keepstep_relay.app import Relay
 from keepstep_relay.core.events import Limits
 from tests.support.services.access_table import ASKERS, TOKENS, check_access
-from tests.support.services.lighthouse_driver import eventually, lighthouse
+from tests.support.services.lighthouse_driver import eventually, lighthouse, round_of, workers
 from tests.support.services.metrics_driver import (
     DEADLINE,
     JOB,
@@ -306,6 +308,42 @@ async def test_an_upload_to_a_relay_is_seen_while_it_is_under_way_and_when_it_ha
         assert ended["bytes_done"] == ended["bytes_total"] == len(one.pack)
         assert told["began"] == ended["began"] < ended["ended"] <= time.time()
         assert ended["bytes_per_second"] > 0
+
+
+async def test_members_of_a_model_that_exists_once_are_shown_with_their_keepers_exposure_and_copies() -> None:
+    async with (
+        lighthouse(policy=Policy(reconnect_grace=0.1)) as known,
+        metrics(lighthouses=(known.address,)) as one,
+        client(one.address) as asking,
+        workers(known.address, 3) as (member, keeper, whole),
+    ):
+        await eventually(lambda: one.is_registered)
+        (quorum, *_) = await round_of([member, keeper, whole])
+        told = ShardReport(quorum.quorum_id, 0, 2, 0, "fresh", 0, 0.5, 100, (keeper.replica_id,), formed=True)
+        full = (Exposure(keeper.replica_id, "no memory"),)
+        await member.send(replace(told, exposed=full), Heartbeat())
+        await keeper.send(replace(told, seat=1, keepers=(), exposed=(Exposure("", "no other member"),)), Heartbeat())
+        for each in (member, keeper, whole):
+            await asking.tell(Teller(each.replica_id), step(time.time(), 1))
+
+        async def shown(*exposed: str) -> dict[str, Any]:
+            def of(now: dict[str, Any]) -> dict[str, Any]:
+                return {group["name"]: group["copies"] for group in now["groups"]}
+
+            def is_shown(now: dict[str, Any]) -> bool:
+                return tuple((of(now).get(name) or {}).get("exposed") for name in ("r0", "r1")) == exposed
+
+            return of(await asking.until("now", is_shown))
+
+        assert await shown("its keeper r1 has no copies: no memory", "no other member") == {
+            "r0": {"keepers": ["r1"], "exposed": "its keeper r1 has no copies: no memory", "bytes": 100},
+            "r1": {"keepers": [], "exposed": "no other member", "bytes": 100},
+            "r2": None,
+        }
+        await member.send(told, Heartbeat())
+        assert (await shown("", "no other member"))["r0"] == {"keepers": ["r1"], "exposed": "", "bytes": 100}
+        keeper.cut()
+        await asking.until("now", lambda now: [group["copies"] is None for group in now["groups"]][1:] == [True, True])
 
 
 async def test_an_upload_that_failed_says_why_and_a_live_state_that_is_left_as_it_is_did_not_fail() -> None:
