@@ -623,9 +623,8 @@ class OneCopy:
         )
         while True:
             try:
-                with self._reports.waiting():
-                    seconds = self._quorum_timeout.total_seconds()
-                    return self._membership.ask(ask, seconds, may_leave=final or self._lets_go())
+                seconds, spare = self._quorum_timeout.total_seconds(), held is None and self._settings.stands_by
+                return self._reports.ask(ask, seconds, may_leave=final or self._lets_go(), stands_by=spare)
             except TimeoutError as error:
                 log.warning("no quorum yet; asking again", step=state.step, reason=str(error))
             except Drained:

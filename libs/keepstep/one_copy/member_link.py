@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import contextlib
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from keepstep.runtime.exits import EvictedExit, JobClosedExit, MismatchExit, Ter
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS, LoopThread
 from keepstep.script_checks.common_values import arithmetic
 from keepstep.session.session_events import Push
+from keepstep.step.reporting.step_telemetry import REPORT_WAIT_SECONDS
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import Banned, Drained, JobClosed, KeepstepError, LayoutMismatch
 from keepstep_mesh.protocol.group_messages import RankAsk
@@ -144,13 +146,14 @@ class MemberLink:
 
     # ---- quorums
 
-    def ask(self, ask: RankAsk, timeout: float, *, may_leave: bool = True) -> QuorumPlan:
+    def ask(self, ask: RankAsk, timeout: float, *, may_leave: bool, waits: Callable[[], None]) -> QuorumPlan:
         """Return the quorum of the next step.
 
         Args:
             ask: number, time limit, settings and leave are filled in here.
             timeout: seconds.
             may_leave: False: an order to leave waits for a later step, so that no shard is lost with this member.
+            waits: called on the event-loop thread if the answer takes long.
 
         Raises:
             TimeoutError: no quorum formed in time.
@@ -178,7 +181,7 @@ class MemberLink:
         )
         tries = 1 + self.settings.quorum_retries
         try:
-            return self.loop_thread.call(self.link.ask(asked), 2 * timeout * tries + CALL_MARGIN_SECONDS)
+            return self.loop_thread.call(self._asked(asked, waits), 2 * timeout * tries + CALL_MARGIN_SECONDS)
         except Leaving as error:
             raise Drained(str(error)) from error
         except Banned as error:
@@ -189,6 +192,13 @@ class MemberLink:
             raise JobClosedExit(str(error)) from error
         except LayoutMismatch as error:
             raise MismatchExit(str(error)) from error
+
+    async def _asked(self, ask: RankAsk, waits: Callable[[], None]) -> QuorumPlan:
+        timer = asyncio.get_running_loop().call_later(REPORT_WAIT_SECONDS, waits)
+        try:
+            return await self.link.ask(ask)
+        finally:
+            timer.cancel()
 
     def _leave(self) -> None:
         self.leave(self._leaving, leave_cause(self._leaving), None)

@@ -36,7 +36,7 @@ from keepstep.state.errors import StatesMissing
 from keepstep.step.context import StepContext
 from keepstep.step.first_error import FirstError
 from keepstep.step.healing import StateExchange, heal_seconds
-from keepstep.step.reporting.step_telemetry import StepTimes
+from keepstep.step.reporting.step_telemetry import REPORT_WAIT_SECONDS, StepTimes
 from keepstep_mesh.errors import (
     Banned,
     CollectivesMismatch,
@@ -56,8 +56,6 @@ from keepstep_mesh.telemetry.tracing.spans import RECONFIGURE
 
 MISMATCH_LINGER_SECONDS = 0.5
 """Time that a refused group still serves its parameters, for another refused group that looks for the difference."""
-REPORT_WAIT_SECONDS = 0.5
-"""After this time the metrics service learns that the group waits for a quorum."""
 WITHDRAW_SECONDS = 2.0
 """Limit for the event loop thread to hear that a request is withdrawn."""
 

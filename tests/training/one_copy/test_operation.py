@@ -11,7 +11,9 @@ import pytest
 
 from keepstep_lighthouse.quorum.events import DrainOrdered, EvictOrdered, ReplaceOrdered
 from keepstep_mesh.exit_codes import EXIT_EVICTED
+from keepstep_metrics.history.timeseries.timeline import State
 from tests.support.jobs.one_copy_members import members
+from tests.support.services.metrics_driver import metrics
 
 pytestmark = [pytest.mark.training, pytest.mark.timeout(240)]
 
@@ -78,6 +80,23 @@ async def test_a_member_that_leaves_loses_no_step_and_a_spare_takes_its_seat(
         assert job.views()["m3"].shards.seat == seat
         assert [one.detail["how"] for one in job.events("world_formed")] == ["fresh", "replaced"]
         await job.finish(*others, "m3")
+
+
+async def test_a_spare_stands_by_until_it_has_a_seat_and_then_trains(tmp_path: Path) -> None:
+    async with members(tmp_path) as job, metrics(lighthouses=(job.lighthouse.address,)) as service:
+
+        def is_(name: str, state: State) -> bool:
+            groups = service.core.jobs["default"].groups if "default" in service.core.jobs else {}
+            return name in groups and groups[name].timeline.state is state
+
+        job.start("m0", "m1", count=2, spares=1)
+        await job.trains("m0", "m1")
+        job.start("m2", count=2, spares=1)
+        await job.until(lambda: is_("m2", State.STANDBY), "a spare that stands by")
+        job.kill("m0")
+        await job.trains("m1", "m2")
+        await job.until(lambda: is_("m2", State.TRAINING), "a spare that trains")
+        await job.finish("m1", "m2")
 
 
 @pytest.mark.parametrize("how", ["drain", "SIGTERM"])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from functools import partial
 
 from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.one_copy.core.holding import State
@@ -13,6 +13,7 @@ from keepstep.one_copy.core.world import World
 from keepstep.one_copy.member_link import MemberLink
 from keepstep.step.reporting.step_log import StepLog
 from keepstep.step.reporting.step_telemetry import StepTelemetry, StepTimes
+from keepstep_mesh.protocol.group_messages import RankAsk
 from keepstep_mesh.protocol.lineage import NEW, origin
 
 
@@ -27,20 +28,30 @@ class StepReports:
     """
 
     def __init__(self, member: MemberLink) -> None:
+        self._member = member
         self._log = StepLog(member.settings.job, member.replica_id, member.settings.rank)
         self._telemetry = StepTelemetry(member.loop_thread, member.link, member.settings)
         self._times = StepTimes(time.monotonic())
         self._own = f"{NEW}{member.replica_id}"
         """Lineage at the start of this process; empty: it has started."""
 
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Measure a wait for a quorum."""
+    def ask(self, ask: RankAsk, timeout: float, *, may_leave: bool, stands_by: bool) -> QuorumPlan:
+        """Return the answer of ``MemberLink.ask``. The wait is measured, and told to the metrics service if it is long.
+
+        Args:
+            ask, timeout, may_leave: as there.
+            stands_by: this member is a spare without a seat, whose wait is no part of a step.
+        """
         began = time.monotonic()
+        told = partial(self._telemetry.state, "standby" if stands_by else "waiting_quorum")
         try:
-            yield
+            return self._member.ask(ask, timeout, may_leave=may_leave, waits=told)
         finally:
-            self._times.quorum_seconds += time.monotonic() - began
+            waited = time.monotonic() - began
+            if stands_by:
+                self._times.began += waited
+            else:
+                self._times.quorum_seconds += waited
 
     def recovered(self, plan: QuorumPlan, recovery: Recovery, state: State, *, built: bool, seconds: float) -> None:
         """Note a recovery.

@@ -32,6 +32,9 @@ from keepstep_mesh.telemetry.tracing import exporting
 
 log = get_logger("keepstep.telemetry")
 
+REPORT_WAIT_SECONDS = 0.5
+"""After this time the metrics service learns that the group waits for a quorum."""
+
 
 OnStep = Callable[[dict[str, float], int], None]
 """Gets the scalars of a committed step, and the number of committed steps."""
