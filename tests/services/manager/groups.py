@@ -75,14 +75,20 @@ def until_connected(lighthouse: str, name: str, *, asked: bool = False) -> None:
 
 
 def together(*groups: Callable[[], Any]) -> list[Any]:
-    """Runs each group in a thread; all results, or the error that came first: those of the others follow from it."""
-    with concurrent.futures.ThreadPoolExecutor(len(groups)) as pool, warnings.catch_warnings():
+    """Runs each group in a thread; all results, or the error that came first: those of the others follow from it.
+
+    Groups that still wait after a minute end when the managers of the test are shut down.
+    """
+    pool = concurrent.futures.ThreadPoolExecutor(len(groups))
+    with warnings.catch_warnings():
         # torch changes the filters of the whole process in each thread: one would raise what another one ignores
         warnings.simplefilter("ignore")
         running = [pool.submit(group) for group in groups]
         ended, _ = concurrent.futures.wait(running, 60, concurrent.futures.FIRST_EXCEPTION)
         failed = [one for one in ended if one.exception() is not None]
-        return [one.result(0) for one in failed or running]
+        concurrent.futures.wait(running, 60)
+    pool.shutdown(wait=False)
+    return [one.result(0) for one in failed or running]
 
 
 def refusal(lighthouse: str, member: Callable[[Manager], object], newcomer: Callable[[Manager], object]) -> str:

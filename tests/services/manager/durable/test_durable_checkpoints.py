@@ -88,7 +88,12 @@ async def test_a_group_that_joins_a_live_job_heals_and_loads_no_checkpoint(light
             with manager(lighthouse, "b", theirs, **how) as b:
                 assert not b.resume()
                 assert b.current_step() == 0
-                together(lambda: step(a, ours), lambda: step(b, theirs))
+
+                def with_b() -> bool:
+                    until_connected(lighthouse, "b", asked=True)
+                    return step(a, ours)
+
+                together(with_b, lambda: step(b, theirs))
                 assert b.current_step() == a.current_step() == 4
                 assert theirs["w"][0] == ours["w"][0] == 4.0
 
