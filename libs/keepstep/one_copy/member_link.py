@@ -21,7 +21,7 @@ from keepstep.script_checks.common_values import arithmetic
 from keepstep.session.session_events import Push
 from keepstep.step.reporting.step_telemetry import REPORT_WAIT_SECONDS
 from keepstep_mesh.config.logging import get_logger
-from keepstep_mesh.errors import Banned, Drained, JobClosed, KeepstepError, LayoutMismatch
+from keepstep_mesh.errors import Banned, Drained, JobClosed, KeepstepError, LayoutMismatch, SessionClosed
 from keepstep_mesh.protocol.group_messages import RankAsk
 from keepstep_mesh.protocol.job_settings import with_settings
 from keepstep_mesh.protocol.messages import Drain, Evicted, Healing, MemberLost, RoundBroken, ShardReport
@@ -192,6 +192,10 @@ class MemberLink:
             raise JobClosedExit(str(error)) from error
         except LayoutMismatch as error:
             raise MismatchExit(str(error)) from error
+        except SessionClosed as error:
+            if self._fatal is not None:
+                raise self._fatal from error
+            raise
 
     async def _asked(self, ask: RankAsk, waits: Callable[[], None]) -> QuorumPlan:
         timer = asyncio.get_running_loop().call_later(REPORT_WAIT_SECONDS, waits)

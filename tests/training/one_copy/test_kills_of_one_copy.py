@@ -56,7 +56,8 @@ async def test_a_job_without_spares_shrinks_and_grows_without_a_lost_step_even_i
         assert job.faults() == 3, job.report()
         assert job.losses() == pytest.approx(losses, rel=1e-5)
         worlds = {event["world"] for event in job.groups["m0"].lines if event["event"] == "committed"}
-        assert {2, 4} <= worlds, worlds
+        assert {2, 3} & worlds, worlds  # 3 if the first member is back before the second one is missed
+        assert 4 in worlds, worlds
 
 
 async def test_each_sample_of_real_data_is_in_one_committed_step_while_the_job_shrinks_and_grows() -> None:

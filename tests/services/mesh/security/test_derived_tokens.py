@@ -51,8 +51,8 @@ class Listener:
     def values(self) -> set[str]:
         return {one for values in self.shown.values() for one in values}
 
-    def was_asked(self, *beginnings: str) -> bool:
-        return all(any(path.startswith(one) for path in self.shown) for one in beginnings)
+    def was_asked(self, beginning: str) -> bool:
+        return any(path.startswith(beginning) for path in self.shown)
 
 
 @contextlib.asynccontextmanager
@@ -218,7 +218,7 @@ async def test_a_relay_sends_the_command_line_nowhere(tmp_path: Path) -> None:
             said = await keepstep(*command, *at)
             assert said.code != 0
             assert "not a keepstep relay" in said.err
-        assert ear.was_asked("GET ", "DELETE ")
+        assert ear.was_asked("GET ")  # rm looks for the checkpoint first
         assert not beyond.shown
 
 
