@@ -94,9 +94,8 @@ class DirectoryTarget:
 
     def _check_uncommitted(self) -> None:
         """Raise ``CheckpointError`` if another save has committed a checkpoint."""
-        if (self._path / RECORD).exists() and not self._is_committed():
-            if self._replaces is not None and self._stored_attempt() == self._replaces:
-                return
+        stored = self._stored_attempt()  # once: rank 0 may commit at any moment
+        if stored not in (None, self._attempt, self._replaces):
             record = read_record(self._path)
             saved = (
                 f"of step {record.get('step')}, saved by {record.get('producer', 'an unknown process')} at "

@@ -16,7 +16,7 @@ from keepstep import checkpoint
 from keepstep.checkpoint import CheckpointDamaged, CheckpointError
 from keepstep.checkpoint.places import directory, rank_files
 from keepstep.checkpoint.places.directory import DirectoryTarget
-from keepstep.checkpoint.places.durable_files import create_whole
+from keepstep.checkpoint.places.durable_files import create_whole, write_whole
 from keepstep.checkpoint.planning import RankLayout
 from keepstep.checkpoint.saving import open_target, pack_of, save_facts
 from keepstep.checkpointing import UnsupportedValue
@@ -44,6 +44,26 @@ def loaded(place):
 
 def open_files():
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def test_the_commit_of_an_overwriting_save_is_never_taken_for_that_of_another_one(tmp_path):
+    record = tmp_path / directory.RECORD
+    for value in (1.0, 2.0):
+        target, pack = save_of(tmp_path, value, overwrite=True)
+        replaced = record.read_bytes() if record.exists() else b""
+        target.store(pack)
+        target.commit()
+    committed = record.read_bytes()
+
+    def commit_again():
+        for number in range(1000):
+            write_whole(record, replaced if number % 2 else committed, sync=False)
+
+    with ThreadPoolExecutor(1) as pool:
+        commits = pool.submit(commit_again)
+        while not commits.done():
+            target._check_uncommitted()
+        commits.result()
 
 
 def test_a_save_that_is_late_leaves_the_committed_checkpoint_as_it_is(tmp_path):
