@@ -40,7 +40,7 @@ class StepReports:
 
         Args:
             ask, timeout, may_leave: as there.
-            stands_by: this member is a spare without a seat, whose wait is no part of a step.
+            stands_by: this member is a spare without a seat. Its first step begins after the wait.
         """
         began = time.monotonic()
         told = partial(self._telemetry.state, "standby" if stands_by else "waiting_quorum")

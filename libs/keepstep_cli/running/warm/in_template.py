@@ -354,7 +354,7 @@ class Preload:
         if spent < 0.005:
             return
         if waited - self._waited > spent / 10:
-            time.sleep(REST * spent)
+            time.sleep(REST * spent)  # leaves the processors to the ranks that train
         self._given_way, self._waited = used, waited
 
 
@@ -486,7 +486,7 @@ def _forked_start(connection: socket.socket) -> tuple[Start, list[int]]:
         if any(event & select.POLLHUP for _, event in hung_up.poll(1e3 * pause)):
             os._exit(0)
         if not in_use:
-            time.sleep(FORK_AGAIN_SECONDS)
+            time.sleep(FORK_AGAIN_SECONDS)  # nothing tells when the kernel can fork again
 
 
 def _taken_start(connection: socket.socket, adopted: int, take: int) -> tuple[Start, list[int]]:
