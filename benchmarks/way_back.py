@@ -189,7 +189,7 @@ def measure(side: Side, kills: int, log: Path, *flags: str, also: tuple[str, ...
             began = dict.fromkeys(range(GROUPS), time.monotonic())
             for turn in range(kills):
                 group = turn % GROUPS
-                time.sleep(max(0.0, began[group] + LIFE_SECONDS - time.monotonic()))
+                time.sleep(max(0.0, began[group] + LIFE_SECONDS - time.monotonic()))  # a life of that length
                 job.until_all_commit(time.time())
                 old = set(job.of_group(group))
                 pid = job.newest(group)

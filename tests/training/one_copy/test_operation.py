@@ -96,6 +96,7 @@ async def test_a_spare_stands_by_until_it_has_a_seat_and_then_trains(tmp_path: P
         job.kill("m0")
         await job.trains("m1", "m2")
         await job.until(lambda: is_("m2", State.TRAINING), "a spare that trains")
+        assert [one.detail["how"] for one in job.events("world_formed")] == ["fresh", "replaced"]
         await job.finish("m1", "m2")
 
 

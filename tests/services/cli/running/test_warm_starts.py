@@ -463,11 +463,11 @@ def test_nothing_survives_the_sigkill_of_the_command(started) -> None:
     template = int(run.wait_for(WARM)[1])
     kill(run)
     rank = int(run.wait_for(r"life 1 (\d+)")[1])
+    processes = [psutil.Process(pid) for pid in (template, rank)]
     run.process.kill()
     run.process.wait(DEADLINE)  # from then on both are orphans, which come to this process
-    for pid in (template, rank):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            psutil.Process(pid).wait(DEADLINE)
+    _, alive = psutil.wait_procs(processes, DEADLINE)
+    assert not alive
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
