@@ -13,7 +13,7 @@ GPU_PYTHON ?= 3.12
 # The tests start hundreds of Python processes: without stored byte code each would compile all of keepstep.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo demo-resume demo-one-copy test coverage lint reference site wheel bench findings simulate mutants faults upgrade month soak gpu gpu-bundle clean
+.PHONY: help setup demo demo-resume demo-one-copy test coverage lint reference site wheel bench findings simulate mutants faults habits upgrade month soak large gpu gpu-bundle clean
 .DEFAULT_GOAL := help
 
 help: ## what there is to do
@@ -40,7 +40,7 @@ demo-one-copy: $(STAMP) ## one model sharded over four ranks, killed one after a
 	@$(BIN)/keepstep demo --one-copy
 
 test: $(STAMP) ## all tests, in four processes: make test TESTS=tests/unit PROCESSES=1
-	@$(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder $(TESTS)
+	@$(SECOND_CHANCE) $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder $(TESTS)
 
 coverage: $(STAMP) ## lines that the tests run, subprocesses too: make coverage TESTS="tests/unit tests/services/cli"
 	@rm -rf .coverage && mkdir .coverage
@@ -78,6 +78,9 @@ mutants: $(STAMP) ## planted bugs, each of which a stored test has to catch
 faults: $(STAMP) ## lighthouses, etcd, groups killed, frozen, cut off, again and again (half an hour): make faults FAULTS=--list
 	@$(BIN)/python -m tests.faults $(FAULTS)
 
+habits: $(STAMP) ## scripts of many habits as plain torch, under torch's DDP, and with keepstep and a kill: make habits HABITS=gan
+	@$(BIN)/python -m tests.habits $(HABITS)
+
 upgrade: $(STAMP) ## a mesh of another commit, restarted process by process from this tree, and back: make upgrade OLD=COMMIT
 	@$(BIN)/python -m tests.faults.upgrade $(if $(OLD),--old-commit $(OLD)) $(UPGRADE)
 
@@ -86,6 +89,9 @@ month: $(STAMP) ## services in a month of virtual time with 100,000 jobs: what t
 
 soak: $(STAMP) ## a real job under faults of a seed, with `keepstep chaos`: make soak SECONDS=3600 SEED=1
 	@$(BIN)/python -m tests.faults.soak --seconds $(SECONDS) --seed $(SEED) $(SOAK)
+
+large: $(STAMP) ## a state of 20 GiB saved, loaded, healed, and compared: make large LARGE="--gib 4 --folder /mnt"
+	@$(BIN)/python -m tests.faults.large $(LARGE)
 
 kills: $(STAMP) ## a model that exists once under random SIGKILLs, beside an undisturbed run: make kills KILLS=50 SEED=1
 	@$(BIN)/python -m tests.support.jobs.one_copy_kills --kills $(KILLS) --seed $(SEED)

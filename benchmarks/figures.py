@@ -63,6 +63,8 @@ class Figure:
     theirs: Sequence[float] = ()
     limit: Limit | None = None
     more_is_better: bool = False
+    must: bool = False
+    """Whether the run has failed if the limit is not reached."""
     definition: str = ""
     also: dict[str, object] = field(default_factory=dict)
     """Further values of the same run, for the JSON."""
@@ -101,6 +103,7 @@ class Figure:
             "torchft": self.value(self.theirs),
             "ratio": self.ratio(),
             "limits": self.bounds(),
+            "more_is_better": self.more_is_better,
             "reached": self.reached(),
             "samples": {"keepstep": list(self.ours), "torchft": list(self.theirs)},
             **self.also,

@@ -129,15 +129,24 @@ def ours(side: Side, members: int, words: Sequence[str], log: Path, min_replicas
         yield
 
 
-def torchrun(side: Side, ranks: int, words: Sequence[str], log: Path) -> contextlib.AbstractContextManager[object]:
+def torchrun(
+    side: Side, ranks: int, words: Sequence[str], log: Path, restarts: int = 9
+) -> contextlib.AbstractContextManager[object]:
     """Run a job under torchrun, which restarts it."""
     launcher = [str(side.python), "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    launcher += ["--standalone", "--max-restarts", "9", "--monitor-interval", "0.05"]
+    launcher += ["--standalone", "--max-restarts", str(restarts), "--monitor-interval", "0.05"]
     return running(side, [*launcher, *words[1:]], log)
 
 
-def kill_ours(side: Side, layers: int, spares: int, log: Path) -> tuple[float, float]:
-    """Return the seconds from SIGKILL of a rank to the next commit of all; and copies by bytes of the shard."""
+def undisturbed(lines: dict[int, list[tuple[float, int, int]]]) -> float:
+    """Return the median of the seconds of a step, but the first two of each rank."""
+    times = [[when for when, _, _ in rows[2:]] for rows in lines.values()]
+    return p50([later - earlier for one in times for earlier, later in itertools.pairwise(one)])
+
+
+def kill_ours(side: Side, layers: int, spares: int, log: Path) -> tuple[float, float, float]:
+    """Return the seconds from SIGKILL of a rank to the next commit of all, and of a step before it; and copies by bytes
+    of the shard."""
     with tempfile.TemporaryDirectory() as folder:
         ranks, left = Ranks(Path(folder)), RANKS if spares else RANKS - 1
         words = command(side, "keepstep", Path(folder), layers, 4, MANY)
@@ -152,11 +161,12 @@ def kill_ours(side: Side, layers: int, spares: int, log: Path) -> tuple[float, f
             killed = time.time()
             os.kill(victim, signal.SIGKILL)
             resumed, _ = ranks.resumed(killed, left, new=False, old=set())
-            return resumed - killed, copies
+            return resumed - killed, undisturbed(lines), copies
 
 
-def kill_theirs(side: Side, layers: int, log: Path, at: int) -> tuple[float, int]:
-    """Return the seconds from SIGKILL of a rank to the next step of all; and the steps that are repeated."""
+def kill_theirs(side: Side, layers: int, log: Path, at: int) -> tuple[float, float, int]:
+    """Return the seconds from SIGKILL of a rank to the next step of all, and of a step before it; and the steps that
+    are repeated."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = Ranks(Path(folder))
         with torchrun(side, RANKS, command(side, "torch", Path(folder), layers, 4, MANY, EVERY), log):
@@ -165,7 +175,7 @@ def kill_theirs(side: Side, layers: int, log: Path, at: int) -> tuple[float, int
             os.kill(sorted(lines)[1], signal.SIGKILL)
             reached = max(rows[-1][1] for rows in ranks.lines().values())
             resumed, first = ranks.resumed(killed, RANKS, new=True, old=set(lines))
-            return resumed - killed, reached - (first - 1)
+            return resumed - killed, undisturbed(lines), reached - (first - 1)
 
 
 def step_seconds(side: Side, library: str, steps: int, log: Path) -> list[float]:
@@ -189,19 +199,28 @@ def run(*, quick: bool, log: Path) -> list[Figure]:
     for name, size in list(STATES.items())[: 1 if quick else None]:
         layers = max(1, round(size / LAYER_BYTES))
         spare, shrunk, restart, copies, repeated = [], [], [], [], []
+        less: dict[str, list[float]] = {"spare": [], "shrunk": [], "restart": []}
         for number in range(kills):
             print(f"one copy, {name} of state, kill {number + 1} of {kills} ...", flush=True)
-            seconds, share = kill_ours(side, layers, 1, log)
+            seconds, step, share = kill_ours(side, layers, 1, log)
             spare.append(seconds)
+            less["spare"].append(seconds - step)
             copies.append(share)
-            shrunk.append(kill_ours(side, layers, 0, log)[0])
-            seconds, steps = kill_theirs(side, layers, log, 1 + number * EVERY // kills)
+            seconds, step, _ = kill_ours(side, layers, 0, log)
+            shrunk.append(seconds)
+            less["shrunk"].append(seconds - step)
+            seconds, step, steps = kill_theirs(side, layers, log, 1 + number * EVERY // kills)
             restart.append(seconds)
+            less["restart"].append(seconds - step)
             repeated.append(float(steps))
         what = f"SIGKILL of 1 of {RANKS} ranks to the next commit of all, {name} of state"
         figures += [
             Figure(f"{what}, with a spare", "s", "p50", spare, restart, Limit(value=1.0, times_theirs=0.1)),
             Figure(f"{what}, without", "s", "p50", shrunk, restart, Limit(value=1.0, times_theirs=0.1)),
+            Figure(
+                f"the same less an undisturbed step, with a spare, {name}", "s", "p50", less["spare"], less["restart"]
+            ),
+            Figure(f"the same less an undisturbed step, without, {name}", "s", "p50", less["shrunk"], less["restart"]),
             Figure(f"steps lost, {name} of state", "steps", "p50", [0.0] * kills, repeated, Limit(value=0.0)),
             Figure(f"host memory of copies by bytes of the shard, {name}", "x", "max", copies, [], Limit(value=2.2)),
         ]

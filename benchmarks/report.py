@@ -6,11 +6,21 @@ import datetime as dt
 import json
 import os
 import platform
+import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 from figures import Figure
 from rich.table import Table
-from sides import WORK, Side
+from sides import ROOT, WORK, Side
+
+
+@dataclass(frozen=True)
+class Done:
+    """A benchmark that has run."""
+
+    seconds: float
+    figures: list[Figure]
 
 
 def machine() -> dict[str, object]:
@@ -53,13 +63,25 @@ def table(figures: list[Figure]) -> Table:
     return shape
 
 
-def write(figures: list[Figure], facts: dict[str, object], sides: list[Side]) -> Path:
+def commit() -> str:
+    """Return the commit of this tree, with ``+`` if files of it have changed; empty outside of git."""
+    ask = ["git", "describe", "--always", "--abbrev=8", "--exclude=*", "--dirty=+"]
+    done = subprocess.run(ask, cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def write(done: dict[str, Done], facts: dict[str, object], sides: list[Side], *, quick: bool) -> Path:
     path = WORK / "results.json"
     record = {
         "when": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "quick": quick,
         "machine": facts,
         "versions": {side.name: side.version() for side in sides},
-        "figures": [figure.record() for figure in figures],
+        "benchmarks": {
+            name: {"seconds": round(one.seconds), "figures": [figure.record() for figure in one.figures]}
+            for name, one in done.items()
+        },
     }
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return path

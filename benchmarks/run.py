@@ -10,18 +10,23 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import checkpoint_speed
 import click
+import durable
 import failover
+import goodput
 import groups
+import hangs
 import heal
 import heal_step
 import hsdp_step
 import join
 import kill_to_commit
 import loss
+import machines
 import one_copy
 import outer_step
 import quantized
@@ -35,8 +40,7 @@ import step_cost
 import swarm
 import transfer
 import way_back
-from figures import Figure
-from report import machine, table, write
+from report import Done, machine, table, write
 from rich.console import Console
 from sides import WORK, keepstep_side, torchft_side
 
@@ -45,6 +49,7 @@ BENCHMARKS = {
     "kill": kill_to_commit.run,
     "failover": failover.run,
     "way_back": way_back.run,
+    "goodput": goodput.run,
     "step": step_cost.run,
     "hsdp": hsdp_step.run,
     "outer": outer_step.run,
@@ -63,8 +68,11 @@ ALONE = {
     "quantized": quantized.run,
     "loss": loss.run,
     "sharded": sharded_speed.run,
+    "durable": durable.run,
     "one_copy": one_copy.run,
     "scale": scale.run,
+    "hangs": hangs.run,
+    "machines": machines.run,
 }
 """Without torchft: these need no environment of it."""
 
@@ -83,16 +91,19 @@ def main(names: tuple[str, ...], *, quick: bool, peer_python: Path | None) -> No
     if not set(names) or set(names) - set(ALONE):
         sides.append(torchft_side(peer_python))
     facts = machine()
-    figures: list[Figure] = []
+    done: dict[str, Done] = {}
     for name in names or (*BENCHMARKS, *ALONE):
-        if name in ALONE:
-            figures += ALONE[name](quick=quick, log=log)
-        else:
-            figures += BENCHMARKS[name](*sides, quick=quick, log=log)
-        path = write(figures, facts, sides)
+        began = time.monotonic()
+        figures = ALONE[name](quick=quick, log=log) if name in ALONE else BENCHMARKS[name](*sides, quick=quick, log=log)
+        done[name] = Done(time.monotonic() - began, figures)
+        print(f"{name}: {done[name].seconds:.0f} s", flush=True)
+        path = write(done, facts, sides, quick=quick)
+    figures = [figure for one in done.values() for figure in one.figures]
     console = Console(width=None if os.isatty(1) else 140)
     console.print(table(figures))
-    console.print(f"every sample: {path}")
+    console.print(f"every sample: {path}; `python benchmarks/measured.py` writes the page of them")
+    if failed := [one.name for one in figures if one.must and one.reached() is False]:
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -334,8 +334,14 @@ def _job(groups: int, seen: Seen) -> list[Figure]:
         Figure(f"{title}: answers of one quorum, first to last", "ms", "p50", milli(seen.round_ends)),
         Figure(f"{title}: SIGKILL of a group to the last answer without it", "s", "max", seen.losses),
         Figure(f"{title}: a group joins, answers first to last", "ms", "max", milli(seen.joins)),
-        Figure(f"{title}: SIGKILL of the leader to the last answer", "s", "max", seen.takeovers, limit=Limit(value=2)),
-        Figure(f"{title}: the same, processor time of the next leader", "s", "max", seen.takeover_cpu),
+        Figure(f"{title}: SIGKILL of the leader to the last answer", "s", "max", seen.takeovers, limit=Limit(value=1)),
+        Figure(
+            f"{title}: the same, processor time of the next leader",
+            "s",
+            "max",
+            seen.takeover_cpu,
+            limit=Limit(value=0.5),
+        ),
         Figure(
             f"{title}: longest answer of the metrics service's loop", "ms", "max", milli(seen.beats), limit=Limit(100)
         ),

@@ -28,8 +28,7 @@ from keepstep.session.session_events import Push
 from keepstep_mesh.net.event_loop import new_event_loop
 from keepstep_mesh.net.http import Identity
 from keepstep_mesh.protocol import codec
-from keepstep_mesh.protocol.job_settings import settings_text
-from keepstep_mesh.protocol.membership import UNKNOWN, MemberInfo, StepFailure, StepReport
+from keepstep_mesh.protocol.membership import UNKNOWN, MemberInfo, StepFailure, StepReport, settings_text
 from keepstep_mesh.protocol.messages import MemberLost, QuorumRequest, RoundBroken
 from keepstep_mesh.protocol.telemetry_records import StepRecord
 from keepstep_mesh.telemetry.record_sender import Sender

@@ -62,7 +62,7 @@ def _figures(
     def added(library: str) -> list[float]:
         return [with_it - plain for with_it, plain in zip(medians[library], medians["plain"], strict=True)]
 
-    limit = 0.5 if tiny else 0.05 * p50(medians["plain"])
+    limit = 0.2 if tiny else 0.03 * p50(medians["plain"])
     also: dict[str, object] = {"p50_of_each_run_ms": medians, "plain_p50_ms": p50(samples["plain"])}
     name = f"step, {title}"
     return [

@@ -31,8 +31,6 @@ FEATURES = 1024
 BATCH = 32
 DIGEST_EVERY = 2
 """Steps between two lines of ``--digests``."""
-CATCH_UP_BYTES = 3 << 30
-"""Memory for gradients of ``--catch-up``."""
 
 
 def network(size: str) -> nn.Module:
@@ -105,7 +103,9 @@ def train_fault_tolerant(options: argparse.Namespace, ballast: list[torch.Tensor
 
     ways: dict[str, object] = {}
     if options.catch_up:
-        ways = {"catch_up": True, "after_commit": [change_more], "catch_up_memory": CATCH_UP_BYTES}
+        ways = {"after_commit": [change_more]}
+    elif options.library == "keepstep":
+        ways = {"catch_up": False}
     optimizer = library.Optimizer(manager, inner, **ways)
     data = batches(options)
     if options.first_pass:
@@ -176,7 +176,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, required=True)
     parser.add_argument("--min-replicas", type=int, default=1)
     parser.add_argument("--model", choices=("tiny", "medium", "large"), default="tiny")
-    parser.add_argument("--catch-up", action="store_true", help="join without a stall; keepstep only")
+    parser.add_argument("--catch-up", action="store_true", help="join as by default; without it, heal; keepstep only")
     parser.add_argument("--rehearse", action="store_true", help="run a step before the first one; keepstep only")
     parser.add_argument("--first-pass", type=float, default=0.0, help="seconds added to the first forward pass")
     parser.add_argument("--load-seconds", type=float, default=0.0, help="seconds added to load_state_dict")

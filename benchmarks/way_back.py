@@ -19,7 +19,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -34,7 +33,7 @@ from rich.table import Table
 from sides import HERE, Side, lighthouse, stop
 
 GROUPS = 3
-KILLS, QUICK_KILLS, HEAVY_KILLS = 20, 3, 6
+KILLS, QUICK_KILLS, HEAVY_COLD_KILLS = 20, 3, 6
 LIFE_SECONDS = 11.0
 """Longer than the shortest life after which `keepstep run` restarts a group at once."""
 LIMIT_SECONDS = 180.0
@@ -136,11 +135,17 @@ def parts_of_torchft(killed: float, times: dict[str, float]) -> Back:
 
 @contextlib.contextmanager
 def under_keepstep_run(
-    side: Side, job: Job, log: Path, flags: tuple[str, ...], also: tuple[str, ...]
+    side: Side,
+    job: Job,
+    log: Path,
+    flags: tuple[str, ...] = (),
+    also: tuple[str, ...] = (),
+    compute: float = 0.0,
+    **variables: str,
 ) -> Iterator[None]:
     command = [side.python, "-m", "keepstep_cli", "run", "--replicas", str(GROUPS), "--log-dir", job.folder / "logs"]
-    command += [*flags, "--", HERE / "way_back_trainer.py", "keepstep", job.folder, *also]
-    environment = {**side.environment(), "KEEPSTEP_STEP_LOG": str(job.folder / "steps.jsonl")}
+    command += [*flags, "--", HERE / "way_back_trainer.py", "keepstep", job.folder, str(compute), *also]
+    environment = {**side.environment(), "KEEPSTEP_STEP_LOG": str(job.folder / "steps.jsonl"), **variables}
     with log.open("ab") as out:
         process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
     try:
@@ -153,13 +158,13 @@ def under_keepstep_run(
 
 
 @contextlib.contextmanager
-def under_torchft(side: Side, job: Job, log: Path) -> Iterator[None]:
+def under_torchft(side: Side, job: Job, log: Path, compute: float = 0.0) -> Iterator[None]:
     over = threading.Event()
     running: dict[int, subprocess.Popen[bytes]] = {}
 
     def keep(group: int, address: str) -> None:
         environment = {**side.environment(), "REPLICA_GROUP_ID": str(group), "TORCHFT_LIGHTHOUSE": address}
-        command = [side.python, HERE / "way_back_trainer.py", "torchft", job.folder]
+        command = [side.python, HERE / "way_back_trainer.py", "torchft", job.folder, str(compute)]
         while not over.is_set():
             with log.open("ab") as out:
                 running[group] = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
@@ -218,14 +223,16 @@ def show(rows: dict[str, list[Back]]) -> None:
 
 def run(ours: Side, theirs: Side, *, quick: bool, log: Path) -> list[Figure]:
     kills = QUICK_KILLS if quick else KILLS
-    heavy = all(importlib.util.find_spec(name) is not None for name in HEAVY) and str(ours.python) == sys.executable
+    missing = [name for name in HEAVY if importlib.util.find_spec(name) is None]
     rows: dict[str, list[Back]] = {}
     plans = [("torchft", theirs, kills, (), ()), ("keepstep, cold", ours, kills, ("--cold",), ())]
     plans.append(("keepstep, warm", ours, kills, (), ()))
-    if heavy:
-        few = min(kills, HEAVY_KILLS)
+    if missing:
+        print(f"way back with {' and '.join(HEAVY)}: skipped, not installed: {', '.join(missing)}")
+    else:
+        few = min(kills, HEAVY_COLD_KILLS)
         plans.append(("keepstep, cold, transformers and lightning", ours, few, ("--cold",), HEAVY))
-        plans.append(("keepstep, warm, transformers and lightning", ours, few, (), HEAVY))
+        plans.append(("keepstep, warm, transformers and lightning", ours, kills, (), HEAVY))
     for title, side, count, flags, also in plans:
         print(f"way back, {title}, {count} times:", end=" ", flush=True)
         rows[title] = measure(side, count, log, *flags, also=also)
@@ -240,7 +247,7 @@ def run(ours: Side, theirs: Side, *, quick: bool, log: Path) -> list[Figure]:
                definition=definition),
         Figure("way back, cold start", "s", "p50", totals["keepstep, cold"], totals["torchft"], definition=definition),
     ]  # fmt: skip
-    if heavy:
+    if not missing:
         cold, warm = (totals[f"keepstep, {how}, transformers and lightning"] for how in ("cold", "warm"))
         limit = Limit(value=0.1 * p50(cold))
         figures.append(

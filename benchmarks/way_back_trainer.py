@@ -1,7 +1,8 @@
 """Train a tiny network on one replica group, and note when each part of its start ends. ``way_back.py`` starts it.
 
 Each process writes lines ``part time`` (Unix time) to a file of its own: ``script`` (its first line), ``imports``,
-``manager``, and ``commit`` for each committed step, with its number of participants.
+``manager``, and ``commit`` for each committed step, with its number of participants, its own number, and whether this
+group takes part.
 """
 
 import os
@@ -14,8 +15,8 @@ import sys  # noqa: E402
 from datetime import timedelta  # noqa: E402
 from pathlib import Path  # noqa: E402
 
-LIBRARY, FOLDER, *ALSO = sys.argv[1:]
-"""``keepstep`` or ``torchft``; folder of the files; modules to import too."""
+LIBRARY, FOLDER, COMPUTE_SECONDS, *ALSO = sys.argv[1:]
+"""``keepstep`` or ``torchft``; folder of the files; wait of each step in place of an accelerator; modules to import."""
 PAUSE_SECONDS = 0.01
 COLLECTIVE_SECONDS = 30.0
 
@@ -64,10 +65,13 @@ def main() -> None:
         while True:
             step = manager.current_step()
             optimizer.zero_grad()
-            network(torch.randn(32, 10)).square().mean().backward()
+            loss = network(torch.randn(32, 10)).square().mean()
+            time.sleep(float(COMPUTE_SECONDS))  # in place of an accelerator
+            loss.backward()
             optimizer.step()
             if manager.current_step() > step:
-                out.write(f"commit {time.time()} {manager.num_participants()}\n")
+                part = manager.num_participants(), manager.current_step(), int(manager.is_participating())
+                out.write(f"commit {time.time()} {' '.join(map(str, part))}\n")
                 out.flush()
             time.sleep(PAUSE_SECONDS)  # in place of loading data
 

@@ -24,7 +24,14 @@ project = "keepstep"
 release = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 extensions = ["myst_parser", "sphinx_copybutton"]
 root_doc = "README"
-include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md", "docs/*.md"]
+include_patterns = [
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "benchmarks/README.md",
+    "benchmarks/MEASURED.md",
+    "docs/*.md",
+]
 myst_heading_anchors = 6
 highlight_language = "none"
 html_theme = "furo"

@@ -7,6 +7,8 @@
 # Version: torch 2.13.0, torch.distributed.checkpoint.state_dict.
 # Why it matters: jobs save at step 0, or read the state to learn its layout before they load. That job has other
 #   weights than the same job without it; a group that joins and one that started train differently from the first step.
+# keepstep: it sets the count of that step back, for the optimizer of a keepstep.Optimizer or of LocalSGD:
+#   tests/services/manager/models/test_torch_state_functions.py
 source "$(dirname "$0")/environment"
 packages torch==2.13.0 numpy==2.4.6
 program <<'PYTHON'

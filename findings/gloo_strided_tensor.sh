@@ -6,6 +6,8 @@
 # Version: torch 2.13.0, backend gloo.
 # Why it matters: gradients in channels_last, slices of buffers and transposed weights are summed wrongly on CPU, on one
 #   rank or on all, without an error. Tests of a training loop on Gloo then say other things than a run on NCCL.
+# keepstep: Manager.allreduce adds by index:
+#   tests/services/manager/steps/test_steps.py::test_elements_are_added_by_index_in_any_order_of_memory
 source "$(dirname "$0")/environment"
 packages torch==2.13.0 numpy==2.4.6
 program_of_ranks 2 <<'PYTHON'

@@ -24,7 +24,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -46,6 +46,7 @@ from keepstep.data_parallel.torch_reducer import (
     forward_pass,
     marker,
     notice_reentrant_checkpoints,
+    refuse_replaced_weights,
 )
 from keepstep.data_parallel.trained_parameters import TrainedParameters, left_out
 from keepstep.lifecycle.manager_like import as_manager
@@ -80,6 +81,9 @@ class _Expects(Enum):
     FORWARD = "the reducer expects the gradients of a forward pass: the pass is averaged"
     REENTRANT = "the forward pass had a reentrant checkpoint: all buckets are averaged at the end of the pass"
     AGAIN = "the reducer expects gradients without a forward pass: the pass is averaged in the step of the last one"
+
+
+_FLAGS = (bool, _Expects)
 
 
 class DistributedDataParallel(parallel.DistributedDataParallel):
@@ -173,6 +177,16 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         header = _header(buckets, should_quantize=should_quantize)
         manager.steps.add_layout(ModuleLayout(header, self._trained, buffers.lines, self._rebuild))
 
+    def __reduce_ex__(self, _protocol: object) -> NoReturn:
+        _refuse_copy(self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set a flag without ``nn.Module``'s search for parameters, a tenth of the instructions of a small step."""
+        if type(value) in _FLAGS:
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
     # ---- the reducer of torch
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
@@ -241,6 +255,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
         if not self.require_forward_param_sync:
             return output
+        _refuse_replaced_weights(self._keepstep_manager, output)
         self._averages_at_end |= forward_pass.reentrant
         if self._averages_at_end:
             self._expects = _Expects.REENTRANT
@@ -417,6 +432,9 @@ class PureDistributedDataParallel(nn.Module):
         header = _header("one bucket a parameter", should_quantize=should_quantize)
         manager.steps.add_layout(ModuleLayout(header, self._trained, self._synced.lines, self._watch))
 
+    def __reduce_ex__(self, _protocol: object) -> NoReturn:
+        _refuse_copy(self)
+
     def _watch(self) -> None:
         """Call ``_queue_averaging`` with each gradient of a present member."""
         for hook in self._hooks:
@@ -430,7 +448,9 @@ class PureDistributedDataParallel(nn.Module):
     def forward(self, *args: object, **kwargs: object) -> object:
         """Run the module; the backward pass of the result averages the gradients."""
         self._averaging = False  # a backward pass that raised did not reset it
-        return self.module(*args, **kwargs)
+        output = self.module(*args, **kwargs)
+        _refuse_replaced_weights(self._keepstep_manager, output)
+        return output
 
     def _queue_averaging(self, _parameter: torch.Tensor) -> None:
         if not self._averaging:
@@ -460,6 +480,19 @@ class PureDistributedDataParallel(nn.Module):
         if trained.changed() and (names := trained.outside()):
             manager.report_error(KeepstepError(left_out(names)))
         usage.publish(failed=manager.errored() is not None)
+
+
+def _refuse_copy(wrapper: nn.Module) -> NoReturn:
+    raise TypeError(
+        f"{type(wrapper).__name__} cannot be copied or pickled, because it belongs to a Manager: copy or "
+        f"save the module inside it (ddp.module), or its state_dict()"
+    )
+
+
+def _refuse_replaced_weights(manager: Manager, output: object) -> None:
+    """Let the backward pass of ``output`` raise if the weights are replaced until then: by a heal in ``zero_grad``."""
+    if manager.steps.open_number is None:
+        refuse_replaced_weights(output, lambda: manager.steps.states_loaded)
 
 
 def _header(bucket_cap_mb: str, *, should_quantize: bool) -> str:

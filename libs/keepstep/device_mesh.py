@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 import torch.distributed as dist
@@ -11,23 +11,32 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
+from keepstep.group.agreement import FixedLines
 from keepstep.lifecycle.manager_like import as_manager
 from keepstep.manager import Manager
 from keepstep.process_group import ManagedProcessGroup
 from keepstep.state.values.sharding import is_dtensor, sharding_of
+from keepstep_mesh.text import listed
+
+MAX_NAMED = 3
+"""Parameters that an error names."""
 
 
-def all_reduce_hook(manager: Manager) -> Callable[[torch.Tensor], None]:
+def all_reduce_hook(manager: Manager, reduced: str = "") -> Callable[[torch.Tensor], None]:
     """Return a hook for ``FSDPModule.set_all_reduce_hook`` that averages gradients over the groups.
 
-    FSDP2 calls it in the backward pass, with the gradient shard of each of its units after the reduce-scatter inside
-    the group. An error fails the step and does not raise.
+    FSDP2 calls it in the backward pass, or at the end of a step of a pipeline, with the gradient shard of each of its
+    units after the reduce-scatter inside the group. An error fails the step and does not raise.
 
     Args:
         manager: the Manager of this rank.
+        reduced: name of the unit. Groups compare the names of each step, with the sizes of the shards; empty: they do
+            not.
     """
 
     def average(shard: torch.Tensor) -> None:
+        if reduced:
+            manager.script_checker.common.add_reduction(f"{reduced}, {shard.numel()} elements")
         manager.allreduce(shard).wait()
 
     return average
@@ -36,72 +45,129 @@ def all_reduce_hook(manager: Manager) -> Callable[[torch.Tensor], None]:
 def average_over_groups(model: nn.Module, manager: Manager) -> None:
     """Average the gradients of an FSDP2 model over the groups, in each backward pass.
 
-    Call it once, after ``fully_shard`` and before the first step. The groups compare the sharded modules and the dtype
-    of their reductions; names, shapes, dtypes, and sharding of the parameters; and the shard that each rank holds. A
-    group that differs is refused.
+    Call it once, after ``fully_shard`` and before the first step; in a pipeline, once for each stage of this rank. The
+    groups compare the sharded modules and the dtype of their reductions; names, shapes, dtypes, and sharding of the
+    parameters; and the shard that each rank holds. A group that differs is refused. So is a group in which a step
+    reduced the gradients of other sharded modules than in the other groups, once it has healed from that.
 
     Args:
-        model: a model with at least one module that ``fully_shard`` has sharded.
+        model: a model whose trainable parameters are all in modules that ``fully_shard`` has sharded, over any meshes
+            of this group.
         manager: the Manager of this rank. With ``retry_allreduce`` the gradients must be reduced in the dtype of the
             parameters, and not in float16.
 
     Raises:
         ValueError: ``fully_shard`` was not called, a trainable parameter is in no sharded module, so that its gradient
-            would not be averaged, or ``retry_allreduce`` cannot repeat its reduction.
+            would not be averaged, or ``retry_allreduce`` cannot repeat its reduction. The next step raises it for a
+            parameter that was frozen and is trainable by then.
     """
     sharded: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
-    if not sharded:
+    units = _units(sharded)
+    covered = {id(one) for unit in units.values() for one in unit.parameters()}
+    outside = {name: one for name, one in model.named_parameters() if id(one) not in covered}
+    if not sharded and any(one.requires_grad for one in outside.values()):
         raise ValueError("the model has no sharded module: call torch.distributed.fsdp.fully_shard on it first")
-    covered = {id(one) for module in sharded.values() for one in _managed(module)}
-    missed = [name for name, one in model.named_parameters() if one.requires_grad and id(one) not in covered]
-    if missed:
-        raise ValueError(
-            f"{len(missed)} parameters are in no sharded module, such as {missed[0]!r}, and their gradients would not "
-            "be averaged: call fully_shard on the whole model too, and freeze what its ignored_params name"
-        )
+    _refuse_trainable(outside)
     manager = as_manager(manager)
     if manager.retry_allreduce:
-        _check_repeatable(model, sharded)
-    hook = all_reduce_hook(manager)
-    for module in sharded.values():
-        module.set_all_reduce_hook(hook)
+        _check_repeatable(model, units)
+    for name, unit in units.items():
+        unit.set_hook(all_reduce_hook(manager, name))
     manager.script_checker.add_module(model)
-    lines = [_describe_module(name, module) for name, module in sharded.items()]
-    manager.steps.add_layout(lines + [_describe_parameter(name, one) for name, one in model.named_parameters()])
+    lines = [f"{name} reduces {unit.reduced_dtype or 'the dtype of its parameters'}" for name, unit in units.items()]
+    lines += [_describe_parameter(name, one) for name, one in model.named_parameters()]
+    manager.steps.add_layout(_ShardedLayout(lines, outside))
 
 
-def _managed(module: Any) -> list[torch.Tensor]:
-    """Return the parameters that FSDP2 reduces with this module. Those of ``ignored_params`` are not among them."""
-    state = module._get_fsdp_state()  # noqa: SLF001  torch has no public name for it
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # noqa: SLF001  before torch 2.11
-    return [one.sharded_param for group in groups if group is not None for one in group.fsdp_params]
+def _refuse_trainable(outside: dict[str, nn.Parameter]) -> None:
+    """Raise ValueError if a parameter that is in no sharded module trains."""
+    missed = [name for name, one in outside.items() if one.requires_grad]
+    if missed:
+        raise ValueError(
+            f"{len(missed)} parameters ({listed(missed, MAX_NAMED)}) are in no sharded module, and their gradients "
+            f"would not be averaged: call fully_shard on the whole model too, also where only tensor or expert "
+            f"parallelism shards it (over a dimension of one rank), and freeze what its ignored_params name. "
+            f"After a forward pass without a backward pass the root's parameters are gathered: call model.reshard() "
+            f"before this"
+        )
 
 
-def _check_repeatable(model: nn.Module, sharded: dict[str, Any]) -> None:
+class _ShardedLayout(FixedLines):
+    """The layout of a model, which is read before each step. Parameters outside of its modules may thaw later."""
+
+    def __init__(self, lines: list[str], outside: dict[str, nn.Parameter]) -> None:
+        super().__init__(lines)
+        self._outside = outside
+
+    def lines(self) -> list[str]:
+        _refuse_trainable(self._outside)
+        return super().lines()
+
+
+class _Unit(NamedTuple):
+    """What FSDP2 reduces at once: the parameters of a sharded module that are on one mesh."""
+
+    module: Any
+    group: Any
+    """The part of torch's FSDP2 that has them."""
+    alone: bool
+    """Whether all parameters of the module are on this mesh."""
+
+    @property
+    def reduced_dtype(self) -> torch.dtype | None:
+        """The dtype in which it reduces; None: that of its parameters."""
+        policy = self.group.mp_policy
+        return policy.reduce_dtype or policy.param_dtype  # type: ignore[no-any-return]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters of this unit. Those of ``ignored_params`` are in none.
+
+        ``load_state_dict(assign=True)`` replaces parameters, which FSDP2 notices only in the next forward pass. A pass
+        without a backward pass leaves gathered ones in their places, which do not train.
+        """
+        if not self.group.is_sharded:
+            return [one.sharded_param for one in self.group.fsdp_params]
+        places = [one._module_info for one in self.group.fsdp_params]  # noqa: SLF001
+        return [getattr(one.module, one.param_name) for one in places]
+
+    def set_hook(self, hook: Callable[[torch.Tensor], None]) -> None:
+        if self.alone:
+            self.module.set_all_reduce_hook(hook)
+        else:  # the method above refuses several meshes
+            self.group._all_reduce_hook = hook  # noqa: SLF001
+
+
+def _units(sharded: dict[str, Any]) -> dict[str, _Unit]:
+    """Return the units of these modules, by their names."""
+    units: dict[str, _Unit] = {}
+    seen: set[int] = set()  # modules that fully_shard got as a list have one unit
+    for name, module in sharded.items():
+        state = module._get_fsdp_state()  # noqa: SLF001  torch has no public name for it
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # before torch 2.11
+            groups = [one for one in (state._fsdp_param_group,) if one is not None]  # noqa: SLF001
+        for number, group in enumerate(groups):
+            if id(group) not in seen:
+                seen.add(id(group))
+                units[f"sharded module {name!r}{f' mesh {number}' if number else ''}"] = _Unit(
+                    module, group, len(groups) == 1
+                )
+    return units
+
+
+def _check_repeatable(model: nn.Module, units: dict[str, _Unit]) -> None:
     """Require that FSDP2 takes the memory of each reduction as the gradient, and changes nothing in it afterwards."""
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        owner = max((one for one in sharded if not one or name.startswith(f"{one}.")), key=len)
-        dtype = _reduced_dtype(sharded[owner]) or parameter.dtype
-        if dtype is not parameter.dtype or dtype is torch.float16:
-            raise ValueError(
-                f"retry_allreduce cannot repeat the reduction of {name!r}: FSDP2 reduces it in {dtype}, and changes "
-                f"the result before it is the gradient, in {parameter.dtype}; reduce in the dtype of the parameters, "
-                f"but not in float16 (MixedPrecisionPolicy(reduce_dtype=...)), or make the Manager without "
-                f"retry_allreduce"
-            )
-
-
-def _reduced_dtype(module: Any) -> torch.dtype | None:
-    """Return the dtype in which a sharded module reduces; None: that of its parameters."""
-    policy = getattr(module._get_fsdp_state(), "_mp_policy", None)  # noqa: SLF001  torch has no public name for it
-    return None if policy is None else policy.reduce_dtype or policy.param_dtype
-
-
-def _describe_module(name: str, module: Any) -> str:
-    """Describe a sharded module, whose gradients are reduced together."""
-    return f"sharded module {name!r} reduces {_reduced_dtype(module) or 'the dtype of its parameters'}"
+    names = {id(one): name for name, one in model.named_parameters()}
+    for unit in units.values():
+        for parameter in unit.parameters():
+            dtype = unit.reduced_dtype or parameter.dtype
+            if parameter.requires_grad and (dtype is not parameter.dtype or dtype is torch.float16):
+                raise ValueError(
+                    f"retry_allreduce cannot repeat the reduction of {names[id(parameter)]!r}: FSDP2 reduces it in "
+                    f"{dtype}, and changes the result before it is the gradient, in {parameter.dtype}; reduce in the "
+                    f"dtype of the parameters, but not in float16 (MixedPrecisionPolicy(reduce_dtype=...)), or make "
+                    f"the Manager without retry_allreduce"
+                )
 
 
 def _describe_parameter(name: str, parameter: nn.Parameter) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -26,8 +26,9 @@ from keepstep.futures import future_timeout
 from keepstep.group.quorum_plan import WorldSizeMode
 from keepstep.quantization.fused import check_quantizable
 from keepstep.runtime import environment
+from keepstep.runtime.devices import refuse_capture
 from keepstep.runtime.exits import script_error
-from keepstep.step.reduction import Reduction, refuse_capture
+from keepstep.step.reduction import Reduction
 from keepstep.step.retrying.kept_reductions import BATCH_BY_NUMBER, KeptReductions
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.net.fork_safety import OfParent, never_free, tell_children
@@ -120,6 +121,7 @@ class Manager:
         TimeoutError: the lighthouse, or the group's rank 0, could not be reached within ``connect_timeout``.
         KeepstepError: rank 0 cannot serve the group's store, or the store belongs to another group.
         EvictedExit: the group is banned.
+        PreflightExit: this machine failed a check.
     """
 
     def __init__(
@@ -155,6 +157,7 @@ class Manager:
         durable_newest_wins: bool = False,
         resume_wait: timedelta = timedelta(seconds=30),
         on_step: Callable[[dict[str, float], int], None] | None = None,
+        preflight: Sequence[str] | None = None,
     ) -> None:
         if (state_dict is None) != (load_state_dict is None):
             missing = "state_dict" if state_dict is None else "load_state_dict"
@@ -185,6 +188,7 @@ class Manager:
                 heartbeat_interval=heartbeat_interval.total_seconds(),
                 connect_timeout=environment.seconds("CONNECT_TIMEOUT_SEC", connect_timeout).total_seconds(),
                 quorum_retries=environment.integer("QUORUM_RETRIES", quorum_retries),
+                preflight=preflight,
             ),
             durable=DurableSettings.from_arguments(
                 durable_every=durable_every,
@@ -336,6 +340,22 @@ class Manager:
         return future_timeout(fut, timeout or self._settings.timeout).then(value_or_default)
 
     # ---- a step
+
+    def section(self, name: str, limit: timedelta = timedelta(hours=1)) -> contextlib.AbstractContextManager[None]:
+        """Declare a part of the script that takes longer than a step, such as an evaluation.
+
+        The lighthouse ends a group whose step takes unusually long (``hang_after`` of the policy). In a section this
+        holds only after ``limit``, and `keepstep quorum --explain` names the section. Sections may be nested: the
+        innermost one counts. Costs a few microseconds::
+
+            with manager.section("evaluate"):
+                evaluate(model)
+
+        Args:
+            name: for operators.
+            limit: of the section.
+        """
+        return self._context.link.activity.section(name, limit.total_seconds())
 
     @contextlib.contextmanager
     def rehearse(self) -> Iterator[None]:
@@ -602,8 +622,12 @@ class Manager:
             ``step``, ``batches_committed`` and, after the first commit, ``lineage``.
 
         Raises:
-            KeepstepError: this group catches up, and its weights are not those of ``current_step()``.
+            KeepstepError: this group catches up, as ``Optimizer(catch_up=True)`` says, and its weights are not those of
+                ``current_step()``. Otherwise this waits for them.
         """
+        follower = self._context.follower
+        if follower is not None and follower.automatic:
+            follower.settle("Manager.state_dict()")
         self._refuse_while_catching_up("state_dict()")
         self._steps.check_change()
         return self._context.progress.state_dict()
@@ -633,8 +657,13 @@ class Manager:
 
         Raises:
             RuntimeError: this process has committed no step since it started or healed.
-            KeepstepError: this group catches up.
+            KeepstepError: this group catches up, as ``Optimizer(catch_up=True)`` says. Otherwise it then leaves the
+                checkpoint to the other groups.
         """
+        follower = self._context.follower
+        if self.catching_up and follower is not None and follower.automatic:
+            self._context.log.info("checkpoint left to the other groups: this one catches up", step=self.current_step())
+            return self._durability.last
         self._refuse_while_catching_up("save_checkpoint()")
         self._steps.check_change()
         return self._durability.save()
@@ -664,13 +693,15 @@ class Manager:
     def catching_up(self) -> bool:
         """Whether this group takes part without weights, while the state of the others arrives.
 
-        Only with ``Optimizer(catch_up=True)``. Until it is False, save, evaluate and export nothing: the weights are
-        not those of ``current_step()``. It changes in ``Optimizer.step`` and in ``finish``.
+        Until it is False, save, evaluate and export nothing: the weights are not those of ``current_step()``. It
+        changes in ``Optimizer.step`` and in ``finish``; also when the script uses the model between two steps, unless
+        it set ``Optimizer(catch_up=True)``.
         """
-        return self._context.progress.following
+        follower = self._context.follower
+        return self._context.progress.following or (follower is not None and follower.doubts)
 
     def _refuse_while_catching_up(self, call: str) -> None:
-        if self.catching_up:
+        if self._context.progress.following:
             raise KeepstepError(
                 f"{call} at step {self.current_step()}: this group catches up, and its weights are older than that; "
                 f"save only while manager.catching_up is False"
@@ -813,6 +844,10 @@ class Manager:
         self._membership.stop_acting()
         context, limit = self._context, min(self._settings.timeout.total_seconds(), SHUTDOWN_SECONDS)
         in_step = attempt is not None and attempt.is_in_flight()
+        follower = context.follower
+        ends = wait and not (in_step or error or at_exit or context.asks.leaving)
+        if ends and follower is not None and follower.automatic:
+            follower.settle_last()
         if in_step and attempt is not None:
             attempt.refuse_joiners("this group ended in the middle of a step")
         self._membership.end(context, limit, error, in_step=in_step)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 
 from keepstep.lifecycle.manager_like import as_manager
+from keepstep.state.values.first_optimizer_state import count_from_zero, creating_state
 from keepstep_mesh.config.logging import get_logger
 
 if TYPE_CHECKING:
     from keepstep.manager import Manager
+    from keepstep.step.catching_up.catch_up import CatchUp
 
 log = get_logger("keepstep.optim")
 
@@ -27,24 +29,29 @@ class OptimizerWrapper(Optimizer):
 
     With a ``GradScaler``, register its state with the Manager, so that it heals too. The averaged gradients are
     unscaled after the commit, by the scale that the group has after a heal: every group finds the same infinities and
-    skips the same updates. A step that does not commit leaves the scale unchanged.
+    skips the same updates. A step that does not commit leaves the scale unchanged. A script that calls ``unscale_``
+    heals when it joins.
 
-    With ``catch_up``, the other groups do not wait when this group joins. It takes part in their steps with zeros, and
+    A group that *catches up* does not let the others wait when it joins. It takes part in their steps with zeros, and
     keeps the averaged gradients, while their state arrives in the background; then it takes the same steps of the
-    optimizer on them (docs/catching-up.md). Requirements: all groups of the job set it; ``optim`` is the only optimizer
-    that changes the weights; what the script does to gradients before ``step``, such as clipping, depends on nothing
-    but them; everything else that changes after a commit is in ``after_commit``, and its state is registered. Not with
-    a ``GradScaler``, nor with ``retry_allreduce``.
+    optimizer on them, and takes over what differs from the others (docs/catching-up.md). Until then ``step`` returns
+    False. By default a group catches up if its state is large, and one optimizer of torch takes all steps.
+
+    With ``catch_up=True`` the script says that the same steps give the same weights, and nothing is taken over at the
+    end. Requirements: ``optim`` is the only optimizer that changes the weights; what the script does to gradients
+    before ``step``, such as clipping, depends on nothing but them; everything else that changes after a commit is in
+    ``after_commit``, and its state is registered.
 
     Args:
         manager: of this replica group.
         optim: the optimizer that changes the parameters.
-        catch_up: True: catch up instead of healing, see above. It needs ``use_async_quorum=True``, and memory for
-            ``catch_up_memory`` and one more copy of the state while the group joins.
+        catch_up: None: as keepstep decides, see above. True: always. False: heal. Equal in all groups. It needs memory
+            for ``catch_up_memory`` and one more copy of the state while the group joins, and True needs
+            ``use_async_quorum=True``.
         after_commit: functions that are called in their order after each step of the optimizer, such as
             ``[scheduler.step]``.
         catch_up_memory: limit of the gradients that are kept, in bytes. Beyond it the others wait until the state is
-            here. None: the size of the state, 256 MiB at least.
+            here. None: the size of the state with ``catch_up=True``, twice that without, 256 MiB at least.
 
     Raises:
         ValueError: ``catch_up`` does not fit the Manager, or ``catch_up_memory`` is less than 1.
@@ -58,7 +65,7 @@ class OptimizerWrapper(Optimizer):
         manager: Manager,
         optim: Optimizer,
         *,
-        catch_up: bool = False,
+        catch_up: bool | None = None,
         after_commit: Sequence[Callable[[], object]] = (),
         catch_up_memory: int | None = None,
     ) -> None:
@@ -72,14 +79,29 @@ class OptimizerWrapper(Optimizer):
             raise ValueError(
                 "catch_up=True needs Manager(use_async_quorum=True): in a synchronous quorum all groups heal"
             )
-        self._follower = manager.steps.follow_with(optim, self._after_commit, catch_up_memory) if catch_up else None
+        self._follower = self._join(catch_up, catch_up_memory)
         manager.script_checker.add_optimizer(optim)
         with contextlib.suppress(AttributeError):  # a wrapper of another optimizer, such as Accelerate's, has no hooks
             optim.register_step_pre_hook(self._inner_step_begins)
             optim.register_step_post_hook(self._inner_step_ended)
 
+    def _join(self, catch_up: bool | None, memory: int | None) -> CatchUp | None:
+        joining, own = self._manager.steps.joining, (self.optim, memory)
+        if catch_up:
+            return joining.follow_with(*own)
+        if catch_up is None:
+            return joining.follow_if_possible(type(self).__name__, *own)
+        joining.heal()
+        return None
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["optim"], name)
+
+    def __reduce_ex__(self, _protocol: object) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied or pickled, because it belongs to a Manager: copy the "
+            f"optimizer inside it (optimizer.optim), or save its state_dict()"
+        )
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -108,7 +130,9 @@ class OptimizerWrapper(Optimizer):
         Args:
             set_to_none: as in ``torch.optim.Optimizer.zero_grad``.
         """
-        self._manager.start_quorum()
+        if not creating_state():
+            self._manager.steps.begin_with(self._manager.script_checker.common.turn_of(self.optim))
+            self._manager.start_quorum()
         self.optim.zero_grad(set_to_none)
 
     def step(  # type: ignore[override]
@@ -126,10 +150,12 @@ class OptimizerWrapper(Optimizer):
             group catches up.
 
         Raises:
-            ValueError: a closure was given, or a GradScaler to a Manager with ``refuse_nonfinite`` or with
-                ``catch_up``.
+            ValueError: a closure was given, or a GradScaler to a Manager with ``refuse_nonfinite``.
             Exception: as ``Manager.should_commit``, and as the optimizer.
         """
+        if creating_state():
+            self.optim.step()
+            return False
         if closure is not None:
             raise ValueError("a closure would run the model outside of the step; use an optimizer that needs none")
         if "found_inf" in vars(self):
@@ -140,7 +166,7 @@ class OptimizerWrapper(Optimizer):
         if grad_scaler is not None:
             return self._step_scaled(grad_scaler)
         with self._manager.committing() as committed:
-            follows = self._follower is not None and self._manager.catching_up
+            follows = self._follower is not None and self._follower.following
             if committed and not follows:
                 self._step()
         if not committed:
@@ -149,12 +175,12 @@ class OptimizerWrapper(Optimizer):
         if self._follower is None:
             return True
         if follows:
-            return self._follower.advance()
+            return self._follower.advance(self._step)
         self._follower.stepped()
         return True
 
     def _inner_step_begins(self, *_: object) -> None:
-        if self._manager.steps.rehearsing:
+        if self._manager.steps.rehearsing or creating_state():
             return
         if self._manager.steps.open_number is None:
             self._manager.steps.change_begins()
@@ -163,6 +189,9 @@ class OptimizerWrapper(Optimizer):
         # another class may call `step` of this wrapper in its own, as torchtitan's container does
 
     def _inner_step_ended(self, *_: object) -> None:
+        if creating_state():
+            count_from_zero(self.optim)
+            return
         if self._manager.steps.open_number is not None and not self._manager.steps.rehearsing:
             self._manager.mark_torn()
             raise self._too_early()
@@ -186,10 +215,6 @@ class OptimizerWrapper(Optimizer):
             act()
 
     def _step_scaled(self, scaler: GradScaler) -> bool:
-        if self._follower is not None:
-            raise ValueError(
-                "a GradScaler does not work with catch_up=True, which cannot replay its scales: use bfloat16"
-            )
         if self._manager.refuse_nonfinite:
             raise ValueError(
                 "a GradScaler needs steps with infinities, to lower its scale, and Manager(refuse_nonfinite=True) "
@@ -202,19 +227,22 @@ class OptimizerWrapper(Optimizer):
                 f"again: pass the keepstep.Optimizer around it to unscale_(), too"
             )
         seen = states[id(self)]
-        unscaled_by = scaler.get_scale() if seen["stage"] is OptState.UNSCALED else None
+        unscaled_by, follower = scaler.get_scale() if seen["stage"] is OptState.UNSCALED else None, self._follower
         self._manager.steps.expect_overflow()
-        used = overflow = False
+        if unscaled_by is not None:
+            self._manager.steps.heal_instead("unscale_() divides gradients by the scale of this group")
+        used = overflow = follows = False
         try:
             with self._manager.committing() as committed:
-                used = committed and unscaled_by in (None, scaler.get_scale())
+                follows = committed and follower is not None and follower.following
+                used = committed and not follows and unscaled_by in (None, scaler.get_scale())
                 if used:
                     if unscaled_by is None:
                         scaler.unscale_(self)
                     overflow = any(found_inf.item() for found_inf in seen["found_inf_per_device"].values())
                     if not overflow:
                         self._step()
-                elif committed:  # the script used the unscaled gradients already, to clip them for example
+                elif committed and not follows:  # the script has used the unscaled gradients, to clip them
                     log.info("scale changed by a heal after unscale_; the group heals again", scale=unscaled_by)
                     self._manager.mark_torn()
         except BaseException:
@@ -222,10 +250,24 @@ class OptimizerWrapper(Optimizer):
                 scaler.update()  # belongs to the step, and the script does not come to it
             scaler._per_optimizer_states.clear()  # noqa: SLF001  else the next gradients count as unscaled
             raise
+        if follows and follower is not None:
+            caught_up = follower.advance(lambda: self._replay_scaled(scaler))
+            _skip_next_update(scaler)
+            return caught_up
         if not used:
             self._discarded()
             _skip_next_update(scaler)
         return used and not overflow
+
+    def _replay_scaled(self, scaler: GradScaler) -> None:
+        """Take a step of the others on their gradients, and change the scale as they have."""
+        states = scaler._per_optimizer_states  # noqa: SLF001
+        states.clear()
+        scaler.unscale_(self)
+        if not any(found_inf.item() for found_inf in states[id(self)]["found_inf_per_device"].values()):
+            self._step()
+        type(scaler).update(scaler)  # not the one that `_skip_next_update` has set
+        states.clear()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optim!r})"

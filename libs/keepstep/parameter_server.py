@@ -25,6 +25,7 @@ from keepstep.process_group import ProcessGroup, ProcessGroupBaby, ProcessGroupB
 from keepstep.process_group.baby.children import Spawner
 from keepstep.rendezvous.key_value_server import PATH, KeyValueServer, RendezvousError, Table, handle
 from keepstep.rendezvous.store_client import RendezvousStore
+from keepstep.runtime.devices import has_accelerator
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS, LoopThread
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError
@@ -91,7 +92,7 @@ class ParameterServer(ABC):
         self._lock = threading.Lock()
         self._sessions: dict[str, _Session] = {}
         self._closed = False
-        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self._device = torch.accelerator.current_device_index() if has_accelerator() else None
         token = ClientToken()
         host = hostname or (outward_address() if token else "127.0.0.1")
         routes = [web.post(NEW_SESSION, self._begin), web.post(PATH, self._rendezvous)]
@@ -227,7 +228,7 @@ class ParameterServer(ABC):
 
     def _serve(self, session: _Session) -> None:
         if self._device is not None:
-            torch.cuda.set_device(self._device)  # a new thread begins with device 0
+            torch.accelerator.set_device_index(self._device)  # a new thread begins with device 0
         try:
             session.connect(self._session_group())
             log.info("session began", session=session.id)

@@ -56,6 +56,13 @@ def clock_ahead(seconds: float) -> Iterator[float]:
             time.time, time.time_ns = right, right_ns
 
 
+def hang(kind: str, over: threading.Event) -> None:
+    """Let this thread hang until ``over``: ``hang`` in a wait, ``hang-loop`` in Python code that computes."""
+    while not over.is_set():
+        if kind == "hang":
+            over.wait()
+
+
 ACTS: Mapping[str, Act] = {"gil": locked_interpreter, "clock": clock_ahead}
 """Faults that any process of Python can bring on itself, by kind."""
 
@@ -103,6 +110,8 @@ class FaultOrders:
         self._thread.join(5.0)
         self._listener.close()
         self._path.unlink(missing_ok=True)
+
+    hang = staticmethod(hang)
 
     def end_fault(self) -> None:
         """End the open fault, as the end of its connection does. From any thread."""

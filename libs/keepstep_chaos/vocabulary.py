@@ -74,6 +74,8 @@ KINDS = {
         Kind("throttle", "packets from it at 1 Mbit/s", PROCESSES, 2, lasts=True),
         Kind("fill-disk", "no space in its data directory", PROCESSES, 2, lasts=True, takes_away=False),
         Kind("exception", "an exception in its next step", GROUPS, 2, inside=True),
+        Kind("hang", "its training loop in a wait", GROUPS, 1, lasts=True, inside=True),
+        Kind("hang-loop", "its training loop in other code", GROUPS, 1, lasts=True, inside=True),
         Kind("nan", "a NaN in its next contribution", GROUPS, 1, takes_away=False, inside=True, asked_for=True),
         Kind("gil", "the interpreter locked", SERVED, 2, lasts=True, inside=True),
         Kind("clock", "its clock an hour ahead, and back", SERVED, 1, lasts=True, takes_away=False, inside=True),

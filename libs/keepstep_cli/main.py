@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 SECTIONS = {
     "Try and train": ("demo", "run", "restart"),
     "Services": ("up", "lighthouse", "relay", "metrics"),
-    "See": ("status", "jobs", "replicas", "inspect", "quorum", "events", "transfers"),
+    "See": ("status", "jobs", "replicas", "inspect", "quorum", "events", "stacks", "incidents", "transfers"),
     "Change": ("drain", "replace", "evict", "readmit", "policy", "job"),
     "Check": ("doctor", "verify-replicas", "check-history", "chaos", "inject"),
     "Checkpoints and shell": ("checkpoint", "completion"),

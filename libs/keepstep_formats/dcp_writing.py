@@ -100,7 +100,7 @@ def _write_item(file: IO[bytes], item: WriteItem, value: torch.Tensor | io.Bytes
         is_whole = value.untyped_storage().size() == value.nbytes
         write_pickled(value.detach() if is_whole else value.detach().clone(), file, item.index.fqn)
     else:
-        file.write(value.getbuffer())
+        file.write(value.getvalue())
     length = file.tell() - start
     return WriteResult(item.index, length, _StorageInfo(FILE, start, length))
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
     LoadPlan,
@@ -54,11 +54,12 @@ class _Place:
 class _AtCheckpoint:
     """The methods that writer and reader have in common."""
 
-    checkpoint_id: str | os.PathLike[str] | None
+    checkpoint_id: str | os.PathLike[str] | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin another save or load. None: keep the ``checkpoint_id``."""
+        """Begin another save or load. None: keep the ``checkpoint_id``. Raises ``CheckpointError`` if it is invalid."""
         if checkpoint_id is not None:
+            parse(checkpoint_id)  # before the ranks plan, as torch does if it has no storage for a place
             self.checkpoint_id = checkpoint_id
 
     @classmethod
@@ -95,7 +96,7 @@ class RelayWriter(_AtCheckpoint, StorageWriter):
         timeout: timedelta = TIMEOUT,
         token: str | None = None,
     ) -> None:
-        self.checkpoint_id = checkpoint_id
+        self.reset(checkpoint_id)
         self._step = step
         self._kind = kind
         self._sync = sync
@@ -104,6 +105,10 @@ class RelayWriter(_AtCheckpoint, StorageWriter):
         self._token = token
         self._rank = 0
         self._use_collectives = True
+
+    def storage_meta(self) -> StorageMeta:
+        """Return the place of the save, for ``set_up_planner`` of a planner. Called by torch."""
+        return StorageMeta(self.checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Remember the rank of this process. Called by torch."""
@@ -217,7 +222,7 @@ class RelayReader(_AtCheckpoint, StorageReader):
         timeout: timedelta = TIMEOUT,
         token: str | None = None,
     ) -> None:
-        self.checkpoint_id = checkpoint_id
+        self.reset(checkpoint_id)
         self._timeout = timeout
         self._token = token
         self._stored: StoredCheckpoint | None = None
@@ -240,6 +245,7 @@ class RelayReader(_AtCheckpoint, StorageReader):
             raise
         found = self._stored.metadata()
         found.version = CURRENT_DCP_VERSION  # its keys are those of this torch
+        found.storage_meta = StorageMeta(self.checkpoint_id)
         return found
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

@@ -31,6 +31,7 @@ from keepstep_megatron.validation import (
     StrictHandling,
     check_integrity,
     compare_keys,
+    described,
     pack_rows,
     parse_strict_flag,
     row_of,
@@ -105,7 +106,8 @@ def load_from(
         validate_access_integrity: see ``load``.
         strict: see ``load``.
         timeout: time limit of the load.
-        is_local: the checkpoint has only keys of this rank.
+        is_local: the checkpoint has only keys of this rank. A requested key that it does not have is an error, whatever
+            ``strict`` says: it is loaded with the sharding that it was made with.
     """
     has_all = validate_access_integrity or _needs_all_ranks(strict)
     ranks = Ranks(f"{checkpoint_dir} was not loaded", timeout, alone=not has_all)
@@ -139,8 +141,8 @@ def load_from(
 
     def read() -> None:
         nonlocal state
-        if keys.error:
-            raise CheckpointingException(keys.error)
+        if problem := keys.error or (described(frozenset(), keys.unexpected) if is_local else ""):
+            raise CheckpointingException(problem)
         unexpected, sharded = extract_matching_values(parts.sharded, lambda leaf: leaf.key in keys.unexpected)
         factories = parts.factories
         if unexpected:

@@ -247,15 +247,16 @@ class MCoreTensorAwareStateDict:
             validate_access_integrity: check that the ranks request each element of each value as main replica exactly
                 once.
             parallelization_group: that of ``from_state_dict``.
-            strict: what to do about keys that only the local checkpoint or only the request has.
+            strict: what to do about keys that only the local checkpoint has. A key that only the request has is an
+                error, whatever ``strict`` says.
             return_mismatch_keys: return missing and unexpected keys too.
 
         Returns:
-            The state; with ``return_mismatch_keys``: the state, missing keys, and unexpected keys.
+            The state; with ``return_mismatch_keys``: the state, missing keys, and an empty set.
 
         Raises:
             NotImplementedError: ``algo`` has another value.
-            CheckpointingException: the state is hollow, a part is missing, or a rank failed or was lost.
+            CheckpointingException: the state is hollow, a key or a part is missing, or a rank failed or was lost.
         """
         _check_algo(algo)
         self._expect(hollow=False, action="load it")

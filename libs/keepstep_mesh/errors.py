@@ -53,6 +53,10 @@ class LayoutMismatch(KeepstepError):
         self.peer_address, self.peer_step = peer_address, peer_step
 
 
+class MachineDiffers(LayoutMismatch):
+    """The machine of this group computes another matrix product than equal machines of the job."""
+
+
 class StartRefused(KeepstepError):
     """The job has finished, or may not go back to the step of this group."""
 

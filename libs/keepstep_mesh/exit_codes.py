@@ -1,11 +1,15 @@
 """Exit codes of trainer processes, which launchers rely on."""
 
+from __future__ import annotations
+
+import signal
+
 EXIT_STATE_MISMATCH = 65
 """The group cannot load the state of the job (EX_DATAERR). Do not restart it unchanged."""
 EXIT_WATCHDOG = 70
 """The process was stuck, and ended itself with the stacks of its threads (EX_SOFTWARE). Restart the group."""
 EXIT_GROUP_FAILED = 75
-"""A rank of the group died, so all its ranks end. Restart the group (EX_TEMPFAIL)."""
+"""Another rank of the group died or was stopped, so all its ranks end. Restart the group (EX_TEMPFAIL)."""
 EXIT_COLLECTIVES_DIFFER = 76
 """The group began another number of collectives than other groups (EX_PROTOCOL). Do not restart it unchanged."""
 EXIT_EVICTED = 77
@@ -24,6 +28,11 @@ EXIT_SCRIPT_FAILS = 82
 step. Correct the script."""
 EXIT_STATE_LOST = 83
 """A job with one copy: members were lost together with their keepers. Resume from a checkpoint."""
+EXIT_HUNG = 84
+"""The lighthouse found that the group hangs. Its processes wrote their stacks and ended. Restart the group."""
+EXIT_PREFLIGHT = 85
+"""The machine failed a check before its group joined, or computes other bits than equal machines. Start the group again
+later: ``keepstep run`` waits for a time that doubles."""
 ENDS_THE_SAME = frozenset(
     {
         EXIT_STATE_MISMATCH,
@@ -37,3 +46,13 @@ ENDS_THE_SAME = frozenset(
     }
 )
 """Codes after which a restart would end the same."""
+
+
+def describe_exit(code: int) -> str:
+    """Return an exit code in words; negative: a signal."""
+    if code >= 0:
+        return f"exited with {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"

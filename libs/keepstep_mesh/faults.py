@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
@@ -27,6 +28,9 @@ class FaultOrders(Protocol):
 
     def end_fault(self) -> None:
         """End the open fault. From any thread."""
+
+    def hang(self, kind: str, over: threading.Event) -> None:
+        """Let this thread hang until ``over``. ``kind``: of fault."""
 
 
 def accepted_orders(acts: Mapping[str, Act] | None = None) -> FaultOrders | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+_UNITS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
+
 
 def listed(names: Iterable[str], limit: int, separator: str = ", ") -> str:
     """Return ``a, b and 3 more``: the first ``limit`` names and the number of the others."""
@@ -30,3 +32,16 @@ def bytes_text(value: float) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} GiB"
+
+
+def seconds_text(value: float | None) -> str:
+    """Return ``13 ms``, ``1.5 s``, ``3 min 20 s``, ``2 h 5 min`` or ``7 d``; ``-`` for None."""
+    if value is None:
+        return "-"
+    if value < 1:
+        return f"{value * 1000:.0f} ms"
+    if value < 120:
+        return f"{value:.1f}".removesuffix(".0") + " s"
+    unit, small = ("min", "s") if value < 7200 else ("h", "min") if value < 172_800 else ("d", "h")
+    whole, rest = divmod(round(value / _UNITS[small]), _UNITS[unit] // _UNITS[small])
+    return f"{whole} {unit} {rest} {small}" if rest else f"{whole} {unit}"

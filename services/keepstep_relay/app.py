@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
-from functools import partial
 
 from keepstep_mesh.config.logging import configured
 from keepstep_mesh.discovery.registration import Registrar, Registration, registered
@@ -26,6 +26,7 @@ from keepstep_mesh.serving.process import Hosted
 from keepstep_mesh.serving.service import Endpoint, Service
 from keepstep_mesh.telemetry.record_sender import Sender
 from keepstep_relay.api import admin, bulk, exchange, frames, prometheus, torch_download
+from keepstep_relay.api.direct_bodies import Accept, direct, drop_unread
 from keepstep_relay.api.problems import explained
 from keepstep_relay.core.events import Kind, UploadEnded
 from keepstep_relay.node import RelayNode
@@ -37,8 +38,6 @@ from keepstep_relay.settings import RelaySettings
 from keepstep_relay.tiers.allocator import keep_freed_memory
 from keepstep_relay.tiers.shared_slots import SharedSlots
 
-READ_AHEAD_BYTES = 1 << 20
-"""Bytes of a body that may be buffered before a handler reads them."""
 FLUSH_RECORDS_SECONDS = 2.0
 """At the end, for records that the metrics service does not have yet."""
 __all__ = ["Relay", "RelaySettings"]
@@ -64,14 +63,18 @@ class Relay(RelayNode, Embedded):
             neighbours=lambda: {"lighthouse": self.settings.lighthouses},
             places=self.places,
             registry=prometheus.registry(self),
-            read_ahead_bytes=READ_AHEAD_BYTES,
-            middlewares=(frames.from_other_process,) if self._is_shared else (),
-            port=partial(SharedPort, processes=self._processes) if self._is_shared else OpenPort,
+            middlewares=(drop_unread, frames.from_other_process) if self._is_shared else (drop_unread,),
+            port=self._open_port,
         )
 
     @property
     def _is_shared(self) -> bool:
         return self.settings.processes > 1
+
+    def _open_port(self, accept: Accept, listener: socket.socket, handshake_seconds: float) -> OpenPort:
+        if self._is_shared:
+            return SharedPort(direct(accept), listener, handshake_seconds, processes=self._processes)
+        return OpenPort(direct(accept), listener, handshake_seconds)
 
     def _count_processes(self, serving: int) -> None:
         self.processes = serving
@@ -109,7 +112,7 @@ class Relay(RelayNode, Embedded):
         with contextlib.closing(SharedSlots(settings.memory // CHUNK_BYTES)) as slots:
             self.chunks.memory.slots = slots
             further = FurtherSettings.of(
-                slots, settings.tls, settings.body_timeout, FIRST_REQUEST_SECONDS, READ_AHEAD_BYTES, configured()
+                slots, settings.tls, settings.body_timeout, FIRST_REQUEST_SECONDS, configured()
             )
             async with self._processes.running(further):
                 yield

@@ -114,7 +114,7 @@ class CheckpointStore:
         """Return False if the checkpoint exists already. Raises ``RefusedError``, ``DiskError``.
 
         Args:
-            key: of the checkpoint.
+            key: of ``RelayCore.to_begin``.
             facts: that all ranks have in common.
             rank: the one that begins; None: the request does not name it.
             again: begin a checkpoint that was deleted. False: refuse it, with the reason of the deletion.
@@ -278,8 +278,10 @@ class CheckpointStore:
         await self.chunks.settled()
 
     async def remove(self, key: Key, reason: str) -> None:
-        """Return when every tier has deleted the checkpoint."""
-        self.step(Removed(key, reason))
+        """Return when every tier has deleted all versions of the checkpoint."""
+        for version in reversed(self.core.versions(key)):  # one that is being uploaded would replace the others
+            if version.key in self.core.checkpoints:
+                self.step(Removed(version.key, reason))
         await self.chunks.settled()
 
     def step(self, event: Event) -> list[object]:

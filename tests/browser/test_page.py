@@ -100,7 +100,11 @@ async def test_texts_of_the_service_are_shown_as_text_and_never_as_html(tmp_path
                            "error": evil})  # fmt: skip
     mesh.failures.append({"t": now, "name": evil, "cause": evil, "recovered_at": None, "seconds_to_commit": None,
                           "seconds_to_return": None})  # fmt: skip
-    texts = "['.waiting', '.events', '.heals', '.charts', '.members', '.told', '[aria-label=Groups]',"
+    mesh.hangs.append(evil)
+    mesh.ends.append({"t": now, "name": evil, "host": evil, "verdict": evil, "reason": evil})
+    texts = "['.waiting', '.hangs',"
+    texts += "'[aria-label=\"Why groups ended\"]',"
+    texts += " '.events', '.heals', '.charts', '.members', '.told', '[aria-label=Groups]',"
     texts += "'[aria-label=Failures]', '[aria-label=Stragglers]', '[aria-label^=Finished]']"
     lacking = f"{texts}.filter((it) => !document.querySelector(it).textContent.includes({json.dumps(evil)})).length"
     dangerous = "document.title === '1' || document.querySelectorAll('img, b b').length"
@@ -122,6 +126,30 @@ async def test_texts_of_the_service_are_shown_as_text_and_never_as_html(tmp_path
         await page.run(f"location.hash = '#/job/' + encodeURIComponent({json.dumps(evil)})")
         await page.until(f"document.querySelector('.now h2').textContent === {json.dumps(f'Job {evil}, one copy')}")
         assert not await page.run(dangerous)
+
+
+async def test_the_verdicts_on_groups_that_ended_and_the_rank_that_holds_up_the_job_are_shown(tmp_path):
+    mesh, now = ToldMesh(2), time.time()
+    cells = "[...document.querySelectorAll('[aria-label=\"Why groups ended\"] tbody tr')]"
+    cells += ".map((row) => [...row.children].slice(1).map((cell) => cell.textContent))"
+    hangs = "document.querySelector('.hangs').textContent"
+    async with shown(tmp_path, mesh) as (browser, endpoint):
+        page = await browser.open(endpoint.url)
+        await page.until(SHOWN)
+        assert await page.run(hangs) == ""
+        mesh.ends = [
+            {"t": now, "name": "trainer-1", "host": "h1", "verdict": "out of memory", "reason": "rank 0 was killed"},
+            {"t": now - 9, "name": "trainer-0", "host": "h0", "verdict": "script", "reason": "ValueError: bad"},
+        ]
+        mesh.hangs = ["trainer-0:0123 rank 2 waits in train.py:88 next(batches) for 74 s"]
+        mesh.tell_now()
+        await page.until(f"{hangs}.includes('rank 2 waits in train.py:88 next(batches) for 74 s')")
+        await page.until(f"{cells}.length === 2")
+        assert await page.run(cells) == [
+            ["trainer-1", "h1", "out of memory", "rank 0 was killed"],
+            ["trainer-0", "h0", "script", "ValueError: bad"],
+        ]
+        assert page.complaints == []
 
 
 async def test_an_admin_gives_an_order_once_it_is_confirmed(tmp_path):

@@ -76,6 +76,8 @@ class ToldMesh:
         self.events: list[dict[str, Any]] = []
         self.orders: list[tuple[str, str, dict[str, Any]]] = []
         self.failures: list[dict[str, Any]] = []
+        self.ends: list[dict[str, Any]] = []
+        self.hangs: list[str] = []
         self.transfers: list[dict[str, Any]] = []
         self.waiting_for: str | None = None
         self.blame: dict[str, Any] | None = None
@@ -158,6 +160,7 @@ class ToldMesh:
         numbers = {"step": self.step(t), "quorum_id": number, "epoch": 1, "waiting_for": self.waiting_for}
         numbers |= {"steps_per_second": 1 / STEP_SECONDS, "loss": 0.25, "committed_at": t - 2, "needs": 1}
         numbers |= {"blame": self.blame, "alerts": self.alerts, "kept_out": self.kept_out, "state": None}
+        numbers["hangs"] = self.hangs
         return {"job": JOB, "t": t, **numbers, "participants": training, "joining": joining, "groups": groups}
 
     def timeline(self, since: float, until: float) -> dict[str, Any]:
@@ -278,7 +281,7 @@ class ToldMesh:
             f"{ANY_JOB}/goodput": lambda since, until, _: self.goodput(since, until),
             f"{ANY_JOB}/stragglers": lambda *_: self.stragglers(),
             f"{ANY_JOB}/transfers": lambda *_: {"transfers": self.transfers},
-            f"{ANY_JOB}/failures": lambda *_: {"failures": self.failures},
+            f"{ANY_JOB}/failures": lambda *_: {"failures": self.failures, "ends": self.ends},
             f"{ANY_JOB}/incidents": lambda *_: plain(log_views.incidents(JOB, self.log()[-500:])),
             ANY_JOB: lambda *_: {"policy": asdict(self.policy)},
             "/openapi.json": lambda *_: describe("told", routes, SHAPES),

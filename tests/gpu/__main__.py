@@ -6,9 +6,9 @@ make gpu GPU="--only collectives baby"      some of them
 make gpu GPU=--list                         their names
 make gpu GPU="--device cpu"                 the same checks with Gloo on the CPU, where that is possible
 
-The most important checks come first; those that the time does not suffice for are skipped by name. Without a GPU, or
-without NCCL in torch, every check is skipped by name. Exit code: 0 if no check failed, 1 if one did, 130 after Ctrl-C
-or SIGTERM.
+The most important checks come first, each with a limit of its own; those that the time does not suffice for are skipped
+by name. The report is written after each check. Without a GPU, or without NCCL in torch, every check is skipped by
+name. Exit code: 0 if no check failed, 1 if one did, 130 after Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.gpu.budget import TOTAL_SECONDS, Budget
@@ -26,7 +27,8 @@ from tests.gpu.check import Check, Outcome
 from tests.gpu.checks import CHECKS
 from tests.gpu.machine import Machine, why_no_gpu
 from tests.gpu.report import lines_of, summary, write_json, write_page
-from tests.gpu.running import NO_TIME, ROOT, run_check
+from tests.gpu.running import NO_TIME, NOT_BEGUN, in_thread, run_check
+from tests.gpu.starting import ROOT, Starter
 
 
 def main() -> int:
@@ -41,7 +43,13 @@ def main() -> int:
         print(f"{name:8} {value}")
     began = time.monotonic()
     try:
-        outcomes = _run_all(chosen, machine, options.device, Budget(options.seconds))
+        outcomes = _run_all(
+            chosen,
+            machine,
+            options.device,
+            Budget(options.seconds),
+            lambda found: write_json(options.report, machine, options.device, found),
+        )
     except KeyboardInterrupt:
         print("interrupted; all processes have ended", file=sys.stderr)
         return 130
@@ -49,35 +57,47 @@ def main() -> int:
     for line in lines_of(outcomes):
         print(line)
     print(f"\n{summary(outcomes)} in {time.monotonic() - began:.0f} s; every figure: {options.report}")
-    write_json(options.report, machine, options.device, outcomes)
     if options.device == "cuda" and not options.only and any(one.state == "passed" for one in outcomes):
         write_page(options.page, machine, outcomes)
         print(f"wrote {options.page}")
     return 1 if any(one.state == "failed" for one in outcomes) else 0
 
 
-def _run_all(chosen: list[Check], machine: Machine, device: str, budget: Budget) -> list[Outcome]:
+def _run_all(
+    chosen: list[Check], machine: Machine, device: str, budget: Budget, report: Callable[[list[Outcome]], None]
+) -> list[Outcome]:
+    """Run the checks. ``report`` gets all outcomes after each check; of those to come, that they did not begin."""
     reason = why_no_gpu() if device == "cuda" else ""
     if reason:
         print(f"no check runs: {reason}", flush=True)
-        return [Outcome(check.name, check.what, "skipped", "no GPU") for check in chosen]
+    found = {one.name: Outcome(one.name, one.what, "skipped", "no GPU" if reason else NOT_BEGUN) for one in chosen}
+    report(list(found.values()))
+    if reason:
+        return list(found.values())
     gpus = len(machine.gpus) if device == "cuda" else 0
-    outcomes, began = [], time.monotonic()
+    began = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="keepstep-gpu-"))
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # the ranks have sessions of their own
+    starter = Starter.prepared()
+
+    def run(check: Check) -> Outcome:
+        limited = budget.limited(check, time.monotonic() - began)
+        if limited is None:
+            return Outcome(check.name, check.what, "skipped", NO_TIME)
+        return run_check(limited, gpus, machine.nccl, folder, starter)
+
+    beside = {one.name: in_thread(lambda one=one: run(one)) for one in chosen if one.sleeps}  # type: ignore[misc]
     try:
         for check in chosen:
-            limited = budget.limited(check, time.monotonic() - began)
-            if limited is None:
-                outcomes.append(Outcome(check.name, check.what, "skipped", NO_TIME))
-                continue
             print(f"{check.name}: {check.what}", flush=True)
-            outcomes.append(run_check(limited, gpus, machine.nccl, folder))
-            print(f"  {outcomes[-1].state} after {outcomes[-1].seconds:g} s", flush=True)
+            found[check.name] = outcome = beside[check.name].result() if check.sleeps else run(check)
+            print(*(f"  {line}" for line in lines_of([outcome])), sep="\n", flush=True)
+            report(list(found.values()))
     finally:
         signal.signal(signal.SIGTERM, before)
+        starter.close()
         shutil.rmtree(folder, ignore_errors=True)  # a killed rank may still write its log
-    return outcomes
+    return list(found.values())
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -121,6 +121,7 @@ CHECKS = (
         outlive_the_watchdog,
         seconds=WATCHDOG_SECONDS + 60.0,
         needs_gpu="Gloo has no watchdog",
+        sleeps=True,
         lost=frozenset({1}),
     ),
 )

@@ -23,9 +23,13 @@ class Budget:
     def limited(self, check: Check, spent: float) -> Check | None:
         """Return ``check`` with the time that it may take; None: too little is left.
 
+        A longer run than usual gives each check a longer limit of its own.
+
         Args:
             check: the next check.
             spent: seconds since the begin of the run.
         """
         left = self.total - END_SECONDS - spent
-        return None if left < LEAST_SECONDS else replace(check, whole_seconds=left)
+        if left < LEAST_SECONDS:
+            return None
+        return replace(check, whole_seconds=left, seconds=check.seconds * max(1.0, self.total / TOTAL_SECONDS))

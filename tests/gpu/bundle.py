@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
-from tests.gpu.running import ROOT
+from tests.gpu.starting import ROOT
 
 LIMIT_BYTES = 60 << 20
 """Size of the folder that is still quick to copy to a machine over a slow connection."""

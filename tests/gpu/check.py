@@ -28,6 +28,7 @@ class Check:
         restarted: ranks that are started again after a signal has killed them.
         lighthouse: start a lighthouse for it.
         cannot_run: why it cannot run with this version of torch; empty: it can.
+        sleeps: it hardly uses the machine, and runs beside the other checks from the begin on.
         whole_seconds: limit from the start of its processes on, which the time of the whole run sets.
     """
 
@@ -41,6 +42,7 @@ class Check:
     restarted: frozenset[int] = frozenset()
     lighthouse: bool = False
     cannot_run: str = ""
+    sleeps: bool = False
     whole_seconds: float = float("inf")
 
 

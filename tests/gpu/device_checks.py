@@ -13,6 +13,7 @@ import torch
 from keepstep import HTTPTransport
 from keepstep.process_group import ProcessGroupBabyGloo, ProcessGroupBabyNCCL, ProcessGroupError
 from keepstep.quantization.fused import fused_dequantize_from_fp8, fused_quantize_into_fp8
+from keepstep.quantization.row_format import FP8, ROW
 from keepstep.state.staging import StagingArea
 from keepstep_mesh.errors import ForkError
 from tests.gpu.check import Check, Result
@@ -66,6 +67,12 @@ def compare_kernels(rank: Rank) -> None:
     fused_dequantize_from_fp8(on_device, buffer, 2)
     for expected, found in zip(inputs, on_device, strict=True):
         assert torch.equal(expected, found.cpu()), "the dequantized values differ from those of the CPU"
+    piece = torch.zeros(FP8.piece_bytes(300), dtype=torch.uint8)
+    FP8.encode(torch.randn(300, ROW, generator=generator), *FP8.parts(piece, 300))
+    sums = [torch.empty(300, ROW, device=device) for device in ("cpu", rank.device)]
+    for total in sums:
+        FP8.total([FP8.parts(piece.to(total.device), 300)] * 3, total, 1 / 3)
+    assert torch.equal(sums[0], sums[1].cpu()), "the sums differ from those of the CPU"
 
 
 def lose_the_child(rank: Rank) -> Result:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import faulthandler
 import json
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -129,10 +128,11 @@ def seconds_of(do: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def main() -> None:
+def main(text: str) -> None:
+    """Run the rank of an ``Order`` as JSON."""
     from tests.gpu.checks import CHECKS
 
-    order = Order(**json.loads(sys.argv[1]))
+    order = Order(**json.loads(text))
     torch.set_num_threads(1)
     faulthandler.enable()  # the runner ends a late rank with SIGABRT
     rank = Rank(order)

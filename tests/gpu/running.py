@@ -6,36 +6,36 @@ own, and whatever is left of a check is killed at its end: no check can disturb 
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import json
 import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
 from torch.distributed import TCPStore
 
 from keepstep.coordination import LighthouseServer
+from keepstep_mesh.threads.starting import Thread
 from tests.gpu.check import DIGEST, Check, Outcome, Result
 from tests.gpu.environment import device_of, environment_of
 from tests.gpu.rank import READY, Order
+from tests.gpu.starting import COLD, Process, Starter
 
-ROOT = Path(__file__).resolve().parents[2]
-PROGRAM = "import torch; from tests.gpu.rank import main; main()"
 POLL_SECONDS = 0.05
 """Interval at which the end of the ranks is checked: they are several processes, each of which may end first."""
-START_SECONDS = 120.0
+START_SECONDS = 60.0
 """Limit for the ranks to import torch and to connect; then the deadline of the check begins."""
 STACKS_SECONDS = 2.0
 """Limit for a late rank to print its stacks."""
 KILL_SECONDS = 20.0
 """Limit for killed ranks to end: the driver first stops their kernels."""
 NO_TIME = "no time left for it"
+NOT_BEGUN = "the run ended before it"
 LOG_LINES = 24
 """Last lines of a failed rank that the report has."""
 
@@ -51,11 +51,11 @@ class NoTimeLeftError(Exception):
 class _Ranks:
     """The processes of one check."""
 
-    def __init__(self, check: Check, gpus: int, nccl: tuple[int, ...] | None, folder: Path) -> None:
-        self._check, self._gpus, self._nccl, self._folder = check, gpus, nccl, folder
+    def __init__(self, check: Check, gpus: int, nccl: tuple[int, ...] | None, folder: Path, starter: Starter) -> None:
+        self._check, self._gpus, self._nccl, self._folder, self._starter = check, gpus, nccl, folder, starter
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
         self._lighthouse = LighthouseServer("127.0.0.1:0", min_replicas=1) if check.lighthouse else None
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._processes: dict[int, Process] = {}
         self._lives: dict[int, int] = dict.fromkeys(range(check.ranks), 0)
 
     def start(self, index: int) -> None:
@@ -71,16 +71,7 @@ class _Ranks:
             result=str(self._result_of(index)),
         )
         variables = environment_of(index, check.ranks, self._gpus, self._nccl)
-        with self._log_of(index).open("ab") as log:
-            self._processes[index] = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, json.dumps(asdict(order))],
-                cwd=ROOT,
-                env=os.environ | variables,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        self._processes[index] = self._starter.start(order, variables, self._log_of(index))
 
     def await_results(self) -> Result:
         """Return the result of the first rank. Raises CheckFailedError."""
@@ -153,8 +144,8 @@ class _Ranks:
 
 
 @contextlib.contextmanager
-def _started(check: Check, gpus: int, nccl: tuple[int, ...] | None, folder: Path) -> Iterator[_Ranks]:
-    ranks = _Ranks(check, gpus, nccl, folder)
+def _started(check: Check, gpus: int, nccl: tuple[int, ...] | None, folder: Path, starter: Starter) -> Iterator[_Ranks]:
+    ranks = _Ranks(check, gpus, nccl, folder, starter)
     try:
         for index in range(check.ranks):
             ranks.start(index)
@@ -163,7 +154,7 @@ def _started(check: Check, gpus: int, nccl: tuple[int, ...] | None, folder: Path
         ranks.close()
 
 
-def run_check(check: Check, gpus: int, nccl: tuple[int, ...] | None, folder: Path) -> Outcome:
+def run_check(check: Check, gpus: int, nccl: tuple[int, ...] | None, folder: Path, starter: Starter = COLD) -> Outcome:
     """Run a check to its end or deadline.
 
     Args:
@@ -171,19 +162,34 @@ def run_check(check: Check, gpus: int, nccl: tuple[int, ...] | None, folder: Pat
         gpus: number of GPUs to use; 0: the CPU.
         nccl: version of NCCL; None: torch has none.
         folder: for logs and results of the ranks.
+        starter: of the ranks.
     """
     reason = check.cannot_run or ("" if gpus else check.needs_gpu)
     if reason:
         return Outcome(check.name, check.what, "skipped", reason)
     began = time.monotonic()
     try:
-        with _started(check, gpus, nccl, folder) as ranks:
+        with _started(check, gpus, nccl, folder, starter) as ranks:
             figures = ranks.await_results()
     except NoTimeLeftError:
         return Outcome(check.name, check.what, "skipped", NO_TIME, round(time.monotonic() - began, 1))
     except (CheckFailedError, subprocess.TimeoutExpired) as error:
         return Outcome(check.name, check.what, "failed", str(error), round(time.monotonic() - began, 1))
     return Outcome(check.name, check.what, "passed", "", round(time.monotonic() - began, 1), figures)
+
+
+def in_thread(run: Callable[[], Outcome]) -> concurrent.futures.Future[Outcome]:
+    """Run a check beside the others. Its ranks end with this process at the latest."""
+    found: concurrent.futures.Future[Outcome] = concurrent.futures.Future()
+
+    def settle() -> None:
+        try:
+            found.set_result(run())
+        except BaseException as error:  # noqa: BLE001  the waiting thread gets it
+            found.set_exception(error)
+
+    Thread(target=settle, name="keepstep-check", daemon=True).start()
+    return found
 
 
 def _code(code: int) -> str:

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +21,8 @@ from tests.gpu.checks import CHECKS
 from tests.gpu.environment import device_of, environment_of
 from tests.gpu.machine import Machine
 from tests.gpu.report import lines_of, write_page
-from tests.gpu.running import run_check
+from tests.gpu.running import NOT_BEGUN, run_check
+from tests.gpu.starting import Starter
 
 MACHINE = Machine(("H200", "H200"), "580.1", (2, 29, 7), "2.13.0", "13.0", "3.11.7", "8 CPU cores")
 
@@ -59,6 +61,8 @@ def test_sigterm_ends_the_check_that_runs_and_no_other_begins(tmp_path: Path, mo
     begun = []
 
     def run(check: Check, *_: object) -> Outcome:
+        if check.sleeps:
+            return Outcome(check.name, check.what, "skipped")
         begun.append(check.name)
         os.kill(os.getpid(), signal.SIGTERM)
         raise AssertionError("the signal was ignored")
@@ -95,8 +99,42 @@ def test_the_time_of_a_run_is_divided_and_a_check_without_time_is_named(tmp_path
 
 def test_the_most_important_checks_come_first_and_the_slowest_last() -> None:
     names = list(CHECKS)
-    assert names[:3] == ["collectives", "abort_killed", "kill_and_heal"]
-    assert names[-1] == "watchdog"
+    assert names[:5] == ["collectives", "abort_killed", "abort_stopped", "abort_missing", "kill_and_heal"]
+    assert names[-1] == "torchtitan"
+
+
+def test_a_run_that_is_cut_off_leaves_a_report_of_what_it_found(tmp_path: Path, monkeypatch) -> None:
+    report, seen = tmp_path / "report.json", []
+
+    def run(check: Check, *_: object) -> Outcome:
+        seen.append({one["name"]: one["reason"] for one in json.loads(report.read_text())["checks"]})
+        return Outcome(check.name, check.what, "passed", f"it was number {len(seen)}")
+
+    monkeypatch.setattr(command, "run_check", run)
+    only = ["--only", "collectives", "abort_killed", "heal"]
+    monkeypatch.setattr(sys, "argv", ["gpu", "--device", "cpu", *only, "--report", str(report)])
+    assert command.main() == 0
+    assert [list(one.values()) for one in seen] == [
+        [NOT_BEGUN] * 3,
+        ["it was number 1", *[NOT_BEGUN] * 2],
+        ["it was number 1", "it was number 2", NOT_BEGUN],
+    ]
+
+
+def test_a_check_that_sleeps_runs_beside_the_others(tmp_path: Path, monkeypatch) -> None:
+    others_end = threading.Event()
+
+    def run(check: Check, *_: object) -> Outcome:
+        if check.sleeps:
+            assert others_end.wait(60)
+        elif check.name == "fork":
+            others_end.set()
+        return Outcome(check.name, check.what, "passed")
+
+    monkeypatch.setattr(command, "run_check", run)
+    only = ["--only", "collectives", "fork", "watchdog"]
+    monkeypatch.setattr(sys, "argv", ["gpu", "--device", "cpu", *only, "--report", str(tmp_path / "report.json")])
+    assert command.main() == 0
 
 
 def test_a_check_ends_with_the_time_of_the_run(tmp_path: Path, monkeypatch) -> None:
@@ -124,7 +162,10 @@ def test_a_page_names_the_machine_each_check_and_the_reasons_of_failures(tmp_pat
 
 @pytest.mark.training
 def test_checks_run_on_the_cpu_and_one_that_hangs_is_ended(tmp_path: Path) -> None:
-    outcome = run_check(CHECKS["abort_stopped"], 0, None, tmp_path)
+    starter = Starter.prepared()
+    assert starter.forks, "an import of the checks starts a thread"
+    outcome = run_check(CHECKS["abort_stopped"], 0, None, tmp_path, starter)
+    starter.close()
     assert (outcome.state, outcome.reason) == ("passed", "")
     assert outcome.figures["freed, s"] < 1
     late = replace(CHECKS["abort_stopped"], seconds=0.0, lost=frozenset())  # the stopped rank sends no result

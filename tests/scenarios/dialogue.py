@@ -16,6 +16,7 @@ Weights are compared only where a policy has ``verify_every``.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -56,6 +57,7 @@ from keepstep_mesh.protocol.messages import (
     RoundBroken,
 )
 from keepstep_mesh.protocol.names import name_of
+from keepstep_mesh.protocol.stack_messages import Hung, RankStacks, StacksRequest, ThreadStack
 from tests.support.models.core_driver import Driver
 
 Action = Callable[["Dialogue", re.Match[str]], list[Decision]]
@@ -71,6 +73,7 @@ OPTIONS = (
     "request",
     "for",
     "layout",
+    "product",
     "at",
     "root",
     "min groups",
@@ -88,7 +91,17 @@ OPTIONS = (
     "publish",
     "stepped with",
     "without copies at",
+    "keeps",
     "multiple",
+    "waits for",
+    "section of",
+    "begun within",
+    "begun",
+    "of step",
+    "work",
+    "commits",
+    "in flight",
+    "in",
 )
 BRACKETS = r"(?: \[(?P<options>[^\]]*)\])?"
 
@@ -107,6 +120,8 @@ class Dialogue:
         if line == "how did the last quorum form?":
             formed = self.driver.core.quorum_view(self.driver.now).formed
             return [f"formed: {formed.sentence if formed else 'never'}"]
+        if line == "who holds up the job?":
+            return [f"held up: {one}" for one in self.driver.core.hang_sentences()] or ["held up: no"]
         for pattern, action in EVENTS:
             if (match := re.fullmatch(pattern, line)) is not None:
                 decisions = action(self, match)
@@ -116,7 +131,7 @@ class Dialogue:
                 if asking and not any(isinstance(decision, Announce) for decision in decisions):
                     reason = core.reason(self.driver.now)
                     said.append(f"waits: {reason.sentence} ({reason.code})")
-                return said
+                return _counted(said)
         raise ValueError(f"unknown event {line!r}; EVENTS lists all forms")
 
     def _say(self, decision: Decision) -> list[str]:
@@ -169,8 +184,9 @@ class Dialogue:
             case LogEntry("parted", name, detail):
                 return [f"parts {name} for {detail['seconds']:g} s: {detail['reason']}"]
             case LogEntry("not_parted", _, detail):
-                left, needed = detail["left"], detail["needed"]
-                return [f"parts no group, because {left} would be left and {needed} are needed: {detail['reason']}"]
+                return [f"parts no group: {detail['reason']}"]
+            case LogEntry("hung", replica_id, detail) if not detail["ended"]:
+                return [f"spares {replica_id}: {detail['reason']}; {detail['spared']}"]
             case LogEntry("spare_in", replica_id, detail):
                 return [f"lets the spare {replica_id} in: {detail['reason']}"]
             case LogEntry("let_in", name, detail):
@@ -195,6 +211,11 @@ class Dialogue:
                 return f"tells {who} that it is evicted, banned for {ban_seconds:g} s: {reason}"
             case Closed(_, final):
                 return f"tells {who}: {final.groups} groups finished at step {final.step}, lineage {final.lineage!r}"
+            case StacksRequest():
+                return f"asks {who} for stacks"
+            case Hung(reason, ban_seconds):
+                banned = f", banned for {ban_seconds:g} s" if ban_seconds else ""
+                return f"tells {who} to end{banned}: {reason}"
             case Goodbye():
                 return f"says goodbye to {who}"
         raise TypeError(f"unknown message {message}")
@@ -234,7 +255,7 @@ class Dialogue:
     def asks(self, match: re.Match[str]) -> list[Decision]:
         options = _options(match)
         lineage = options.get("lineage", "")
-        layout = options.get("layout", "" if {"port", "at"} & options.keys() else None)
+        layout = options.get("layout", "" if {"port", "at", "product"} & options.keys() else None)
         port = f":{options['port']}" if "port" in options else ""
         return self._each(
             match,
@@ -246,7 +267,11 @@ class Dialogue:
                 shrink="shrink only" in options or "retry" in options,
                 request=int(options["request"]) if "request" in options else None,
                 timeout=float(options.get("for", "600 s").removesuffix(" s")),
-                info=MemberInfo(f"http://{options.get('at', name_of(replica_id))}{port}", layout=layout)
+                info=MemberInfo(
+                    f"http://{options.get('at', name_of(replica_id))}{port}",
+                    layout=layout,
+                    product=options.get("product", ""),
+                )
                 if layout is not None
                 else None,
                 root=_root(options["root"]) if "root" in options else None,
@@ -279,8 +304,31 @@ class Dialogue:
 
     def tells_shards(self, match: re.Match[str]) -> list[Decision]:
         keepers = tuple(match["keepers"].split(", ")) if match["keepers"] else ()
-        holes = tuple(one for one in _options(match).get("without copies at", "").split(" and ") if one)
-        return self.driver.tells_shards(match["ids"], int(match["world"]), keepers, without=holes)
+        holes, keeps = (
+            tuple(one for one in _options(match).get(option, "").split(" and ") if one)
+            for option in ("without copies at", "keeps")
+        )
+        return self.driver.tells_shards(match["ids"], int(match["world"]), keepers, without=holes, keeps=keeps)
+
+    def stands(self, match: re.Match[str]) -> list[Decision]:
+        options, line = _options(match), match["line"]
+        found = RankStacks(
+            number=1,
+            rank=int(match["rank"]),
+            line=line,
+            waits=options.get("waits for", ""),
+            section="evaluate" if "section of" in options else "",
+            section_ms=int(float(options.get("in", "0 s").removesuffix(" s")) * 1000),
+            section_limit_ms=int(float(options.get("section of", "0 s").removesuffix(" s")) * 1000),
+            step=int(options.get("of step", "0")),
+            collectives=int(options.get("begun", "0")),
+            group_collectives=int(options.get("begun within", "0")),
+            in_flight=options.get("in flight", ""),
+            work=int(options.get("work", "0")),
+            commits=int(options.get("commits", "0")),
+            stacks=(ThreadStack("MainThread", (f"{line.partition(' ')[0]} step", "library.py:1 read")),),
+        )
+        return self._each(match, lambda replica_id: self.driver.stacks(replica_id, found))
 
     def leaves(self, match: re.Match[str]) -> list[Decision]:
         told: tuple[str, str, int | None] = "told to", "", None
@@ -347,6 +395,7 @@ EVENTS: tuple[tuple[str, Action], ...] = (
         r"(?P<ids>[\w:]+) is in world (?P<world>\d+)(?:, kept by (?P<keepers>[\w:, ]+))?" + BRACKETS,
         Dialogue.tells_shards,
     ),
+    (IDS + r" rank (?P<rank>\d+) stands? in (?P<line>[^\[]+?)" + BRACKETS, Dialogue.stands),
     (IDS + r" leaves?" + BRACKETS, Dialogue.leaves),
     (IDS + r" moves? to another lighthouse", _simple("moves")),
     (IDS + r" fails?", _simple("fails")),
@@ -362,6 +411,12 @@ EVENTS: tuple[tuple[str, Action], ...] = (
     (r"the lighthouse restarts with quorum (?P<quorum>\d+) of " + IDS + r" in its store", Dialogue.restores),
     (r"the lighthouse is killed and restarts without its store", Dialogue.loses_its_store),
 )
+
+
+def _counted(said: list[str]) -> list[str]:
+    """Write equal lines in a row as one, with their number."""
+    runs = [(line, len(list(equal))) for line, equal in itertools.groupby(said)]
+    return [f"{line} ({times} times)" if times > 1 else line for line, times in runs]
 
 
 def _options(match: re.Match[str]) -> dict[str, str]:
@@ -421,6 +476,8 @@ def _differences(before: JobRecord, after: JobRecord) -> list[str]:
         said.append(f"groups that had to heal: {ids or 'none'}")
     if before.policy != after.policy:
         said.append("policy")
+    if before.longest_step != after.longest_step:
+        said.append(f"steps of up to {after.longest_step:g} s")
     return said
 
 

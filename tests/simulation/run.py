@@ -1,5 +1,5 @@
 """Run simulations by their seeds: ``python -m tests.simulation.run --seeds 100000 [--lighthouses N] [--finish]
-[--catch-up] [--ports] [--retry] [--spares] [--trouble] [--one-copy] [--every]``.
+[--catch-up] [--ports] [--retry] [--spares] [--trouble] [--hangs] [--one-copy] [--every]``.
 
 Prints a line of progress and, for each seed that fails, the broken rule, the fewest faults that still break it, and
 the trace. Exit code 1 when a seed failed.
@@ -38,6 +38,7 @@ class Modes(TypedDict, total=False):
     retries: bool
     spares: bool
     troubles: bool
+    hangs: bool
     one_copy: bool
 
 
@@ -52,6 +53,10 @@ SIMULATORS: dict[str, Modes] = {
     "finish trouble": {"finishes": True, "troubles": True},
     "finish spares": {"finishes": True, "spares": True},
     "retry trouble": {"retries": True, "troubles": True},
+    "hangs": {"hangs": True},
+    "finish hangs": {"finishes": True, "hangs": True},
+    "spares hangs": {"spares": True, "hangs": True},
+    "retry hangs": {"retries": True, "hangs": True},
     "one copy": {"one_copy": True},
     "one copy spares": {"one_copy": True, "spares": True},
     "one copy finish": {"one_copy": True, "finishes": True},
@@ -203,6 +208,7 @@ def main() -> int:
     parser.add_argument("--retry", action="store_true", help="let the groups retry steps in which a member is lost")
     parser.add_argument("--spares", action="store_true", help="let spares stand by, and replace groups")
     parser.add_argument("--trouble", action="store_true", help="let groups keep others from committing, and complain")
+    parser.add_argument("--hangs", action="store_true", help="let training threads of groups hang, or be slow")
     parser.add_argument("--one-copy", action="store_true", help="let the model exist once, in shards")
     arguments = parser.parse_args()
     seeds = range(arguments.start, arguments.start + arguments.seeds)
@@ -212,6 +218,7 @@ def main() -> int:
         "retries": arguments.retry,
         "spares": arguments.spares,
         "troubles": arguments.trouble,
+        "hangs": arguments.hangs,
         "one_copy": arguments.one_copy,
     }
     if arguments.catch_up:

@@ -24,6 +24,7 @@ from tests.simulation.actors.node import Node, address_of, simulated
 from tests.simulation.actors.ports import Network
 from tests.simulation.actors.troubles import Troubles
 from tests.simulation.actors.worker import Worker
+from tests.simulation.checks.hangs import HANG_AFTER, HangChecks
 from tests.simulation.checks.history import Logs
 from tests.simulation.checks.quorums import QuorumChecks
 from tests.simulation.checks.shards import ShardChecks
@@ -43,6 +44,8 @@ LAST_RESTART_SECONDS = 8.0
 """After the end of the faults: everything that is still down is started."""
 READMIT_SECONDS = (20.0, 40.0, 60.0)
 """After the end of the faults, an administrator ends the probation of each group, so that recovery takes no longer."""
+OPERATOR_SECONDS = (15.0, 35.0, 55.0, 75.0, 90.0)
+"""After the end of the faults, an operator looks for groups that hang and are not ended."""
 LIGHTHOUSES = (1, 1, 1, 1, 2, 2, 2, 3)
 LEASES = (3.0, 3.0, 6.0)
 RATES = (0.95, 1.05)
@@ -75,6 +78,7 @@ class Simulation:
         retries: The groups take a step again that failed because of other groups (``retry_allreduce``).
         spares: One to three more groups stand by, and groups are replaced.
         troubles: Groups keep others from committing, and send evidence about steps that failed.
+        hangs: Training threads of groups hang, or are slow.
         one_copy: The model exists once: the groups are members of one or two ranks, which keep copies of each other.
     """
 
@@ -96,6 +100,7 @@ class Simulation:
         retries: bool = False,
         spares: bool = False,
         troubles: bool = False,
+        hangs: bool = False,
         one_copy: bool = False,
     ) -> None:
         begin_ordinals()
@@ -123,8 +128,11 @@ class Simulation:
         self.forbids_heal = 0.0 if policy is not None else Random(f"healing {seed}").choice((0.0, 0.0, 0.1, 0.5))
         """How often a group allows no heal in a round, until the faults end."""
         self._healing = Random("healing")
+        way = Random(f"catching up {seed}").random()
+        self.replays_unasked = catches_up is None and (retries or way >= 0.5)
+        """Whether groups follow by default: a replay may give other weights, so that they heal after it."""
         if catches_up is None:
-            catches_up = not retries and Random(f"catching up {seed}").random() < 0.5  # the Manager refuses both
+            catches_up = way < 0.8
         self.catches_up = catches_up
         """Whether groups that are behind follow the others, instead of healing while these wait."""
         self.policy = policy or _draw_policy(random, groups)
@@ -143,6 +151,9 @@ class Simulation:
             self.last_step = end.randint(1, LAST_STEP)
             self.policy = replace(self.policy, finish_grace=end.choice(FINISH_GRACES))
 
+        self.hangs = HangChecks(self.violated) if hangs else None
+        if hangs:
+            self.policy = replace(self.policy, hang_after=HANG_AFTER)
         self.ports = Network(seed, self.names, self.violated) if ports else None
         self.logs = Logs()
         self.mesh = Mesh(self.time, random, self.note)
@@ -175,7 +186,9 @@ class Simulation:
         for name in self.names:
             self.time.after(0.3 * random.random(), self.launch, name)
         self.faults = (
-            draw_faults(seed, count, spares=spares, troubles=troubles, one_copy=one_copy) if faults is None else faults
+            draw_faults(seed, count, spares=spares, troubles=troubles, hangs=hangs, one_copy=one_copy)
+            if faults is None
+            else faults
         )
         for fault in self.faults:
             self.time.at(fault.at, inject, self, fault)
@@ -222,14 +235,30 @@ class Simulation:
         self.note("the faults stop")
         self._quiet = True
         (self.shards or self.states).faults_stopped(self.workers)
+        for seconds in OPERATOR_SECONDS if self.hangs else ():
+            self.time.after(seconds, self._end_spared)
         for name in self.names:
             self.time.after(LAST_RESTART_SECONDS, self._relaunch, name)
             if self.troubles is not None:
                 self.troubles.end(name)
+            if self.troubles is not None or self.hangs is not None:
                 for seconds in READMIT_SECONDS:
                     self.time.after(seconds, self.order, ReadmitOrdered(name, "ann"))
         for node in self.nodes.values():
             self.time.after(LAST_RESTART_SECONDS, self._restart_lighthouse, node.name)
+
+    def _end_spared(self) -> None:
+        """As an operator: end the groups that hang and that the lighthouse spares."""
+        if self.hangs is None or self.leader is None:
+            return
+        said, spares = self.leader.spared_hangs()
+        groups = [one for one in self.latest.values() if one.replica_id not in spares]
+        for worker in list(self.latest.values()):
+            if worker.alive and f"{worker.replica_id} " in said:
+                if worker in groups:
+                    self.hangs.on_spared(worker, groups)
+                worker.die()
+                self._relaunch(worker.name)
 
     def stop_if_recovered(self) -> None:
         if self.last_step is not None:

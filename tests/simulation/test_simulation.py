@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from keepstep.one_copy.core.recovery_plan import Kind
+from keepstep_lighthouse.quorum.shards import Shards
 from keepstep_mesh.protocol.policy import Policy
 from tests.simulation.actors.troubles import TROUBLES_TIMEOUT_SECONDS
+from tests.simulation.checks.hangs import HANG_AFTER
 from tests.simulation.checks.violation import Violation
 from tests.simulation.run import Modes, explain, violation
 from tests.simulation.simulation import Script, Simulation
@@ -79,6 +81,38 @@ def test_spares_take_the_places_of_groups_that_are_lost_or_replaced(lighthouses:
 
 @pytest.mark.parametrize(
     "modes",
+    [{"hangs": True}, {"hangs": True, "finishes": True}, {"hangs": True, "spares": True}],
+    ids=["train", "finish", "spares"],
+)
+def test_groups_that_hang_are_ended_and_slow_ones_are_not(modes: Modes) -> None:
+    ended = 0
+    for seed in range(12, 24):
+        sim = Simulation(seed, careful=True, **modes)
+        try:
+            sim.run()
+        except Violation:
+            pytest.fail(explain(seed, **modes))
+        assert sim.hangs is not None
+        ended += sim.hangs.ended
+    assert ended
+
+
+def test_a_group_that_hangs_is_ended_within_its_limit() -> None:
+    policy = Policy(join_timeout=60.0, hang_after=HANG_AFTER)
+    sim = Simulation(1, (), groups=3, policy=policy, lighthouses=1, rate=1.0, careful=True, quiet_at=10.0, hangs=True)
+
+    def one_hangs(sim: Simulation) -> Script:
+        yield lambda: "r1" in sim.latest and sim.latest["r1"].commits > 4
+        sim.latest["r1"].thread.begins("hangs", 0.0)
+        began = sim.time.now
+        yield lambda: sim.hangs is not None and sim.hangs.ended == 1
+        assert sim.time.now - began < 1.5 * HANG_AFTER
+
+    sim.play(one_hangs)
+
+
+@pytest.mark.parametrize(
+    "modes",
     [{"one_copy": True}, {"one_copy": True, "spares": True}, {"one_copy": True, "finishes": True}],
     ids=["no spares", "spares", "finish"],
 )
@@ -95,8 +129,7 @@ def test_no_committed_step_of_a_model_that_exists_once_is_lost(modes: Modes) -> 
     assert kinds >= {Kind.FRESH, Kind.RESIZED, *([Kind.REPLACED] if "spares" in modes else [])}
 
 
-@pytest.mark.parametrize("seed", [0, 3])
-def test_a_member_that_hangs_with_its_keeper_loses_no_shards(seed: int) -> None:
+def a_member_and_its_keeper_hang(seed: int) -> Simulation:
     policy = Policy(join_timeout=1.0)
     sim = Simulation(seed, (), groups=4, policy=policy, lighthouses=1, careful=True, quiet_at=20.0, one_copy=True)
     assert sim.shards is not None
@@ -110,7 +143,27 @@ def test_a_member_that_hangs_with_its_keeper_loses_no_shards(seed: int) -> None:
         yield 9.0
 
     sim.play(hang)
+    return sim
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_a_member_that_hangs_with_its_keeper_loses_no_shards(seed: int) -> None:
+    sim = a_member_and_its_keeper_hang(seed)
+    assert sim.shards is not None
     assert not sim.shards.over
+
+
+def test_a_lighthouse_that_leaves_out_members_with_shards_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Shards, "waits", lambda *_: None)
+    with pytest.raises(Violation, match="have shards, and are not in quorum"):
+        a_member_and_its_keeper_hang(0)
+
+
+@pytest.mark.parametrize("seed", [101, 217])
+def test_members_that_only_a_deposed_lighthouse_reached_are_not_missed(seed: int) -> None:
+    """It formed a quorum that it could not store. The next one with that number is of a lighthouse without them."""
+    found = violation(seed, careful=True, one_copy=True)
+    assert found is None, explain(seed, one_copy=True)
 
 
 @pytest.mark.parametrize("lighthouses", [1, 2])

@@ -35,6 +35,7 @@ from keepstep_mesh.threads.starting import Thread
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint import SavePlanner, StorageWriter
+    from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.staging import AsyncStager
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
@@ -62,7 +63,7 @@ def save(
     process_group: ProcessGroup | None = None,
     no_dist: bool = False,
     use_collectives: bool = True,
-) -> None:
+) -> Metadata | None:
     """Save the state of all ranks as one checkpoint. Every rank calls it, with the part of the state that it holds.
 
     The ranks need no process group: they meet at the relay, or in the directory. A DTensor is saved in shards. Values
@@ -85,8 +86,9 @@ def save(
         check_replicas: compare the values that are saved once. Ranks with different values are an error.
         sync: for a directory: return when the files are on disk. False: return when they are written, which takes less
             time. A checkpoint that a loss of power damages cannot be loaded then: the error names the file.
-        overwrite: replace the checkpoint that a directory has. It is whole until the new one is committed. Of two such
-            saves at once, one raises: let a save end before the next one. A checkpoint at a relay never changes.
+        overwrite: replace the checkpoint. It is whole until the new one is committed. Of two such saves at once, one
+            raises, and with several ranks both may: let a save end before the next one. A relay with tokens wants an
+            admin token for it.
         timeout: time limit.
         token: token for the relay. Default: that of the environment.
         storage_writer: storage of torch, instead of keepstep's. Its arguments count, not those above.
@@ -94,6 +96,9 @@ def save(
         process_group: save the ranks of this group only. It must have all shards of a tensor. Default: all ranks.
         no_dist: save this process alone.
         use_collectives: False: torch's ``save`` plans each rank alone.
+
+    Returns:
+        None; or what torch's ``save`` returns, if it ran.
 
     Raises:
         CheckpointAborted: a rank failed or was lost.
@@ -112,11 +117,12 @@ def save(
         if of_torch:
             options: dict[str, Any] = {"step": step, "kind": kind, "sync": sync, "overwrite": overwrite}
             options |= {"timeout": timeout, "token": token}
-            of_torch.call("save", state_dict, checkpoint_id, "storage_writer", options)
-            return
+            metadata: Metadata = of_torch.call("save", state_dict, checkpoint_id, "storage_writer", options)
+            return metadata
         facts = save_facts(own_rank, ranks_in_all, step, kind, sync=sync, overwrite=overwrite)
         target = open_target(given(checkpoint_id, "storage_writer"), facts, timeout=timeout, token=token)
         _save(target, facts, lambda: in_group(_parts_of(state_dict), process_group), check_replicas)
+    return None
 
 
 def async_save(
@@ -178,11 +184,11 @@ def async_save(
         target = open_target(given(checkpoint_id, "storage_writer"), facts, timeout=timeout, token=token)
     future: Future[None] = Future()
     future.set_running_or_notify_cancel()  # a save cannot be cancelled
-    problem: Exception | None = None
+    problem: BaseException | None = None
     staged: StagedParts | None = None
     try:
         staged = StagedParts(in_group(_parts_of(state_dict), process_group))
-    except Exception as error:  # noqa: BLE001  raised below; the thread tells the other ranks
+    except BaseException as error:  # noqa: BLE001  raised below, also an interrupt; the thread tells the other ranks
         problem = error
 
     def parts() -> dict[str, Part]:

@@ -192,6 +192,10 @@ class HTTPTransport(CheckpointTransport[T]):
             with self._lock:
                 self._transfers.discard(transfer)
 
+    def keep_present(self) -> None:
+        """See ``CheckpointTransport``."""
+        self._spare = {}
+
     def source_lost(self, reason: str) -> None:
         """See ``CheckpointTransport``."""
         for transfer in self._in_progress():

@@ -218,8 +218,8 @@ class PGTransport(CheckpointTransport[T]):
 
     def _wait(self, work: Work, limits: _Limits) -> None:
         work.wait(limits.of_message())
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        if self._device.type != "cpu":
+            torch.accelerator.current_stream(self._device).synchronize()
 
     def _fail(self, what: str, error: Exception, *, torn: bool = False) -> NoReturn:
         """Abort the process group, so that no late message arrives and the other rank does not wait. Raises."""

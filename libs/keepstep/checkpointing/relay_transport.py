@@ -151,6 +151,10 @@ class RelayTransport(CheckpointTransport[T]):
 
         return relayed
 
+    def keep_present(self) -> None:
+        """See ``CheckpointTransport``."""
+        self.direct.keep_present()
+
     def source_lost(self, reason: str) -> None:
         """See ``CheckpointTransport``."""
         self.direct.source_lost(reason)

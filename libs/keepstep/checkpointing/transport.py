@@ -107,6 +107,9 @@ class CheckpointTransport(ABC, Generic[T]):
                 written, and are invalid until a later call succeeds, which overwrites all of them.
         """
 
+    def keep_present(self) -> None:
+        """Let the next ``recv_checkpoint`` fetch only the chunks that differ in ``into``, for a state that is there."""
+
     def source_lost(self, reason: str) -> None:
         """React to the loss of the group that ``recv_checkpoint`` receives from. Called from any thread.
 

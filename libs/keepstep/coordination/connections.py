@@ -36,27 +36,46 @@ class Connections(Generic[K, C]):
         self._open_one: Callable[[K], Coroutine[Any, Any, C]] = open_one
         self._lock = threading.Lock()
         self._opened: dict[K, concurrent.futures.Future[C]] = {}
+        self._ready: dict[K, C] = {}
+        """Those of ``_opened`` that ``get`` has returned."""
+        self._closed = ""
+        """Why no connection is opened any more; empty: it is."""
 
     def get(self, key: K, timeout: float) -> C:
         """Return the connection of ``key``. Raise what ``open_one`` raises; the next call then tries again."""
         with self._lock:
+            if self._closed:
+                raise RuntimeError(f"{self._closed}: create another client")
+            if (ready := self._ready.get(key)) is not None:
+                return ready
             one = self._opened.get(key)
             if one is None or (one.done() and (one.cancelled() or one.exception() is not None)):
                 one = self._opened[key] = self._loop_thread.spawn(self._open_one(key))
-        return one.result(timeout)
+        connection = one.result(timeout)
+        with self._lock:
+            if self._opened.get(key) is one:
+                self._ready[key] = connection
+        return connection
 
     def forget(self, key: K) -> None:
         """Let the next ``get`` of ``key`` open another connection. The caller closes this one."""
         with self._lock:
             self._opened.pop(key, None)
+            self._ready.pop(key, None)
 
-    def leave_all(self, reason: str) -> None:
-        """Leave and close every connection; cancel those that are still being opened."""
+    def leave_all(self, reason: str) -> bool:
+        """Leave and close every connection, for good; cancel those that are still being opened.
+
+        Return False if that was done before.
+        """
         with self._lock:
-            opened, self._opened = self._opened, {}
+            if self._closed:
+                return False
+            opened, self._opened, self._ready, self._closed = self._opened, {}, {}, reason
         for one in opened.values():
             if not one.cancel() and one.exception() is None:
                 leave(self._loop_thread, one.result(), reason)
+        return True
 
 
 def leave(loop_thread: LoopThread, one: LighthouseSession | GroupServer | RankClient, reason: str) -> None:

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import contextlib
 import functools
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from keepstep.coordination.connections import CLOSE_LEAVE_SECONDS, Connections
-from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS, LoopThread
+from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS, LoopThread, SharedLoopThread
 from keepstep.session.lighthouse_session import LighthouseSession
 from keepstep.session.session_settings import SessionSettings
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.config.settings import Settings, bind_address, split_addresses
 from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.net.event_loop import cancelled
 from keepstep_mesh.protocol import codec
 from keepstep_mesh.protocol.membership import Data, Member, MemberInfo
 from keepstep_mesh.protocol.messages import Quorum as MeshQuorum
 from keepstep_mesh.protocol.messages import QuorumRequest
 from keepstep_mesh.protocol.policy import Policy, policy_problem
+from keepstep_mesh.protocol.records import maker
 from keepstep_mesh.security.reloaded_files import ReloadedFiles
 from keepstep_mesh.serving.listen_settings import ListenSettings, read_listen_settings
 
@@ -35,6 +35,8 @@ log = get_logger("keepstep.coordination")
 
 START_SECONDS = 30.0
 """Time limit for starting and for stopping the lighthouse."""
+_clients_loop = SharedLoopThread("keepstep-lighthouse-clients")
+_make_request = maker(QuorumRequest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +202,10 @@ def _interfaces(listen: ListenSettings) -> str:
 
 
 class _Replica:
-    """The calls of one replica_id, and its last values, so that a round without a change builds no objects."""
+    """The calls of one replica_id, and its last values, so that a round without a change builds no objects.
+
+    A context manager, for the time of a call.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -210,27 +215,26 @@ class _Replica:
         """End of the last one, on ``time.monotonic``."""
         self.left: asyncio.Task[None] | None = None
         """Leaves with the session of a silent replica_id."""
+        self._values: tuple[object, ...] = ()
         self._info = MemberInfo()
         self._participants = _Participants((), None)
 
-    @contextlib.contextmanager
-    def calling(self) -> Iterator[None]:
+    def __enter__(self) -> None:
         with self.lock:
             self.calls += 1
-        try:
-            yield
-        finally:
-            with self.lock:
-                self.calls -= 1
-                self.last_call = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        with self.lock:
+            self.calls -= 1
+            self.last_call = time.monotonic()
 
     def info(self, address: str, store_address: str, world_size: int, data: Data) -> MemberInfo:
         """Return the same object while the values are equal."""
         if data is not None:
             data = codec.unpack(codec.pack(data))  # a copy: the caller may change ``data`` in place between rounds
-        info = MemberInfo(address, store_address, world_size, "", data)
-        if info != self._info:
-            self._info = info
+        values = (address, store_address, world_size, "", data)
+        if values != self._values:
+            self._values, self._info = values, MemberInfo(*values)
         return self._info
 
     def participants(self, answer: MeshQuorum) -> _Participants:
@@ -257,7 +261,7 @@ class LighthouseClient:
     def __init__(self, addr: str, connect_timeout: timedelta) -> None:
         self._addresses = split_addresses(addr)
         self._connect_timeout = connect_timeout.total_seconds()
-        self._loop_thread = LoopThread("keepstep-lighthouse-client")
+        self._loop_thread = _clients_loop.take()
         self._sessions = Connections(self._loop_thread, self._open_session)
         self._replicas: collections.defaultdict[str, _Replica] = collections.defaultdict(_Replica)
 
@@ -323,7 +327,7 @@ class LighthouseClient:
         """
         replica = self._replicas[replica_id]
         seconds = timeout.total_seconds()
-        request = QuorumRequest(
+        request = _make_request(
             request=0,
             step=step or 0,
             lineage="",
@@ -332,7 +336,7 @@ class LighthouseClient:
             timeout_ms=max(1, round(seconds * 1000)),
             info=replica.info(address or "", store_address or "", world_size or 0, data),
         )
-        with replica.calling():
+        with replica:
             session = self._session(replica_id)
             answer = self._loop_thread.wait_for(lambda: session.request_quorum(request), seconds + CALL_MARGIN_SECONDS)
         return Quorum(answer.quorum_id, replica.participants(answer), answer.created_ms / 1000)
@@ -348,10 +352,16 @@ class LighthouseClient:
             TimeoutError: no lighthouse answered.
         """
         seconds = timeout.total_seconds()
-        with self._replicas[replica_id].calling():
+        with self._replicas[replica_id]:
             self._loop_thread.call(self._session(replica_id).probe(seconds), seconds + CALL_MARGIN_SECONDS)
 
     def shutdown(self) -> None:
-        """Leave with all replica_ids, close their sessions and stop the thread."""
-        self._sessions.leave_all("client shut down")
-        self._loop_thread.stop()
+        """Leave with all replica_ids, and close their sessions. The last client of the process stops the thread."""
+        if self._sessions.leave_all("client shut down"):
+            self._loop_thread.call(self._watch_no_longer(), CALL_MARGIN_SECONDS)
+            _clients_loop.give_back(self._loop_thread)
+
+    async def _watch_no_longer(self) -> None:
+        for replica in self._replicas.values():
+            if replica.left is not None:
+                await cancelled(replica.left)

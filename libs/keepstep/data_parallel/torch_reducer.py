@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.futures import Future
+from torch.nn.parallel.distributed import _find_tensors
 from torch.utils import checkpoint
 
 from keepstep.process_group import ProcessGroupDummy
@@ -68,6 +69,28 @@ def notice_reentrant_checkpoints() -> None:
 def at_end_of_pass(act: Callable[[], None]) -> None:
     """Call ``act`` at the end of the backward pass that runs, after what was added before."""
     torch.autograd.Variable._execution_engine.queue_callback(act)  # noqa: SLF001  torch's own DDP does
+
+
+def refuse_replaced_weights(output: Any, states_loaded: Callable[[], int]) -> None:
+    """Let the backward pass of ``output`` raise if the weights were replaced since its forward pass.
+
+    Args:
+        output: of a forward pass outside of a step.
+        states_loaded: returns the number of states that this process has loaded.
+    """
+    loaded = states_loaded()
+
+    def check(_gradient: torch.Tensor) -> None:
+        if states_loaded() != loaded:
+            raise RuntimeError(
+                "the forward pass ran before the step began, and the begin of the step (Optimizer.zero_grad() or "
+                "start_quorum()) has replaced the weights by those of another group, so its gradients are of other "
+                "weights: call zero_grad() before the forward pass"
+            )
+
+    for tensor in _find_tensors(output):  # type: ignore[no-untyped-call]
+        if tensor.requires_grad:
+            tensor.register_hook(check)
 
 
 def marker(elements: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:

@@ -21,7 +21,7 @@ from typing import Protocol, TypeAlias
 
 from keepstep.group.quorum_plan import WorldSizeMode
 from keepstep_mesh.errors import KeepstepError
-from keepstep_mesh.protocol.job_settings import differ, difference, settings_text
+from keepstep_mesh.protocol.membership import differ, difference, settings_text
 
 ARITHMETIC = 4
 """Version of the arithmetic of a step.
@@ -33,8 +33,8 @@ of different versions then refuse to train together instead of drifting apart.
 Values: TypeAlias = tuple[tuple[str, str], ...]
 """The name of what has values, and a line for each value: its name, a tab, and its text."""
 
-REMEMBERED_STEPS = 8
-"""Steps of which the values are kept for groups that look for a difference."""
+REMEMBERED_STEPS = 32
+"""Steps of which the values are kept, for groups that look for a difference, or catch up."""
 MAX_SHOWN = 200
 """Limit of a name or a value in a sentence, in characters."""
 
@@ -179,8 +179,10 @@ def layout_digest(settings: str, lines: list[str]) -> str:
     return hashlib.blake2b("\n".join([settings, *lines]).encode(), digest_size=16).hexdigest() if lines else ""
 
 
-def first_difference(settings: str, lines: list[str], their_settings: str, their_lines: list[str], peer: str) -> str:
-    """Describe the first difference between this group and ``peer`` in a sentence."""
+def first_difference(
+    settings: str, lines: list[str], their_settings: str, their_lines: list[str], peer: str, rank: int = 0
+) -> str:
+    """Describe the first difference between a rank of this group and the same rank of ``peer`` in a sentence."""
     if differ(settings, their_settings):
         return difference(settings, "here", their_settings, peer)
     for number, (mine, other) in enumerate(zip(lines, their_lines, strict=False)):
@@ -192,8 +194,8 @@ def first_difference(settings: str, lines: list[str], their_settings: str, their
     if settings != their_settings:
         return f"the parameters are equal, but {peer} runs another version of keepstep; run one version in all groups"
     return (
-        "rank 0's parameters are equal, and those of another rank differ; use the same number of ranks, in the same "
-        "order on the device mesh, in all groups"
+        f"rank {rank}'s parameters are equal, and those of another rank differ; use the same number of ranks, in the "
+        f"same order on the device mesh, in all groups"
     )
 
 
@@ -205,6 +207,8 @@ class StepValues:
 
     def __init__(self) -> None:
         self._steps: OrderedDict[str, Values] = OrderedDict()
+        self._digest: tuple[Values | None, str] = (None, "")
+        """The last values, and their digest."""
 
     def add(self, quorum_id: int, step: int, values: Values) -> str:
         """Keep the values of a committed step, and return their digest.
@@ -217,12 +221,24 @@ class StepValues:
         self._steps[f"{quorum_id}/{step}"] = values
         while len(self._steps) > REMEMBERED_STEPS:
             self._steps.popitem(last=False)
-        text = "\n\n".join(f"{owner}\n{lines}" for owner, lines in values)
-        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        if values is not self._digest[0]:
+            text = "\n\n".join(f"{owner}\n{lines}" for owner, lines in values)
+            self._digest = values, hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        return self._digest[1]
 
     def lines(self) -> dict[str, dict[str, str]]:
         """Return the values as text, by name, of each step that is kept; the newest step last. From any thread."""
         return {step: dict(_pairs(values)) for step, values in list(self._steps.items())}
+
+
+def changes(before: Values, after: Values) -> list[str]:
+    """Describe the values of the same optimizers that differ, as phrases."""
+    was, now = dict(_pairs(before)), dict(_pairs(after))
+    return [
+        f"{name[:MAX_SHOWN]} from {old[:MAX_SHOWN]} to {now[name][:MAX_SHOWN]}"
+        for name, old in was.items()
+        if now.get(name, old) != old
+    ]
 
 
 def _pairs(values: Values) -> Iterator[tuple[str, str]]:

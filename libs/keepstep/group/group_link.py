@@ -7,7 +7,7 @@ import platform
 import socket
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -19,12 +19,16 @@ from torch.distributed import Store
 from keepstep.group.group_server import GroupServer
 from keepstep.group.ranks.rank_client import RankClient
 from keepstep.group.ranks.rank_link import GroupSettings, RankLink
+from keepstep.preflight.preflight import check_machine
 from keepstep.rendezvous.launcher_store import LauncherStore
 from keepstep.runtime import environment
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS, LoopThread
 from keepstep.runtime.processor import processor
 from keepstep.session.session_events import Push
 from keepstep.session.session_settings import SessionSettings
+from keepstep.stacks.activity import Activity
+from keepstep.stacks.rank_stacks import StackReporter
+from keepstep_mesh.checks.preflight_settings import PreflightSettings
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.config.settings import split_addresses
 from keepstep_mesh.errors import Banned
@@ -55,6 +59,8 @@ class LinkSettings:
     """Number of groups of the job that stand by."""
     notice: float = 0.0
     """Seconds from SIGTERM in which a spare may replace the group; 0: it leaves at once."""
+    preflight: PreflightSettings | None = None
+    """Checks of this machine before the group joins; None: no checks."""
 
     @property
     def stands_by(self) -> bool:
@@ -84,6 +90,7 @@ class LinkSettings:
         heartbeat_interval: float,
         connect_timeout: float,
         quorum_retries: int,
+        preflight: Sequence[str] | None = None,
     ) -> LinkSettings:
         """Complete the arguments from the environment. ValueError names what is missing or out of range."""
         addresses = lighthouse_addr or environment.variable("LIGHTHOUSE")
@@ -131,6 +138,9 @@ class LinkSettings:
             quorum_retries=quorum_retries,
             spares=spares,
             notice=environment.seconds("NOTICE_SEC", timedelta(0)).total_seconds() if notice else 0.0,
+            preflight=PreflightSettings.parsed(
+                (environment.variable("PREFLIGHT") or "").splitlines() or preflight or ()
+            ),
         )
         if spares and not settings.session.about.groups:
             raise ValueError(
@@ -155,16 +165,28 @@ def connect_group(
         The link, and the launcher's store (None in a group of one rank). Keep the store: its server ends with it.
 
     Raises:
-        TimeoutError: this took longer than ``connect_timeout``.
+        TimeoutError: this took longer than ``connect_timeout``, without the checks before.
+        PreflightExit: this machine failed a check.
         Banned: the lighthouse refuses the group; on every rank.
         KeepstepError: see ``LauncherStore`` and ``GroupServer``.
     """
+    product = ""
+    if settings.preflight is not None:
+        product = check_machine(settings.preflight, settings.session, settings.name, loop_thread)
     deadline = time.monotonic() + settings.session.connect_timeout
+    activity = Activity()
+    reporter = StackReporter(settings.rank, activity)
+
+    def pushed(push: Push) -> None:
+        if not reporter.on_push(push):
+            on_push(push)
+
     store = _launcher_store(settings, deadline) if settings.world_size > 1 else None
     if settings.rank == 0:
         name = settings.name or f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
+        replica_id = f"{name}:{uuid.uuid4()}"
         limit = _left(deadline)
-        _write_name_for_launcher(name)
+        _write_name_for_launcher(replica_id)
         server = GroupServer(
             GroupSettings(
                 world_size=settings.world_size,
@@ -172,11 +194,14 @@ def connect_group(
                 port=settings.port,
                 restart=settings.restart,
                 quorum_retries=settings.quorum_retries,
+                product=product,
             ),
-            replace(settings.session, replica_id=f"{name}:{uuid.uuid4()}", connect_timeout=limit),
+            replace(settings.session, replica_id=replica_id, connect_timeout=limit),
             on_failed,
-            on_push,
+            pushed,
+            activity,
         )
+        loop_thread.loop.call_soon_threadsafe(reporter.start, server.stacks)
         try:
             loop_thread.call(server.start(), limit + CALL_MARGIN_SECONDS)
         except Banned as error:
@@ -199,9 +224,11 @@ def connect_group(
         settings.restart,
         settings.token,
         on_failed,
-        on_push,
+        pushed,
+        activity,
         settings.quorum_retries,
     )
+    loop_thread.loop.call_soon_threadsafe(reporter.start, client.stacks)
     limit = _left(deadline)
     loop_thread.call(client.start(limit), limit + CALL_MARGIN_SECONDS)
     return client, store.store
@@ -218,11 +245,11 @@ def _launcher_store(settings: LinkSettings, deadline: float) -> LauncherStore:
     )
 
 
-def _write_name_for_launcher(name: str) -> None:
-    """Write the group's name to the launcher's file. The launcher uses it to ask whether the group is banned."""
+def _write_name_for_launcher(replica_id: str) -> None:
+    """Write the incarnation to the launcher's file. The launcher asks for its bans, and reports its end."""
     if file := os.environ.get("KEEPSTEP_NAME_FILE"):
         try:
-            Path(file).write_text(name)
+            Path(file).write_text(replica_id)
         except OSError as error:
             log.warning("name of the group not written for the launcher", file=file, reason=error.strerror)
 

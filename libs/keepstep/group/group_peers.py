@@ -10,7 +10,7 @@ import aiohttp
 from keepstep.group.agreement import first_difference, values_difference
 from keepstep_mesh.errors import AuthError, KeepstepError
 from keepstep_mesh.net.http import Problem, client_session, raise_for_problem, read_json_answer
-from keepstep_mesh.protocol.job_settings import differ
+from keepstep_mesh.protocol.membership import differ
 from keepstep_mesh.protocol.names import MAX_REPLICA_ID, name_of
 from keepstep_mesh.security.tokens import ClientToken
 
@@ -60,17 +60,40 @@ async def checkpoint_metadata(address: str, group_rank: int, token: str | Client
 
 
 async def first_values_difference(
-    address: str, token: str | ClientToken | None, values: dict[str, dict[str, str]], timeout: float = 5.0
+    address: str,
+    token: str | ClientToken | None,
+    values: dict[str, dict[str, str]],
+    timeout: float = 5.0,
+    rank: int = 0,
 ) -> str:
-    """Describe the first difference from the group served at ``address`` in the values of the last steps.
+    """Describe the first difference from the same rank of the group at ``address`` in the values of the last steps.
 
     Does not raise. Empty: none is known.
     """
     try:
-        answer = await _get_json(f"{address}/v1/layout", token, timeout, MAX_LAYOUT_BYTES)
+        answer = await _get_json(f"{address}/v1/layout?rank={rank}", token, timeout, MAX_LAYOUT_BYTES)
     except (aiohttp.ClientError, KeepstepError, OSError, TimeoutError):
         return ""
     return values_difference(values, answer.get("values"), _name(answer))
+
+
+async def told_values(
+    address: str, token: str | ClientToken | None, rank: int, timeout: float
+) -> dict[str, dict[str, str]]:
+    """Return the values of the last steps of a rank of the group at ``address``, as ``StepValues.lines`` does.
+
+    Does not raise. Empty: they are not known.
+    """
+    try:
+        answer = await _get_json(f"{address}/v1/layout?part=values&rank={rank}", token, timeout, MAX_LAYOUT_BYTES)
+    except (aiohttp.ClientError, KeepstepError, OSError, TimeoutError):
+        return {}
+    steps = answer.get("values")
+    return {
+        str(step): {str(name): str(text) for name, text in named.items()}
+        for step, named in (steps if isinstance(steps, dict) else {}).items()
+        if isinstance(named, dict)
+    }
 
 
 async def first_layout_difference(
@@ -81,27 +104,31 @@ async def first_layout_difference(
     settings: str = "",
     values: dict[str, dict[str, str]] | None = None,
     timeout: float = 5.0,
-) -> tuple[list[str], str]:
-    """Return the layout of the group served at ``address``, and the first difference from it. Does not raise.
+    rank: int = 0,
+) -> tuple[list[str], str, bool]:
+    """Return the layout of a rank of the group at ``address``, and the first difference from it. Does not raise.
 
     Args:
+        rank: in both groups.
         values: of the last steps of this rank; they are compared if parameters and settings are equal.
 
     Returns:
-        Its lines, empty if they or the settings do not fit; and the first difference in parameters or settings.
+        Its lines, empty if they or the settings do not fit; the first difference in parameters or settings; and whether
+        its lines have changed since its first step.
     """
     try:
-        answer = await _get_json(f"{address}/v1/layout", token, timeout, MAX_LAYOUT_BYTES)
+        answer = await _get_json(f"{address}/v1/layout?rank={rank}", token, timeout, MAX_LAYOUT_BYTES)
     except (aiohttp.ClientError, KeepstepError, OSError, TimeoutError) as error:
-        return [], f"the difference is unknown: {address} does not answer ({str(error) or type(error).__name__})"
+        told = f"the difference is unknown: {address} does not answer ({str(error) or type(error).__name__})"
+        return [], told, False
     lines = answer.get("lines")
     whole = [str(line) for line in lines] if isinstance(lines, list) else []
     theirs, cut = ([line[:MAX_LINE_CHARACTERS] for line in one] for one in (whole, ours))
     their_settings, peer = str(answer.get("settings", "")), _name(answer)
     equal = (settings, cut) == (their_settings, theirs)
     difference = values_difference(values or {}, answer.get("values"), peer) if equal else ""
-    difference = difference or first_difference(settings, cut, their_settings, theirs, peer)
-    return [] if differ(settings, their_settings) else whole, difference
+    difference = difference or first_difference(settings, cut, their_settings, theirs, peer, rank)
+    return [] if differ(settings, their_settings) else whole, difference, answer.get("changed") is True
 
 
 def _name(answer: dict[str, Any]) -> str:

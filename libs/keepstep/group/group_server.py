@@ -29,6 +29,7 @@ from keepstep.runtime.owned_tasks import OwnedTasks
 from keepstep.session.lighthouse_session import LighthouseSession
 from keepstep.session.session_events import Connected, Disconnected, Push
 from keepstep.session.session_settings import SessionSettings
+from keepstep.stacks.activity import Activity
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import (
     Banned,
@@ -50,7 +51,8 @@ from keepstep_mesh.protocol.messages import (
     ServiceAddress,
     ShardReport,
 )
-from keepstep_mesh.protocol.records import copier
+from keepstep_mesh.protocol.records import copier, maker
+from keepstep_mesh.protocol.stack_messages import Hung, RankStacks
 from keepstep_mesh.security.tokens import ClientToken
 
 log = get_logger("keepstep.group")
@@ -61,6 +63,7 @@ LEAVE_SECONDS = 5.0
 """Seconds that it waits for the lighthouse to confirm its goodbye."""
 
 _request_of = copier(QuorumRequest, RankAsk, "request", "info", "durable_relays")
+_make_info = maker(MemberInfo)
 
 
 class GroupServer:
@@ -71,6 +74,7 @@ class GroupServer:
         session: with the lighthouse, under the group's replica_id. Ranks and peers use the same token.
         on_failed: called once, on the loop, when the group is lost as a whole.
         on_push: called with what the lighthouse pushes, for this rank; the other ranks get it over their connections.
+        activity: of the training thread; None: this thread.
     """
 
     def __init__(
@@ -79,13 +83,17 @@ class GroupServer:
         session: SessionSettings,
         on_failed: Callable[[str], None],
         on_push: Callable[[Push], None],
+        activity: Activity | None = None,
     ) -> None:
         self.replica_id = session.replica_id
+        self.activity = activity or Activity()
         self.address = ""
         self._leaving = self._refused = False
         self.layout_lines: list[str] = []
         """Rank 0's parameters, for a peer that looks for a difference."""
+        self.layout_changed = False
         self.step_values = StepValues()
+        self.joins = ""
         self.key_values: KeyValueServer | None = (served := KeyValueServer())
         self._served = served
         self._settings = settings
@@ -230,6 +238,10 @@ class GroupServer:
         if (merged := merge_shards(self._shards, self._settings.world_size)) is not None:
             self._session.shards(merged)
 
+    def stacks(self, found: RankStacks) -> None:
+        """See ``RankLink``."""
+        self._session.stacks(found)
+
     def request_leave(self, reason: str) -> None:
         """See ``RankLink``."""
         patience = 0.0 if self._session.stands_by else LEAVE_PATIENCE  # a spare is not waited for
@@ -237,7 +249,7 @@ class GroupServer:
 
     def _leave_open_request(self, reason: str) -> None:
         """Leave in the middle of a request: the groups that would complete the quorum may have left already."""
-        if self._requesting:
+        if self._requesting and not self._left_early:
             self._left_early = reason
             self._tasks.start(self._leave_or_close(reason, LEAVE_SECONDS))
 
@@ -291,12 +303,14 @@ class GroupServer:
         self._attempt += 1
         self._heals = {}
         self._job_settings = merged.settings
-        info = MemberInfo(
+        info = _make_info(
             address=self.address,
             store_address=self._settings.store_address or self.address,
             world_size=self._settings.world_size,
             layout=merged.layout,
             rendezvous=RENDEZVOUS_VERSION,
+            product=self._settings.product,
+            joins=self.joins,
         )
         if info != self._info:  # an unchanged one stays the same object, which the session does not compare
             self._info = info
@@ -347,7 +361,7 @@ class GroupServer:
     # ---- pushes
 
     def _on_lighthouse_push(self, push: Push) -> None:
-        if isinstance(push, Evicted):
+        if isinstance(push, Evicted | Hung):
             self._leaving = True  # the ranks end one after the other, and none has failed
         self._on_push(push)
         if not isinstance(push, (Connected, Disconnected)):
@@ -366,12 +380,16 @@ class GroupServer:
             return Problem(HTTPStatus.NOT_FOUND, f"no rank {rank} has asked for a quorum here").response()
         return web.json_response({"metadata": metadata})
 
-    async def _serve_layout(self, _request: web.Request) -> web.Response:
-        return web.json_response(
-            {
-                "replica_id": self.replica_id,
-                "settings": self._job_settings,
-                "lines": self.layout_lines,
-                "values": self.step_values.lines(),
-            }
-        )
+    async def _serve_layout(self, request: web.Request) -> web.Response:
+        lines, values, rank = self.layout_lines, self.step_values.lines(), request.query.get("rank", "0")
+        if rank != "0":
+            found = await self._connections.compared_of(int(rank)) if rank.isdecimal() and len(rank) < 10 else None
+            if found is None:
+                return Problem(HTTPStatus.NOT_FOUND, f"rank {rank} of {self.replica_id} does not answer").response()
+            lines, values = [*found.lines], {}
+            for step, name, text in (one.split("\t", 2) for one in found.values if one.count("\t") > 1):
+                values.setdefault(step, {})[name] = text
+        if request.query.get("part") == "values":
+            lines = []
+        facts = {"replica_id": self.replica_id, "settings": self._job_settings}
+        return web.json_response({**facts, "lines": lines, "values": values, "changed": self.layout_changed})

@@ -12,12 +12,13 @@ Rules:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 
 from keepstep_mesh.protocol.lineage import NEW, following, is_committed, is_diverged, is_torn, origin, reference_state
 from keepstep_mesh.protocol.membership import Lineage, Member, MemberInfo
 from keepstep_mesh.protocol.messages import Quorum
+from keepstep_mesh.protocol.records import copier
 
 ROTATING = 2
 """``MemberInfo.rendezvous`` of members that rotate the host; older ones take the first of the cohort."""
@@ -173,6 +174,9 @@ class QuorumPlan:
         return self.members[host].info.store_address
 
 
+_next_plan = copier(QuorumPlan, QuorumPlan, "quorum", "max_step", "lineage", "attempt", "heal_timeout_ms")
+
+
 def make_plan(
     quorum: Quorum,
     replica_id: str,
@@ -198,7 +202,7 @@ def make_plan(
     """
     members = quorum.listed
     if quorum.uniform and previous and members is previous.members and not (previous.healing or previous.late):
-        return replace(
+        return _next_plan(
             previous,
             quorum=quorum,
             max_step=quorum.step,

@@ -40,6 +40,9 @@ class SlowQuorumLog:
         self._run = run
         self._reasons_logged = LogLimiter()
         self._waits = 0
+        self._since: float | None = None
+        """When the present wait began, a time of the event loop; None: this group does not wait."""
+        self._timer_is_set = False
         self._stands_by = False
         """It was logged that this group is a spare."""
 
@@ -47,16 +50,29 @@ class SlowQuorumLog:
     def waiting(self) -> Iterator[None]:
         """Mark the time in which this group waits for a quorum."""
         self._waits += 1
-        timer = asyncio.get_running_loop().call_later(SLOW_QUORUM_SECONDS, self._on_slow, self._waits)
+        self._since = asyncio.get_running_loop().time()
+        self._set_timer(SLOW_QUORUM_SECONDS)
         try:
             yield
         finally:
             self._waits += 1
-            timer.cancel()
+            self._since = None
 
-    def _on_slow(self, wait: int) -> None:
-        if self._reasons_logged.allows(asyncio.get_running_loop().time()):
-            self._run(self._log_reason(wait))
+    def _set_timer(self, seconds: float) -> None:
+        """Look again in so many seconds. One timer serves all waits that begin and end before."""
+        if not self._timer_is_set:
+            self._timer_is_set = True
+            asyncio.get_running_loop().call_later(seconds, self._look)
+
+    def _look(self) -> None:
+        self._timer_is_set = False
+        if self._since is None:
+            return
+        now = asyncio.get_running_loop().time()
+        if now < self._since + SLOW_QUORUM_SECONDS:
+            self._set_timer(self._since + SLOW_QUORUM_SECONDS - now)
+        elif self._reasons_logged.allows(now):
+            self._run(self._log_reason(self._waits))
 
     async def _log_reason(self, wait: int) -> None:
         try:

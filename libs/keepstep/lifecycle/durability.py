@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
 from keepstep.checkpoint.managed.due_checkpoints import (
     MAX_UPLOADERS,
     Commit,
@@ -79,6 +81,8 @@ class Durability:
         self._final: tuple[Choice, JobClosed] | None = None
         """The final state that was found and is not loaded yet."""
         context.durable = self
+        context.state.settle = self.settle
+        self._hook = register_optimizer_step_pre_hook(lambda *_: self.settle()) if self._settings.every else None
 
     @property
     def last(self) -> LastCheckpoint:
@@ -110,12 +114,16 @@ class Durability:
     def before_step(self) -> None:
         """Resume in front of the first step; stage the state of the last one, if a checkpoint of it is due."""
         self.resume_if_set()
-        self._save_if_due()
+        self._save_if_due(late=True)
 
-    def _save_if_due(self) -> None:
+    def settle(self) -> None:
+        """Wait until the state may change: what no pass writes to is copied beside the step that follows it."""
+        self._writer.settle()
+
+    def _save_if_due(self, *, late: bool = False) -> None:
         commit = self._last_commit()
         if commit is not None and is_due(commit[1], self._settings.every, self._saved):
-            self._save(*commit)
+            self._save(*commit, late=late)
 
     def save(self) -> LastCheckpoint:
         """Stage the state now. RuntimeError if it is not that of a step that this process committed."""
@@ -149,7 +157,7 @@ class Durability:
             self._context.log.error("final state not published yet", step=commit[1][0], waited_seconds=limit)
         return written
 
-    def _save(self, plan: QuorumPlan, held: Held) -> None:
+    def _save(self, plan: QuorumPlan, held: Held, *, late: bool = False) -> None:
         context, writer, step = self._context, self._writer, held[0]
         self._saved = held
         self._attempts += 1
@@ -167,7 +175,7 @@ class Durability:
             writer.failed(step, "no relay is registered with the lighthouse; start one (keepstep relay)")
             return
         try:
-            writer.offer(ticket, endpoints, state)
+            writer.offer(ticket, endpoints, state, late=late)
         except TimeoutError as error:
             writer.failed(step, str(error))
         except Exception as error:  # noqa: BLE001  as above
@@ -318,6 +326,7 @@ class Durability:
     def _load(self, choice: Choice) -> None:
         """Load a checkpoint. Raises ``StateDamaged`` in all ranks if it is damaged for one of them."""
         context = self._context
+        self.settle()
         try:
             state = self._stored.load(choice, context.state.snapshot())
         except StateDamaged as error:
@@ -330,12 +339,12 @@ class Durability:
         try:
             if damage := self._agreement.damage(seconds=self._seconds):
                 raise StateDamaged(damage)
-            context.state.load_user_state(state["user"])
+            loaded = context.state.load_user_state(state["user"])
         except BaseException:
             context.tear()
             raise
         context.progress.resume(state["manager"])
-        context.state.check_loaded(state["user"])
+        context.state.check_loaded(loaded)
         context.log_progress("loaded")
         self._saved = self._held
         name, addresses, skipped = str(choice["id"]), tuple(choice["relays"]), choice.get("skipped", {})
@@ -364,3 +373,5 @@ class Durability:
                 what = f"last durable checkpoint not committed within {COMMIT_SECONDS:g} s; check the relays"
                 self._context.log.error(what, step=self._writer.last.uploading)
         self._writer.close()
+        if self._hook is not None:
+            self._hook.remove()

@@ -133,7 +133,7 @@ class GroupMembership:
             limit: seconds for the goodbye.
             error: with which the script ends; empty: none.
             in_step: the group is in the middle of a step. Then it says no goodbye, so that its peers learn that it is
-                lost, and its other ranks end.
+                lost, and why, and its other ranks end.
         """
         if self._watch is not None:
             self._watch.cancel()
@@ -148,8 +148,9 @@ class GroupMembership:
                 context.loop_thread.call(context.link.leave(reason, limit, cause=cause, step=step), limit + 1.0)
             except (TimeoutError, KeepstepError, OSError) as problem:
                 context.log.info("left without confirmation", reason=f"{type(problem).__name__}: {problem}")
-        elif in_step and self._settings.world_size > 1:
-            context.ranks.fail_group(f"rank {self._settings.rank} ended in the middle of a step")
+        elif in_step and (self._settings.world_size > 1 or error):
+            why = f" with {error}" if error else ""
+            context.ranks.fail_group(f"rank {self._settings.rank} ended in the middle of a step{why}")
 
     def stop_acting(self) -> None:
         """Ignore SIGTERM and the end of the group from now on; the handler from before gets the signal again."""

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch
-from torch.optim import Optimizer
 
 from keepstep.group.agreement import FixedLines, LayoutChanges, LayoutPart, PartsMissing
+from keepstep.group.turns import NO_TURN, Turns
 from keepstep.lifecycle.durability import Durability
+from keepstep.lifecycle.joining import Joining
 from keepstep.lifecycle.manager_settings import ManagerSettings
 from keepstep.lifecycle.membership import GroupMembership
 from keepstep.lifecycle.rehearsal.rehearsed_step import RehearsedStep
@@ -24,17 +24,21 @@ from keepstep.process_group import ProcessGroup
 from keepstep.runtime.exits import handled_error
 from keepstep.runtime.learned_imports import tell_imports
 from keepstep.script_checks.script_checker import ScriptChecker
+from keepstep.stacks.activity import Progress
 from keepstep.step.attempt import Attempt
-from keepstep.step.catching_up.catch_up import CatchUp
 from keepstep.step.context import StepContext
 from keepstep.step.evidence.repeated_error import LIMIT, OwnError, RepeatedError
 from keepstep.step.step_quorum import HealRules
 from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.protocol.membership import StepReport
+from keepstep_mesh.protocol.records import copier
 
 NOTHING_TO_COMMIT = (
     "should_commit was called again after a step that was discarded: begin the next one with start_quorum "
     "(Optimizer.zero_grad does)"
 )
+
+_with_values = copier(StepReport, StepReport, "values")
 
 
 class Steps:
@@ -70,8 +74,20 @@ class Steps:
         self.handled = handled_error()
         """Error that the script had handled when its last step began; 0: none."""
         self._repeated = RepeatedError()
+        self.joining = Joining(settings, context, checker, lambda: self.open_number is None and not self.rehearsing)
+        self._beginner = ""
+        """See ``begin_with``; empty: none."""
+        self._turns = Turns()
         self._changing = False
         """Whether an optimizer of the script has begun a step, and has not ended it."""
+        context.link.activity.progress = self._where
+
+    def _where(self) -> Progress:
+        """Return where this rank stands. On the event-loop thread."""
+        step, attempt = self._context.progress.step, self.attempt
+        if attempt is None or attempt.done:
+            return Progress(step)
+        return Progress(step, attempt.collectives, attempt.present.in_flight())
 
     # ---- the open step
 
@@ -85,6 +101,11 @@ class Steps:
         if attempt is None or attempt.done or attempt.requested_early or self._membership.ended:
             return None
         return attempt.number
+
+    @property
+    def states_loaded(self) -> int:
+        """Number of states of other groups, and of durable checkpoints, that this process has loaded."""
+        return self._context.state.loads
 
     @property
     def device(self) -> torch.device:
@@ -136,6 +157,11 @@ class Steps:
         if self.attempt is not None:
             self.attempt.may_overflow = True
 
+    def heal_instead(self, reason: str) -> None:
+        """Let this group heal at the end of the open step if it is behind, because it could not replay the step."""
+        if self.attempt is not None:
+            self.attempt.cannot_follow = reason
+
     def cancel(self) -> None:
         """End a step that served to heal only: it is neither committed nor discarded.
 
@@ -146,9 +172,18 @@ class Steps:
 
     # ---- begin
 
+    def begin_with(self, optimizer: str) -> None:
+        """Note that an optimizer calls ``start_quorum`` next. Groups compare it when their members have changed.
+
+        Args:
+            optimizer: its name, equal in all groups; empty: the script has no other one.
+        """
+        self._beginner = optimizer
+
     def start(self, *, allow_heal: bool, shrink_only: bool, timeout: timedelta | None) -> None:
         """Begin a step, or continue the open one: ``Manager.start_quorum``."""
         context = self._context
+        beginner, self._beginner = self._beginner, ""
         context.raise_fatal()
         if context.faults is not None:
             context.faults.raise_ordered()
@@ -159,6 +194,7 @@ class Steps:
         self._checker.quorum_requested(time.monotonic())
         self.compare_script()
         context.compared.read()
+        self.joining.tell()
         limit = (timeout or self._settings.quorum_timeout).total_seconds()
         arguments = (allow_heal, shrink_only, limit, context.compared.digest)
         attempt = self.attempt
@@ -168,7 +204,8 @@ class Steps:
                     return
                 attempt.abandon()
                 self._end_if_repeated(attempt.own_error)
-            attempt = self.new(arguments, limit, allow_heal=allow_heal)
+            turn = self._turns.begin(beginner) if beginner else NO_TURN
+            attempt = self.new(arguments, limit, allow_heal=allow_heal, turn=turn)
         while True:
             if context.asks.leaving and context.settings.world_size == 1:
                 self._membership.leave(context)
@@ -194,7 +231,13 @@ class Steps:
                 log("no quorum yet; asking again", step=context.progress.step, reason=str(error))
 
     def new(
-        self, arguments: tuple[object, ...], limit: float, *, allow_heal: bool = True, final: bool = False
+        self,
+        arguments: tuple[object, ...],
+        limit: float,
+        *,
+        allow_heal: bool = True,
+        final: bool = False,
+        turn: str = NO_TURN,
     ) -> Attempt:
         """End what follows the last step, and open an attempt that is not begun.
 
@@ -203,6 +246,7 @@ class Steps:
             limit: of a request, seconds.
             allow_heal: as of ``Manager.start_quorum``.
             final: no step follows, because this group finishes.
+            turn: of ``turns``.
         """
         context = self._context
         if self.ended_at is not None:
@@ -212,6 +256,7 @@ class Steps:
             self.attempt.after.end()
         self.check_change()
         self._durability.before_step()
+        self._checker.common.begin_step()
         self.handled = handled_error()
         self.attempt = Attempt(
             context,
@@ -222,6 +267,7 @@ class Steps:
             ),
             timeout=limit,
             arguments=arguments,
+            turn=turn if self._checker.common.take_turns else "",  # members wait for the turns of all members
         )
         return self.attempt
 
@@ -253,39 +299,6 @@ class Steps:
         """Call ``Manager.resume`` if ``durable_every`` or ``resume=True`` say so, as the first step does."""
         if not self.rehearsing:
             self._durability.resume_if_set()
-
-    def follow_with(
-        self, optimizer: Optimizer, after_commit: Sequence[Callable[[], object]], memory: int | None
-    ) -> CatchUp:
-        """Let this group catch up when it joins, instead of making the others wait. ``Optimizer`` calls it.
-
-        Args:
-            optimizer: replays the steps of the others; the only one of the script.
-            after_commit: called after each of its steps.
-            memory: limit of the kept gradients, in bytes; None: see ``Optimizer``.
-
-        Raises:
-            ValueError: the Manager was built with settings that do not allow it, or has another such optimizer.
-        """
-        context = self._context
-        if context.follower is not None:
-            raise ValueError("this Manager has an Optimizer with catch_up=True already; give it to one optimizer only")
-        if not getattr(context.transport, "receives_in_background", False):
-            raise ValueError(
-                f"catch_up=True does not work with {type(context.transport).__name__}, which receives within a step; "
-                f"use RelayTransport (the default) or HTTPTransport"
-            )
-        if context.kept is not None:
-            raise ValueError(
-                "catch_up=True does not work with retry_allreduce=True (KEEPSTEP_RETRY_ALLREDUCE=1): a step that is "
-                "repeated may not be the one that a group follows; use one of them"
-            )
-        if context.asks.min_groups:
-            raise ValueError("catch_up=True does not work with groups that train while a quorum forms; remove one")
-        follower = CatchUp(context, optimizer, after_commit, memory)
-        context.follower = follower
-        self.add_layout(["optimizer catches up"])
-        return follower
 
     @contextlib.contextmanager
     def rehearse(self) -> Iterator[None]:
@@ -328,17 +341,20 @@ class Steps:
         context = self._context
         context.raise_fatal()
         committed = attempt.conclude(limit)
+        self._durability.settle()  # the script may change its state now
         if committed and attempt.plan is not None:
             tell_imports()
             if not context.progress.following:
                 self._durability.committed(attempt.plan)
-            self._note_values(attempt)
             self._checker.committed(
                 *(context.progress.step, time.monotonic()),
                 groups=self.participation()[1],
                 collectives=attempt.collectives,
                 synchronized=attempt.synchronized,
             )
+            self._note_values(attempt)
+        elif attempt.plan is not None and not attempt.plan.heal:
+            self._checker.discarded()
         self._end_if_repeated(None if committed else attempt.own_error)
         failures, most = context.progress.commit_failures, self._settings.max_retries
         if not committed and most is not None and failures > most:
@@ -371,7 +387,7 @@ class Steps:
         values = self._checker.common.of_step() if equal and context.state.compared != frozenset() else ()
         if plan is not None and values and context.asks.last_step is not None:
             digest = context.link.step_values.add(plan.quorum_id, plan.max_step, values)
-            context.asks.last_step = replace(context.asks.last_step, values=digest)
+            context.asks.last_step = _with_values(context.asks.last_step, values=digest)
 
     def change_begins(self) -> None:
         """Note that the weights begin to change. Unless ``change_ended`` follows, the state is torn.

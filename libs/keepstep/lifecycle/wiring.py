@@ -83,7 +83,7 @@ def connect(
             timeout=settings.timeout,
         )
         settings_of_job = settings.of_job(getattr(pg, "job_settings", {}))
-        compared = ComparedLayout(loop_thread, link, own.token, settings_of_job)
+        compared = ComparedLayout(loop_thread, link, own.token, settings_of_job, own.rank)
         alone, timeout = own.world_size == 1, settings.timeout.total_seconds()
         context = StepContext(
             loop_thread=loop_thread,

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from keepstep.local_sgd.local_tensors import local_tensor
 from keepstep.local_sgd.schedule import Schedule
 from keepstep.optim import OptimizerWrapper
+from keepstep.state.values.first_optimizer_state import count_from_zero, creating_state
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.text import listed
@@ -159,6 +160,8 @@ class OuterSteps(ABC):
             self.begin()
 
     def _before_inner_step(self, *_: object) -> None:
+        if creating_state():
+            return
         self.begin()  # if no hook saw a forward pass, as in a compiled function
         if self._leave_out:
             self._leave_out = False
@@ -185,6 +188,9 @@ class OuterSteps(ABC):
             self._drop_gradients()  # of weights that this group has no more
 
     def _after_inner_step(self, *_: object) -> None:
+        if creating_state():
+            count_from_zero(self._optimizer)
+            return
         found_inf = getattr(self._optimizer, "found_inf", None)  # set by a GradScaler while a fused optimizer steps
         if found_inf is not None and found_inf.item():
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from keepstep.one_copy.job import OneCopy, StateLost
+from keepstep.one_copy.job import OneCopy
+from keepstep.one_copy.recovery.current_quorum import StateLost
 
 __all__ = ["OneCopy", "StateLost"]

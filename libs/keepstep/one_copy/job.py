@@ -19,59 +19,36 @@ from torch.utils import data
 from keepstep.checkpoint.managed.durable_writer import LastCheckpoint
 from keepstep.group.agreement import ARITHMETIC
 from keepstep.group.group_link import LinkSettings
-from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.lifecycle.manager_settings import DurableSettings
 from keepstep.one_copy.copies.copy_sender import CopySender
 from keepstep.one_copy.copies.copy_server import CopyServer
 from keepstep.one_copy.copies.frames import CopyError
 from keepstep.one_copy.copies.keeper import Keeper
-from keepstep.one_copy.core.holding import State
 from keepstep.one_copy.core.mesh_shape import MeshShape, Share
-from keepstep.one_copy.core.recovery_plan import Kind, Recovery
-from keepstep.one_copy.core.world import unkept
 from keepstep.one_copy.durable.shard_checkpoints import ShardCheckpoints
 from keepstep.one_copy.member_link import MemberLink
-from keepstep.one_copy.recovery.world_recovery import ShardsLostError, UnfitMembersError, WorldRecovery
+from keepstep.one_copy.recovery.current_quorum import CurrentQuorum
+from keepstep.one_copy.recovery.world_recovery import NO_LOADER, WorldRecovery
 from keepstep.one_copy.reporting.shard_reports import ShardReports
 from keepstep.one_copy.reporting.step_reports import StepReports
 from keepstep.one_copy.shard.built import Stateful, end_broken_pass
 from keepstep.one_copy.shard.own_shard import OwnShard
 from keepstep.one_copy.step_loader import StepLoader
 from keepstep.one_copy.world.world_groups import WorldGroups
-from keepstep.process_group.group_errors import ProcessGroupError, UnsupportedCollectiveError
-from keepstep.rendezvous.key_value_server import RendezvousError
 from keepstep.runtime import environment
-from keepstep.runtime.exits import PrintedExit
+from keepstep.runtime.devices import device_types
 from keepstep.runtime.host_memory import available_bytes, ranks_of_host
 from keepstep.runtime.learned_imports import tell_imports
 from keepstep.step.step_faults import StepFaults
 from keepstep_mesh.config.log_limiter import LogLimiter
 from keepstep_mesh.config.logging import get_logger
-from keepstep_mesh.errors import Drained, JobClosed, KeepstepError
-from keepstep_mesh.exit_codes import EXIT_STATE_LOST
-from keepstep_mesh.protocol.group_messages import RankAsk
-from keepstep_mesh.protocol.job_settings import SCRIPT, settings_text
-from keepstep_mesh.protocol.lineage import NEW
+from keepstep_mesh.errors import JobClosed, KeepstepError
+from keepstep_mesh.protocol.membership import SCRIPT, settings_text
 
 log = get_logger("keepstep.one_copy")
 
-LOSS_SECONDS = 1.0
-"""Longest wait for news of a loss, after an error that a loss may have caused."""
-UNFIT_SECONDS, MOST_UNFIT_SECONDS = 0.5, 4.0
-"""First and longest pause before the next quorum, while ``build`` gives another model for the number of members."""
-MOST_UNEXPLAINED = 4
-"""Number of failed attempts of a step in a row, without a lost member, after which the script is at fault."""
-NO_SEAT = 1 << 62
-"""In place of the seat of a member that leaves: this one stays."""
 FREE_SHARE = 0.8
 """Part of the free memory of a host that copies may take."""
-
-
-class StateLost(PrintedExit):
-    """Members were lost together with their keepers, and no checkpoint has their shards."""
-
-    exit_code = EXIT_STATE_LOST
-    happened = "shards of this job are lost"
 
 
 class OneCopy:
@@ -89,13 +66,14 @@ class OneCopy:
             collectives in it do nothing. Schedulers are stepped by ``commit``.
         init: gets the model when the job begins, and sets its first weights; None: those of ``build`` stay.
         mesh: size of each dimension of the mesh by name, one of them -1.
-        device_type: ``"cuda"`` or ``"cpu"``. Default: CUDA, if this machine has a device.
+        device_type: ``"cuda"``, ``"xpu"`` or ``"cpu"``. Default: that of the accelerator, if this machine has one.
         data_dims: dimensions of the mesh over which ``share`` divides a batch. Default: all but ``tp``, ``cp`` and
             ``pp``.
         copies: number of keepers of each rank. With 2, two members may be lost together.
         memory: limit of the copies that this process keeps, in bytes; default: what is free.
         refuse_nonfinite: drop a step in which a rank has a NaN or an infinity in its gradients.
         timeout: limit of collectives and transfers.
+        build_timeout: limit of ``build``, for which the other ranks wait. After it they try again.
         quorum_timeout: limit of a request for a quorum, after which it is asked again.
         connect_timeout: limit of the first connection.
         durable_every: number of steps between two durable checkpoints, each with the shards of all ranks; 0: none. If
@@ -128,6 +106,7 @@ class OneCopy:
         memory: int | None = None,
         refuse_nonfinite: bool = False,
         timeout: timedelta = timedelta(seconds=60),
+        build_timeout: timedelta = timedelta(minutes=30),
         quorum_timeout: timedelta = timedelta(seconds=60),
         connect_timeout: timedelta = timedelta(seconds=60),
         durable_every: int = 0,
@@ -148,11 +127,9 @@ class OneCopy:
         importlib.import_module("torch._dynamo")
         self._shape = MeshShape(mesh or {"fsdp": -1})
         self._data_dims = self._shape.data_dims(data_dims)
-        self._copies = copies
         self._refuse_nonfinite = refuse_nonfinite
         self._timeout = environment.seconds("TIMEOUT_SEC", timeout)
-        self._quorum_timeout = environment.seconds("QUORUM_TIMEOUT_SEC", quorum_timeout)
-        device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+        device_type = device_type or device_types()[-1]
         self._settings = LinkSettings.from_arguments(
             lighthouse_addr=lighthouse_addr,
             replica_id=replica_id,
@@ -189,24 +166,11 @@ class OneCopy:
             "resume": durable.resumes,
             "KEEPSTEP_SPARES": self._settings.spares,
         }
-        self._quorum: QuorumPlan | None = None
-        self._broken = ""
-        """Why the groups of the world are not usable; empty: they are."""
-        self._asked: State | None = None
-        """State with which this rank has asked for its quorum."""
-        self._pause = UNFIT_SECONDS
         self._warnings = LogLimiter(seconds=30.0)
-        self._failures = 0
-        self._unexplained = 0
-        """Number of failed attempts of this step in a row without a lost member."""
-        self._in_attempt = self._committed = self._void = False
-        self._covered = self._may_leave = True
-        """Whether all ranks had copies of their shards at the last commit, and whether this member leaves then. All may
-        leave at once, and otherwise one after the other, so that no member leaves together with its keeper."""
-        self._recovery: WorldRecovery | None = None
+        self._committed = self._void = False
         self._shard = OwnShard()
-        self._membership = MemberLink(self._settings, settings_text(common), device_type, self._on_lost)
         seconds = self._timeout.total_seconds()
+        self._membership = MemberLink(self._settings, settings_text(common), device_type, seconds, self._groups)
         self._keeper = Keeper(self._optimizer, torch.device(device_type), self._room(memory))
         self._server = CopyServer(self._settings.host, self._membership.token, self._keeper, seconds)
         self._sender = CopySender(self._membership.token, seconds, self._loss)
@@ -233,6 +197,7 @@ class OneCopy:
             copies=copies,
             domain=environment.variable("DOMAIN") or socket.gethostname(),
             timeout=self._timeout,
+            build_timeout=build_timeout,
             member=self._membership,
             groups=self._groups,
             server=self._server,
@@ -242,6 +207,22 @@ class OneCopy:
             checkpoints=self._checkpoints,
             ended=self._loss,
         )
+        self._quorum = CurrentQuorum(
+            shape=self._shape,
+            copies=copies,
+            quorum_timeout=environment.seconds("QUORUM_TIMEOUT_SEC", quorum_timeout),
+            member=self._membership,
+            groups=self._groups,
+            shard=self._shard,
+            checkpoints=self._checkpoints,
+            reports=self._reports,
+            shard_reports=self._shard_reports,
+            recovery=self._recovery,
+        )
+        self._membership.on_lost = self._quorum.ended
+
+    def _loss(self) -> str:
+        return self._quorum.loss()
 
     def _room(self, most: int | None) -> Callable[[], int]:
         def room() -> int:
@@ -340,7 +321,8 @@ class OneCopy:
             dataset: with a length.
             global_batch_size: number of samples in a step of all ranks.
             shuffle: whether the order is random, another one in each epoch.
-            seed: of the order; equal in all ranks.
+            seed: of the order; equal in all ranks. A step in which these values differ between ranks is dropped, and
+                the members that differ end, as they do for other settings.
             drop_last: leave out the last batch of an epoch if it has fewer than ``global_batch_size`` samples.
             **kwargs: of ``torch.utils.data.DataLoader``, such as ``num_workers``.
 
@@ -353,7 +335,7 @@ class OneCopy:
             held = self._shard.now()
             return self._shape.part(held.rank, held.world.size, self._data_dims)
 
-        return StepLoader(
+        loader = StepLoader(
             dataset,
             global_batch_size,
             step=lambda: self.step,
@@ -363,6 +345,8 @@ class OneCopy:
             drop_last=drop_last,
             **kwargs,
         )
+        self._recovery.loaders.append(loader.common)
+        return loader
 
     def register(self, name: str, state: Stateful) -> None:
         """Let ``state`` go with the model: a sampler, a scaler, what is equal in all ranks.
@@ -371,7 +355,7 @@ class OneCopy:
         attempt, after ``commit``.
 
         Args:
-            name: unique.
+            name: unique, and registered in all ranks before the first attempt: a member with other names ends.
             state: has ``state_dict`` and ``load_state_dict``.
 
         Raises:
@@ -388,7 +372,8 @@ class OneCopy:
         """Try one step. Use it in a loop over ``step``, with ``commit`` at its end.
 
         If a member is lost, the block is left where the error occurred, without an error, and the next attempt takes
-        the same step again. Without a ``commit`` the step is dropped.
+        the same step again. Without a ``commit`` the step is dropped. Let all ranks save
+        together in the block too, after ``commit``: outside, a lost member is an error.
 
         If the other members have taken their last step already, this rank gets their state, and goes through the block
         once without effect: collectives of the mesh do nothing, ``commit`` returns False, and an error is not raised.
@@ -399,13 +384,13 @@ class OneCopy:
         Raises:
             StateLost: members were lost together with their keepers.
         """
-        plan = self._ready()
+        plan = self._quorum.ready()
         self._void = plan.finishing
         if self._faults is not None:
             self._faults.raise_ordered()
         shard = self._shard
         held = shard.now()
-        self._in_attempt, self._committed = True, False
+        self._groups.in_attempt, self._committed = True, False
         shard.begin()
         if not self._void:
             self._sender.begin(held.state, held.end, held.state.after(plan.quorum_id))
@@ -416,35 +401,20 @@ class OneCopy:
         except Exception as error:
             if self._void:
                 log.debug("error in an attempt without effect", reason=str(error))
-            elif shard.torn or not self._is_loss(error):
+            elif shard.torn or not self._quorum.is_loss(error):
                 raise
             else:
-                self._failed(error)
+                self._quorum.attempt_failed(error, committed=self._committed)
         else:
-            if not self._committed and not self._void:
+            if not self._committed and not self._void and shard.gradients():
                 log.warning("attempt ended without commit(): the step is dropped", step=held.state.step)
-                self._reports.discarded(self._quorum, held.state, "commit() was not called")
+                self._reports.discarded(plan, held.state, "commit() was not called")
                 shard.drop()
         finally:
-            self._in_attempt = False
+            self._groups.in_attempt = False
             if self._void:
                 end_broken_pass(held.built.model)
                 shard.drop()
-
-    def _failed(self, error: Exception) -> None:
-        """Note an attempt that a lost member has ended. Raise the error if no member is ever lost."""
-        shard = self._shard
-        reason = str(error) or type(error).__name__
-        log.warning("step failed", step=shard.now().state.step, reason=reason)
-        if not self._committed:
-            self._reports.discarded(self._quorum, shard.now().state, reason)
-        shard.whole = not self._committed
-        quorum = self._quorum
-        lost = quorum is not None and bool(self._membership.lost_members(quorum.quorum_id))
-        self._unexplained = 0 if lost else self._unexplained + 1
-        if self._unexplained >= MOST_UNEXPLAINED:
-            raise error
-        self._break(f"rank {self.rank}: {reason}")
 
     def commit(self, scaler: GradScaler | None = None) -> bool:
         """End the step: agree with all ranks, step the optimizer and the schedulers, and clear the gradients.
@@ -461,14 +431,13 @@ class OneCopy:
         Raises:
             Exception: a member was lost; the attempt handles it.
         """
-        if not self._in_attempt or self._committed:
+        if not self._groups.in_attempt or self._committed:
             raise RuntimeError("commit() belongs at the end of `with job.attempt()`, once in each")
         if self._void:
             return False
-        shard, quorum = self._shard, self._quorum
+        shard, recovery, quorum = self._shard, self._recovery, self._quorum.plan
         assert quorum is not None
-        recovery, state = self._recovery, shard.now().state
-        assert recovery is not None
+        state = shard.now().state
         options = recovery.step_digest()
         if self._faults is not None:
             for gradient in shard.gradients():
@@ -480,170 +449,43 @@ class OneCopy:
             self._sender.filled()  # bases that are on their way are of the state before
         shard.step_ahead()
         self._sender.finish(following, end)
-        self._raise_if_lost()
+        self._quorum.raise_if_lost()
         shard.voted = quorum.quorum_id
-        seat, leaves = self._seat, self._membership.leaving
         mine = int(ok) * (1 + self._shard_reports.covered)
-        wishes = [int(leaves), seat if leaves else NO_SEAT]
-        values = self._groups.vote([mine, state.step, -state.step, options, -options, *wishes], self._timeout)
+        values = self._groups.vote(
+            [mine, state.step, -state.step, options, -options, *self._quorum.wishes(), *recovery.loader_votes()],
+            self._timeout,
+        )
         if values[1] != -values[2]:
             raise KeepstepError(f"the ranks are at different steps, {values[1]} to {-values[2]}; report this as a bug")
-        alike = values[3] == -values[4]
-        if not values[0] or not alike:
+        alike, same_data = values[3] == -values[4], values[7] in (-values[8], NO_LOADER)
+        if not values[0] or not alike or not same_data:
             shard.drop()
             self._committed = True  # the step has ended
-            self._reports.discarded(quorum, state, "a rank refused the step" if alike else "the optimizers differ")
-            if not alike:
+            differ = "" if alike else "the optimizers differ"
+            differ = differ if same_data else "the data loaders differ"
+            self._reports.discarded(quorum, state, differ or "a rank refused the step")
+            if not ok and self._warnings.allows(time.monotonic(), "not finite"):
+                log.warning("step dropped", step=state.step, reason="gradients of this rank are not finite")
+            if not same_data:
+                recovery.compare_loaders(state.step)
+            elif not alike:
                 recovery.compare_step(state.step)
             return False
         shard.apply(following)
         self._committed = True
-        self._failures = self._unexplained = 0
         self._membership.committed()
         self._keeper.forget(but=recovery.kept())
-        self._covered = values[0] > 1
-        self._may_leave = bool(values[5]) or (self._covered and values[6] == seat)
+        covered = values[0] > 1
+        self._quorum.committed(covered, bool(values[5]), values[6])
         self._reports.committed(quorum, state, following)
-        self._shard_reports.committed()
+        self._shard_reports.committed(covered=covered)
         tell_imports()
         return True
 
-    # ---- losses
-
-    def _on_lost(self, quorum_id: int, reason: str) -> None:
-        """End all waits of a quorum. From the event-loop thread."""
-        quorum = self._quorum
-        if quorum_id >= 0 and (quorum is None or quorum.quorum_id != quorum_id):
-            return
-        if self._recovery is not None:
-            self._recovery.end(reason)
-            self._checkpoints.hurry()
-
-    def _loss(self) -> str:
-        """Return why the quorum has ended; empty: it has not."""
-        if self._membership.fatal is not None:
-            raise self._membership.fatal
-        return self._membership.loss_of(self._quorum.quorum_id) if self._quorum is not None else ""
-
-    def _raise_if_lost(self) -> None:
-        if reason := self._loss():
-            raise CopyError(reason)
-
-    def _is_loss(self, error: Exception) -> bool:
-        """Return whether a lost member has caused an error."""
-        seen: BaseException | None = error
-        while seen is not None:
-            if isinstance(seen, UnsupportedCollectiveError):
-                return False
-            if isinstance(seen, (ProcessGroupError, CopyError, RendezvousError)):
-                return True
-            seen = seen.__cause__ or seen.__context__
-        deadline = time.monotonic() + (LOSS_SECONDS if isinstance(error, (RuntimeError, TimeoutError)) else 0.0)
-        while True:
-            if self._loss() or self._groups.errored() is not None:
-                return True
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(0.01)  # nothing tells when an error of a group arrives
-
-    def _break(self, reason: str) -> None:
-        self._broken = reason
-        self._failures += 1
-        if self._recovery is not None:
-            self._recovery.end(reason)
-
-    # ---- before a step
-
     def _save_if_due(self) -> None:
-        if self._quorum is not None and self._shard.held is not None:
-            self._checkpoints.before_step(self._quorum.epoch)
-
-    def _ready(self, *, final: bool = False) -> QuorumPlan:
-        """Agree with the others on the members, and recover if they have changed."""
-        recovery = self._recovery
-        assert recovery is not None
-        while True:
-            plan = self._ask(final=final)
-            known, self._quorum = self._quorum, plan
-            if known is not None and plan.quorum_id == known.quorum_id and not self._broken:
-                return plan
-            began, before = time.monotonic(), self._shard.held
-            state = before.state if before is not None else None
-            try:
-                done = recovery.run(plan)
-            except UnfitMembersError as error:
-                self._wait_for_members(str(error))
-            except ShardsLostError as error:
-                self._shard_reports.lost(plan.quorum_id, error.step)
-                raise StateLost(str(error)) from error
-            except Exception as error:
-                if self._shard.torn or not self._is_loss(error):
-                    raise
-                log.warning("recovery failed; trying again", reason=str(error) or type(error).__name__)
-                self._break(str(error))
-            else:
-                self._broken, self._pause = "", UNFIT_SECONDS
-                self._note_recovery(plan, done, state, built=self._shard.held is not before, began=began)
-                if done.kind is not Kind.RESUMED or self._shard.now().state == self._asked:
-                    return plan
-                self._failures = 0  # ask again, so that the lighthouse knows from which step the job goes on
-
-    def _wait_for_members(self, reason: str) -> None:
-        self._broken = reason
-        if self._warnings.allows(time.monotonic(), reason):
-            log.warning("no step possible; waiting for other members", reason=reason)
-        time.sleep(self._pause)  # nothing tells when another member comes
-        self._pause = min(2 * self._pause, MOST_UNFIT_SECONDS)
-
-    def _note_recovery(
-        self, plan: QuorumPlan, recovery: Recovery, before: State | None, *, built: bool, began: float
-    ) -> None:
-        seconds, state = time.monotonic() - began, self._shard.now().state
-        if before is not None and not built and state != before:
-            self._reports.forwarded(plan.epoch, recovery.previous, before, state)
-        self._reports.recovered(plan, recovery, state, built=built, seconds=seconds)
-        self._shard_reports.recovered(recovery, state.step, seconds, went_back=recovery.given_up)
-        self._covered = self._may_leave = recovery.kind in (Kind.FRESH, Kind.RESUMED)
-
-    def _ask(self, *, final: bool) -> QuorumPlan:
-        held = self._shard.held
-        state = held.state if held is not None else self._checkpoints.newest_state()
-        state = state or State(0, f"{NEW}{self.replica_id}")
-        self._asked = state
-        ask = RankAsk(
-            request=0,
-            step=state.step,
-            lineage=state.lineage,
-            shrink_only=False,
-            commit_failures=max(self._failures, 1 if self._broken else 0),
-            timeout_ms=0,
-            final=final,
-            multiple=self._shape.multiple(self._settings.world_size),
-            sharded=True,
-        )
-        while True:
-            try:
-                seconds, spare = self._quorum_timeout.total_seconds(), held is None and self._settings.stands_by
-                return self._reports.ask(ask, seconds, may_leave=final or self._lets_go(), stands_by=spare)
-            except TimeoutError as error:
-                log.warning("no quorum yet; asking again", step=state.step, reason=str(error))
-            except Drained:
-                self._checkpoints.finish()
-                raise
-
-    @property
-    def _seat(self) -> int:
-        held = self._shard.now()
-        return held.rank // held.world.ranks_per_seat
-
-    def _lets_go(self) -> bool:
-        """Return whether this member leaves now if it was ordered to, because no shard is lost with it."""
-        held, quorum = self._shard.held, self._quorum
-        if held is None or quorum is None or not self._broken:
-            return self._may_leave
-        names, world = self._membership.lost_members(quorum.quorum_id), held.world
-        lost = {seat for seat, one in enumerate(world.seats) if one.replica_id in names}
-        return self._covered and unkept(world, {*lost, self._seat}, self._copies) == unkept(world, lost, self._copies)
+        if self._quorum.plan is not None and self._shard.held is not None:
+            self._checkpoints.before_step(self._quorum.plan.epoch)
 
     # ---- the end
 
@@ -653,7 +495,7 @@ class OneCopy:
             while True:
                 self._save_if_due()
                 self._checkpoints.finish()
-                self._ready(final=True)
+                self._quorum.ready(final=True)
         self._membership.leave("finished", "finished", self.step)
         self.close()
 
@@ -661,8 +503,7 @@ class OneCopy:
         """Free all connections, threads and memory."""
         self._sender.close()
         self._server.close()
-        if self._recovery is not None:
-            self._recovery.close()
+        self._recovery.close()
         self._groups.shutdown()
         self._checkpoints.close()
         if self._faults is not None:

@@ -15,16 +15,34 @@ from keepstep.group.group_link import LinkSettings, connect_group
 from keepstep.group.group_server import LEAVE_SECONDS
 from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.group.ranks.rank_link import Leaving, RankLink
-from keepstep.runtime.exits import EvictedExit, JobClosedExit, MismatchExit, TerminationFlag, end_process, leave_cause
+from keepstep.runtime.exits import (
+    EvictedExit,
+    JobClosedExit,
+    MismatchExit,
+    PreflightExit,
+    TerminationFlag,
+    end_process,
+    leave_cause,
+)
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS, LoopThread
 from keepstep.script_checks.common_values import arithmetic
 from keepstep.session.session_events import Push
+from keepstep.step.evidence.failure_evidence import FailureEvidence, Progress
 from keepstep.step.reporting.step_telemetry import REPORT_WAIT_SECONDS
 from keepstep_mesh.config.logging import get_logger
-from keepstep_mesh.errors import Banned, Drained, JobClosed, KeepstepError, LayoutMismatch, SessionClosed
+from keepstep_mesh.errors import (
+    Banned,
+    Drained,
+    JobClosed,
+    KeepstepError,
+    LayoutMismatch,
+    MachineDiffers,
+    SessionClosed,
+)
+from keepstep_mesh.exit_codes import EXIT_GROUP_FAILED
 from keepstep_mesh.protocol.group_messages import RankAsk
-from keepstep_mesh.protocol.job_settings import with_settings
-from keepstep_mesh.protocol.messages import Drain, Evicted, Healing, MemberLost, RoundBroken, ShardReport
+from keepstep_mesh.protocol.membership import with_settings
+from keepstep_mesh.protocol.messages import Drain, Evicted, MemberLost, RoundBroken, ShardReport
 from keepstep_mesh.security.tokens import ClientToken
 
 log = get_logger("keepstep.one_copy")
@@ -41,27 +59,35 @@ class MemberLink:
         common: settings that all members must share, as text.
         device_type: of the model. The arithmetic of this process is read at the first request, since a script may set
             the number of threads after it has made this object.
-        on_lost: called with a quorum_id and the reason, from another thread, when that quorum has lost a member.
+        timeout: of a collective, in seconds.
+        progress: tells when the last collective began.
 
     Raises:
         TimeoutError, KeepstepError, EvictedExit: as ``Manager``.
     """
 
     def __init__(
-        self, settings: LinkSettings, common: str, device_type: str, on_lost: Callable[[int, str], None]
+        self, settings: LinkSettings, common: str, device_type: str, timeout: float, progress: Progress
     ) -> None:
         self.settings = settings
+        self.evidence = FailureEvidence(timeout, self._on_cut_off)
+        """Why steps have failed, for the next request."""
+        self._progress = progress
         self.token = ClientToken.of(settings.token)
-        self._on_lost = on_lost
+        self.on_lost: Callable[[int, str], None] = lambda *_: None
+        """Called with a quorum_id and the reason, from another thread, when that quorum has lost a member, or
+        cannot go on because this member does not reach another one."""
         self._leaving = ""
         self._may_leave = True
         """Whether an order to leave is carried out while a request is open."""
         self._waits_to_leave = False
-        self._fatal: SystemExit | None = None
+        self._fatal: EvictedExit | None = None
         self._requests = 0
         self._ended = False
         self._lost: dict[int, str] = {}
         self._members_lost: dict[int, set[str]] = {}
+        self._cut_off_in = -1
+        """The last quorum in which this member did not reach another one."""
         self.loop_thread = LoopThread()
         with contextlib.ExitStack() as closing:
             closing.callback(self.loop_thread.stop)
@@ -72,6 +98,7 @@ class MemberLink:
             closing.pop_all()
         self._common, self._device_type = common, device_type
         self._termination = TerminationFlag(self.request_leave)
+        self._watch = self.loop_thread.spawn(self.evidence.watch())
 
     def _connect(self) -> tuple[RankLink, Store | None]:
         return connect_group(self.loop_thread, self.settings, self._on_group_failed, self._on_push)
@@ -99,6 +126,10 @@ class MemberLink:
         """Return the replica_ids of the members that a quorum has lost; empty: it has not ended, or by an error."""
         return self._members_lost.get(quorum_id, set())
 
+    def is_explained(self, quorum_id: int) -> bool:
+        """Return whether a lost member, or one that cannot be reached, has ended a quorum."""
+        return quorum_id in self._members_lost or quorum_id == self._cut_off_in
+
     @property
     def leaving(self) -> bool:
         """Whether this member is to leave."""
@@ -108,7 +139,7 @@ class MemberLink:
 
     def _on_group_failed(self, reason: str) -> None:
         if not self._ended and self.settings.world_size > 1:
-            end_process(reason)
+            end_process(reason, EXIT_GROUP_FAILED if self._fatal is None else self._fatal.exit_code)
 
     def _on_push(self, push: Push) -> None:
         match push:
@@ -116,6 +147,7 @@ class MemberLink:
                 log.warning("member lost", member=push.replica_id, quorum_id=push.quorum_id, reason=push.reason)
                 known = self._members_lost.get(push.quorum_id, set())
                 self._members_lost[push.quorum_id] = {*known, push.replica_id}
+                self.evidence.member_lost(push.quorum_id)
                 self._note_loss(push.quorum_id, f"{push.replica_id} is lost: {push.reason}")
             case RoundBroken():
                 log.warning("round broken", quorum_id=push.quorum_id, reason=push.reason)
@@ -128,13 +160,18 @@ class MemberLink:
             case _:
                 pass
 
+    def _on_cut_off(self, quorum_id: int, reason: str) -> None:
+        log.warning("step makes no progress; ending it", quorum_id=quorum_id, reason=reason)
+        self._cut_off_in = quorum_id
+        self._note_loss(quorum_id, reason)
+
     def _note_loss(self, quorum_id: int, reason: str) -> None:
         self._lost[quorum_id] = reason
         while len(self._lost) > REMEMBERED:
             oldest = next(iter(self._lost))
             del self._lost[oldest]
             self._members_lost.pop(oldest, None)
-        self._on_lost(quorum_id, reason)
+        self.on_lost(quorum_id, reason)
 
     def request_leave(self, reason: str) -> None:
         """Leave at the begin of a step. From any thread, and from a signal handler."""
@@ -190,6 +227,8 @@ class MemberLink:
             if error.finished:
                 raise
             raise JobClosedExit(str(error)) from error
+        except MachineDiffers as error:
+            raise PreflightExit(str(error)) from error
         except LayoutMismatch as error:
             raise MismatchExit(str(error)) from error
         except SessionClosed as error:
@@ -200,9 +239,13 @@ class MemberLink:
     async def _asked(self, ask: RankAsk, waits: Callable[[], None]) -> QuorumPlan:
         timer = asyncio.get_running_loop().call_later(REPORT_WAIT_SECONDS, waits)
         try:
-            return await self.link.ask(ask)
+            if (failure := await self.evidence.collect()) is not None:
+                ask = replace(ask, failure=failure)
+            plan = await self.link.ask(ask)
         finally:
             timer.cancel()
+        self.evidence.begins(plan, self._progress)
+        return plan
 
     def _leave(self) -> None:
         self.leave(self._leaving, leave_cause(self._leaving), None)
@@ -210,11 +253,9 @@ class MemberLink:
 
     def committed(self) -> None:
         """Note that a step has ended."""
+        self.evidence.ended()
+        self.link.activity.commits += 1
         self.link.finished_step()
-
-    def recovering(self, progress: Healing) -> None:
-        """Report how far this rank has read its shard."""
-        self.loop_thread.loop.call_soon_threadsafe(self.link.healing, progress)
 
     def shards(self, report: ShardReport) -> None:
         """Report the shard of this rank to the lighthouse."""
@@ -226,11 +267,16 @@ class MemberLink:
         with contextlib.suppress(TimeoutError, KeepstepError, OSError):  # the member leaves without confirmation
             self.loop_thread.call(goodbye, LEAVE_SECONDS + 1.0)
 
-    def close(self) -> None:
-        """End the link and the thread."""
+    def end(self) -> None:
+        """Say goodbye to the other ranks of this member, which end by themselves."""
         self._ended = True
-        self._termination.restore()
         with contextlib.suppress(TimeoutError, concurrent.futures.CancelledError):
             self.loop_thread.call(self.link.close(), CALL_MARGIN_SECONDS)
+
+    def close(self) -> None:
+        """End the link and the thread."""
+        self._termination.restore()
+        self._watch.cancel()
+        self.end()
         self.loop_thread.stop()
         self._store = None

@@ -51,6 +51,11 @@ class StepLoader(PlannedLoader):
             raise ValueError(
                 f"global_batch_size={global_batch_size} must be in [1, {self.length}], the dataset's length"
             )
+        self.common = (
+            f"samples={self.length}, global_batch_size={global_batch_size}, shuffle={shuffle}, seed={seed}, "
+            f"drop_last={drop_last}"
+        )
+        """Values that all ranks must share, so that each sample is in one step."""
         self._batches = Batches(self.length, global_batch_size, drop_last)
         self._order = Order(self.length, seed, shuffle=shuffle)
         self._step, self._part = step, part

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,6 @@ from torch.distributed.distributed_c10d import (
     BarrierOptions,
     BroadcastOptions,
     GatherOptions,
-    GroupName,
     ReduceOp,
     ReduceOptions,
     ReduceScatterOptions,
@@ -34,6 +33,10 @@ from keepstep.process_group.group_errors import ProcessGroupError
 from keepstep.process_group.reconfiguration import Handle, ReconfigureOptions
 from keepstep.process_group.sequence import Sequence, Task
 from keepstep.process_group.works import CompletedWork, StreamWork
+from keepstep.runtime.devices import device_types
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import GroupName  # a str before torch 2.11
 
 DEFAULT_TIMEOUT = timedelta(seconds=60)
 
@@ -391,8 +394,7 @@ class ProcessGroup(TorchProcessGroup):  # its metaclass is not ABCMeta: abstract
             This group.
         """
         backend = f"{self.getBackendName()}-{name}"
-        devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-        dist.Backend.register_backend(backend, lambda *_: self, devices=devices)
+        dist.Backend.register_backend(backend, lambda *_: self, devices=device_types())
         return cast("ProcessGroup", dist.new_group([dist.get_rank()], backend=backend, group_desc=backend))
 
     def unregister(self) -> None:

@@ -91,8 +91,9 @@ class RowFormat:
         count = rows.shape[0]
         parts = [part for scales, values in pieces for part in (scales[:count].unsqueeze(1) * factor, values[:count])]
         if (kernels := _kernels(rows)) is not None:
-            total = torch.zeros(rows.shape, device=rows.device)
-            for scale, value in zip(parts[::2], parts[1::2], strict=True):
+            total = torch.empty(rows.shape, device=rows.device)
+            kernels.decode(parts[0], parts[1], total)  # adding it to zeros would make a zero of -0.0
+            for scale, value in zip(parts[2::2], parts[3::2], strict=True):
                 kernels.add(scale, value, total)
             rows.copy_(total)
             return

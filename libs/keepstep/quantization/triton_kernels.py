@@ -9,6 +9,8 @@ import triton.language as tl
 _SMALLEST_SCALE = tl.constexpr(torch.finfo(torch.float32).tiny)
 _EXPONENT = tl.constexpr(0x7F800000)
 """Exponent bits of a float32. All are set in a NaN and in an infinity."""
+OPTIONS = {"enable_fp_fusion": False}
+"""For Triton's compiler, which makes a fused multiply-add of ``_add`` otherwise: torch's operations round twice."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -59,4 +61,5 @@ def add(scales: torch.Tensor, values: torch.Tensor, total: torch.Tensor) -> None
 def _launch(kernel, shape: torch.Size, *args: torch.Tensor | float) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001
     count, row_elements = shape
     if count:
-        kernel[(count,)](*args, row_elements=row_elements)
+        with torch.cuda.device(args[0].device):  # type: ignore[union-attr]  # Triton starts them on the current one
+            kernel[(count,)](*args, row_elements=row_elements, **OPTIONS)

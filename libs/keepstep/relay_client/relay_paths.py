@@ -24,11 +24,6 @@ def checkpoint(job: str, name: str, *below: str) -> Parts:
     return (*checkpoints(job), name, *below)
 
 
-def manifest(job: str, name: str) -> Parts:
-    """Return the path of the manifests of a checkpoint."""
-    return checkpoint(job, name, "manifest")
-
-
 def chunk(digest: bytes) -> Parts:
     """Return the path of a chunk."""
     return ("chunks", digest.hex())

@@ -13,7 +13,7 @@ from keepstep.relay_client.relay_link import DamagedBytes
 from keepstep.state.errors import TransferError
 from keepstep_mesh.protocol.manifest import MAX_MANIFEST_BYTES, chunk_digest
 
-VIEW = {"state", "committed", "lacking", "ranks"}
+VIEW = {"state", "committed", "lacking", "ranks", "version"}
 """Fields of the view of a checkpoint that this client uses."""
 
 View = dict[str, Any]
@@ -48,9 +48,14 @@ class RelayCheckpoint:
         self.id = name
         self.rank = rank
         self.producer = producer
+        self._version = ""
+
+    def pin(self, view: View) -> None:
+        """Ask for the version that ``view`` shows from now on, also after a later save has overwritten it."""
+        self._version = f"~{int(view['version'])}"
 
     def _target(self, *below: str, **query: object) -> str:
-        return relay_paths.target(relay_paths.checkpoint(self.job, self.id, *below), **query)
+        return relay_paths.target(relay_paths.checkpoint(self.job, self.id + self._version, *below), **query)
 
     # ---- the whole checkpoint
 
@@ -135,8 +140,7 @@ class RelayCheckpoint:
 
     def manifest(self, connection: Connection, rank: int) -> bytes:
         """Return the manifest of a rank."""
-        target = relay_paths.target(relay_paths.manifest(self.job, self.id), rank=rank)
-        return _read(connection, target, "manifest")
+        return _read(connection, self._target("manifest", rank=rank), "manifest")
 
     def ask_range(self, connection: Connection, rank: int, offset: int, length: int) -> None:
         """Ask for a range of the pack of a rank. The caller receives the bytes from ``connection``."""

@@ -105,6 +105,8 @@ class RelayUpload:
     def begin(self) -> View:
         """Begin the checkpoint, or join it. Return the relay's view of it."""
         view = self._link.ask(lambda connection: self._checkpoint.begin(connection, self._facts, again=self._again))
+        if self._facts.get("overwrite"):
+            self._checkpoint.pin(view)
         self._begun, self._again = True, False  # what another rank has aborted since is not begun again
         return view
 

@@ -94,6 +94,10 @@ def _whole(name: str, value: str, advice: str = "") -> int:
 
 
 def restart_count() -> int:
-    """Return the number of times that the launcher has restarted this group (TORCHELASTIC_RESTART_COUNT)."""
-    value = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return int(value) if value.isdigit() else 0
+    """Return the number of times that the launcher has restarted this group, equal in all its ranks.
+
+    It is TORCHELASTIC_RESTART_COUNT. 0: unknown, because each torchrun of a group on several machines
+    (GROUP_WORLD_SIZE) counts from its own start.
+    """
+    value, launchers = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), os.environ.get("GROUP_WORLD_SIZE", "1")
+    return int(value) if value.isdigit() and launchers == "1" else 0

@@ -21,6 +21,7 @@ from keepstep_mesh.exit_codes import (
     EXIT_GROUP_FAILED,
     EXIT_JOB_CLOSED,
     EXIT_MISMATCH,
+    EXIT_PREFLIGHT,
     EXIT_START_REFUSED,
     EXIT_STATE_MISMATCH,
     EXIT_WATCHDOG,
@@ -93,6 +94,13 @@ class DivergedExit(PrintedExit):
 
     exit_code = EXIT_DIVERGED
     happened = "the weights of the groups differ"
+
+
+class PreflightExit(PrintedExit):
+    """This machine failed a check before its group joined. Exit code ``EXIT_PREFLIGHT``."""
+
+    exit_code = EXIT_PREFLIGHT
+    happened = "this machine may not join the job"
 
 
 class GroupFailedExit(ExitWithReason):

@@ -44,6 +44,25 @@ def fail_future(future: Future[Any], error: Exception) -> None:
     future.set_result(_copy(error))
 
 
+def noted_future(future: Future[Any], note: str) -> Future[Any]:
+    """Return a future with the value of another one, or with its error and a note that says what to do."""
+
+    def result(done: Future[Any]) -> Any:
+        try:
+            return done.value()
+        except Exception as error:  # noqa: BLE001  raised to each reader
+            error.add_note(note)
+            return _copy(error)
+
+    def raise_copy(stored: Any) -> None:
+        if isinstance(stored, Exception):
+            raise _copy(stored)
+
+    noted = future.then(result)  # an error of this callback would reach readers as the text of a RuntimeError
+    noted._set_unwrap_func(raise_copy)  # noqa: SLF001  as in ``fail_future``
+    return noted
+
+
 def _copy(error: Exception) -> Exception:
     """Return an error of the same type, arguments and attributes, without traceback, cause and context.
 

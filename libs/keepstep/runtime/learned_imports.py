@@ -14,6 +14,8 @@ FOLDER_ENV = "KEEPSTEP_IMPORTS"
 PIPE = "learned"
 """Name of the pipe in the folder that gets the name of each new file."""
 LOADERS = (SourceFileLoader, ExtensionFileLoader)
+AT_START = "keepstep_at_start"
+"""Attribute of ``os.environ`` in a warm start: the environment of the start."""
 STEPS = 2
 """The first call of an optimizer, which may import, comes after the first commit."""
 _commits = 0
@@ -43,7 +45,7 @@ def tell_imports() -> None:
 
 def _imports() -> dict[str, Any]:
     modules = dict(sys.modules)
-    at_start = dict(
+    at_start: dict[str, str] = vars(os.environ).get(AT_START) or dict(
         one.decode(errors="surrogateescape").split("=", 1)
         for one in Path("/proc/self/environ").read_bytes().split(b"\0")
         if b"=" in one

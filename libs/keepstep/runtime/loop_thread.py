@@ -11,6 +11,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 from keepstep_mesh.net.event_loop import new_event_loop
@@ -58,7 +59,20 @@ class LoopThread:
         except BaseException:
             coroutine.close()
             raise
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        self.loop.call_soon_threadsafe(self._start, coroutine, future)
+        return future
+
+    def _start(self, coroutine: Coroutine[Any, Any, T], future: concurrent.futures.Future[T]) -> None:
+        """Start the task of ``spawn``, in half of the instructions of ``asyncio.run_coroutine_threadsafe``."""
+        task = self.loop.create_task(coroutine)
+        task.add_done_callback(partial(_hand_over, future))
+        future.add_done_callback(partial(self._cancel, task))
+
+    def _cancel(self, task: asyncio.Task[T], future: concurrent.futures.Future[T]) -> None:
+        if future.cancelled() and not task.done():
+            with contextlib.suppress(RuntimeError):  # the loop has been closed
+                self.loop.call_soon_threadsafe(task.cancel)
 
     def call(self, coroutine: Coroutine[Any, Any, T], timeout: float) -> T:
         """Run ``coroutine`` on the loop and wait up to ``timeout`` seconds; then cancel it: TimeoutError."""
@@ -92,14 +106,17 @@ class LoopThread:
         done = threading.Lock()
         done.acquire()
 
+        def ended(future: asyncio.Future[T]) -> None:
+            self._waited_for.discard(future)
+            done.release()
+
         def run() -> None:
             nonlocal failed
             try:
                 future = start()
                 started.append(future)
                 self._waited_for.add(future)
-                future.add_done_callback(self._waited_for.discard)
-                future.add_done_callback(lambda _: done.release())
+                future.add_done_callback(ended)
             except Exception as error:  # noqa: BLE001  raised in the caller
                 failed = error
                 done.release()
@@ -129,6 +146,11 @@ class LoopThread:
     def _has_ended(self) -> RuntimeError:
         return RuntimeError(f"the event loop thread {self._thread.name!r} has ended: its owner was shut down")
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the loop runs, in this process."""
+        return not self.loop.is_closed() and self._thread.is_alive() and os.getpid() == self._pid
+
     def stop(self, timeout: float = 5.0) -> None:
         """Cancel all tasks and waits, end the loop and join the thread. May be called more than once."""
         if self._thread.is_alive():
@@ -137,3 +159,54 @@ class LoopThread:
             except RuntimeError:  # closed between the two lines
                 return
             self._thread.join(timeout)
+
+
+def _hand_over(future: concurrent.futures.Future[T], task: asyncio.Task[T]) -> None:
+    """Complete ``future`` as ``task`` has ended, unless it was cancelled."""
+    error = None if task.cancelled() else task.exception()
+    if task.cancelled():
+        future.cancel()
+    if not future.set_running_or_notify_cancel():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(task.result())
+
+
+class SharedLoopThread:
+    """One event loop thread for all clients of a kind in this process, from the first client to the last.
+
+    Threads with loops of their own would wait for the interpreter lock: with 64 clients that takes three times as much
+    processor time as the requests.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._current: LoopThread | None = None
+        self._users = 0
+        os.register_at_fork(after_in_child=self._forget)
+
+    def _forget(self) -> None:
+        """The thread, and the holder of the lock, do not exist in a forked child."""
+        self._lock, self._current, self._users = threading.Lock(), None, 0
+
+    def take(self) -> LoopThread:
+        """Return the thread, which runs until each ``take`` has its ``give_back``."""
+        with self._lock:
+            if self._current is None or not self._current.is_alive:
+                self._current, self._users = LoopThread(self._name), 0
+            self._users += 1
+            return self._current
+
+    def give_back(self, taken: LoopThread) -> None:
+        """Stop the thread if no other client uses it. In a forked child, the thread of the parent is not touched."""
+        with self._lock:
+            if taken is not self._current:
+                return
+            self._users -= 1
+            if self._users:
+                return
+            self._current = None
+        taken.stop()

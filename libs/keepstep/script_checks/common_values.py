@@ -4,6 +4,10 @@
 * **The param groups in each step**: learning rate, weight decay, ``foreach``, and all others that are numbers, strings,
   booleans or None, alone or in tuples and lists. A tensor of one element counts on the CPU; on another device, to read
   it would wait for the device in each step.
+* **The modules whose gradients a step reduced**, in the order in which it did, for models that FSDP2 shards: the groups
+  average by the order of their reductions, so that gradients of different modules would meet.
+* **Frozen parameters that are not registered**, such as the base of a model of which only adapters are. No heal makes
+  them equal, as torch's DDP does when it wraps the model.
 * **The arithmetic of the process**, as far as the step of an optimizer, or a norm of averaged gradients, depends on it.
   Averaged gradients are equal in all groups, so what only their computation depends on may differ.
 
@@ -14,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import numbers
+import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -29,7 +34,7 @@ from keepstep.group.agreement import Values
 _NO_VALUES = frozenset({"params", "param_names"})
 _SKIPPED = object()
 _FIXED = (float, int, str, type(None))
-"""Types of values that do not change in place."""
+"""Types of values that do not change in place. Neither does a tuple of them."""
 _LEAST_NORMAL = sys.float_info.min
 
 
@@ -44,6 +49,14 @@ class CommonValues:
         self._averaged: set[str] = set()
         """Types of the devices of the modules, and of the optimizers below."""
         self._stepped: set[str] = set()
+        self._reductions: list[str] = []
+        """Of the open step."""
+        self._settings: tuple[list[tuple[str, str]], str] = ([], "")
+        """The arithmetic of the last step, and its text."""
+        self._last: Values = ()
+        """Values of the last step."""
+        self.frozen = ""
+        """Frozen parameters of the modules that are not in the registered state, as text; empty: none, or unknown."""
 
     def add_module(self, module: nn.Module) -> None:
         """Add a module whose gradients are averaged."""
@@ -64,6 +77,24 @@ class CommonValues:
         self._stepped |= {one.device.type for group in optimizer.param_groups for one in group["params"]}
         self._added = [*(self._added or []), added]
 
+    def begin_step(self) -> None:
+        """Forget the reductions of the step before."""
+        self._reductions = []
+
+    def add_reduction(self, what: str) -> None:
+        """Note that the open step reduces the gradients of ``what`` now."""
+        self._reductions.append(what)
+
+    def turn_of(self, optimizer: Optimizer) -> str:
+        """Return which parameters ``optimizer`` has, as text that is the same in all groups, if ``take_turns``."""
+        mine = next((one for one in self._optimizers if one.ref() is optimizer), None) if self.take_turns else None
+        return "" if mine is None else mine.turn(optimizer, self._names)
+
+    @property
+    def take_turns(self) -> bool:
+        """Whether several optimizers of the script may begin a step."""
+        return sum(not one.known for one in self._optimizers) > 1
+
     def take_new(self) -> tuple[list[list[str]], dict[str, str]] | None:
         """Return what the groups compare before a step, if something was added since the last call.
 
@@ -78,14 +109,27 @@ class CommonValues:
         return lines, dict(self._arithmetic())
 
     def of_step(self) -> Values:
-        """Return the values that the optimizers have now; empty without optimizers."""
+        """Return the values that the optimizers have now, and the reductions of the step; empty without both.
+
+        While nothing changes it is the same object.
+        """
         found: list[tuple[str, str]] = []
         live = [(one, optimizer) for one in self._optimizers if (optimizer := one.ref()) is not None]
         for place, (one, optimizer) in enumerate(live):
             title = f"{type(optimizer).__name__}{f' {place}' if len(live) > 1 else ''} param group"
             found += [(f"{title} {n}", text) for n, text in enumerate(one.texts(optimizer, self._names))]
-        arithmetic = "\n".join(f"{name}\t{value}" for name, value in self._arithmetic())
-        return (*found, ("", arithmetic)) if found else ()
+        if self._reductions:
+            found.append(("all-reduce", "\n".join(f"{n}\t{what}" for n, what in enumerate(self._reductions, 1))))
+        if not found:
+            return ()
+        others = [("frozen parameters that are not registered", self.frozen)] if self.frozen else []
+        settings = [*others, *self._arithmetic()]
+        if settings != self._settings[0]:
+            self._settings = settings, "\n".join(f"{name}\t{value}" for name, value in settings)
+        values = (*found, ("", self._settings[1]))
+        if values != self._last:
+            self._last = values
+        return self._last
 
     def _names(self) -> dict[int, str]:
         """Return the name of each parameter of the modules, by its id. Modules that come later change no name."""
@@ -131,6 +175,18 @@ class _Compared:
     """Names of parameters, by their id."""
     _key: list[tuple[int, int]] = field(default_factory=list)
     _groups: list[_GroupText] = field(default_factory=list)
+    _turn: tuple[list[tuple[int, int]], str] = ([], "")
+    """The parameters as in ``_key``, and their text."""
+
+    def turn(self, optimizer: Optimizer, names: Callable[[], dict[int, str]]) -> str:
+        """Return the parameters as text. ``names``: as of ``texts``."""
+        key = [(id(group["params"]), len(group["params"])) for group in optimizer.param_groups]
+        if key != self._turn[0]:
+            every = names() | self.known
+            parameters = [one for group in optimizer.param_groups for one in group["params"]]
+            first = _name(parameters[0], every) if parameters else "none"
+            self._turn = key, f"{first} ... ({_order(parameters, every)})"
+        return self._turn[1]
 
     def texts(self, optimizer: Optimizer, names: Callable[[], dict[int, str]]) -> list[str]:
         """Return the lines of the values of each param group. ``names``: called when the parameters have changed."""
@@ -165,16 +221,22 @@ class _GroupText:
             self._keys = sorted((key for key in group if key not in _NO_VALUES), key=str)
             values, self._size, self._joined = [group[key] for key in self._keys], len(group), ""
             self._seen, self._lines = [_SKIPPED] * len(values), [""] * len(values)
+        if self._joined and all(map(operator.is_, values, self._seen)):
+            return self._joined
         for place, value in enumerate(values):
             if value is not self._seen[place]:
                 text = plain(value)
                 line = "" if text is _SKIPPED else f"{self._keys[place]}\t{text!r}"
-                self._seen[place] = value if isinstance(value, _FIXED) else _SKIPPED
+                self._seen[place] = value if _is_fixed(value) else _SKIPPED
                 if line != self._lines[place]:
                     self._lines[place], self._joined = line, ""
         if not self._joined:
             self._joined = "\n".join([*filter(None, self._lines), f"params\t{self._order}"])
         return self._joined
+
+
+def _is_fixed(value: object) -> bool:
+    return isinstance(value, _FIXED) or (isinstance(value, tuple) and all(map(_is_fixed, value)))
 
 
 def _order(parameters: list[torch.Tensor], names: Mapping[int, str]) -> str:

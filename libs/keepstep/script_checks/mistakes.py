@@ -36,7 +36,7 @@ class ParameterFacts:
     unregistered: Sequence[str]
     """Those of them that are not in the registered state."""
     optimized: int
-    """Number of parameters of all optimizers."""
+    """Number of trainable parameters of all optimizers."""
     unaveraged: Sequence[str]
     """Those of them that are in no wrapped module."""
     optimized_unregistered: Sequence[str]
@@ -101,6 +101,18 @@ def in_ranks(*, ranks: int, sharded: bool) -> Mistake | None:
     )
 
 
+def in_statistics(*, sync_batch_norms: int) -> Mistake | None:
+    """Judge a wrapped module. ``sync_batch_norms``: number of its SyncBatchNorm modules without a process group."""
+    if not sync_batch_norms:
+        return None
+    return Mistake(
+        "SyncBatchNorm without a process group",
+        f"{sync_batch_norms} SyncBatchNorm modules normalize over the samples of this process only, as BatchNorm does: "
+        f"torch.distributed is not initialized, and a Manager does not stand for it",
+        "choose a batch of a group that is large enough for BatchNorm, or GroupNorm, which needs no other samples",
+    )
+
+
 def in_pause(*, seconds: float, missed: int) -> Mistake | None:
     """Judge the time that a group spends between two steps, in an evaluation for example.
 
@@ -114,6 +126,22 @@ def in_pause(*, seconds: float, missed: int) -> Mistake | None:
         "other groups went on without this one",
         f"this group spent {seconds:.0f} s between two steps, and the others committed {missed} steps without it",
         "evaluate in all groups at the same step, or raise the job's join_timeout (keepstep policy --join-timeout)",
+    )
+
+
+def in_discarded(*, changes: Sequence[str]) -> Mistake | None:
+    """Judge what a script did after a step that was discarded, before it began the next one.
+
+    Args:
+        changes: values of its optimizers that changed, such as a learning rate, as phrases.
+    """
+    if not changes:
+        return None
+    return Mistake(
+        "optimizer changed after a discarded step",
+        f"a step was discarded, and the script went on as if it had counted: {listed(changes, MAX_NAMED)}; so the "
+        f"schedule is ahead of the committed steps",
+        "step schedulers only if optimizer.step() has returned True, or in Optimizer(after_commit=[scheduler.step])",
     )
 
 

@@ -7,13 +7,15 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from keepstep.group.agreement import Values, changes
 from keepstep.script_checks import mistakes
 from keepstep.script_checks.common_values import CommonValues
 from keepstep.script_checks.mistakes import Mistake, OptimizerFacts, ParameterFacts
-from keepstep.script_checks.state_coverage import StateCoverage, memory_of
+from keepstep.script_checks.state_coverage import StateCoverage, memory_of, sampled
 from keepstep.state.values.sharding import is_dtensor
 from keepstep.state.values.tensors_in_containers import tensors_in
 from keepstep.step.live_state import LiveState
@@ -52,6 +54,8 @@ class ScriptChecker:
         """When it ended; None: the next quorum is requested."""
         self._pause = 0.0
         """Seconds between these two."""
+        self._discarded_with: Values = ()
+        """Values of the optimizers at the end of the last step, if it was discarded."""
         self._commits = 0
         self._parameters_checked = False
         self._warned: set[str] = set()
@@ -61,6 +65,9 @@ class ScriptChecker:
         """Add a module whose gradients are averaged."""
         sharded = any(is_dtensor(parameter) for parameter in module.parameters())
         self._warn(mistakes.in_ranks(ranks=self._ranks, sharded=sharded))
+        if not dist.is_initialized():
+            synced = sum(isinstance(one, nn.SyncBatchNorm) for one in module.modules())
+            self._warn(mistakes.in_statistics(sync_batch_norms=synced))
         self._trained.add(module)
         self.common.add_module(module)
         if not self._parameters_checked:
@@ -89,9 +96,16 @@ class ScriptChecker:
         """Check the registered state before the first quorum. ``now``: monotonic seconds."""
         if self._ended_at is not None:
             self._pause, self._ended_at = now - self._ended_at, None
+        if self._discarded_with:
+            before, self._discarded_with = self._discarded_with, ()
+            self._warn(mistakes.in_discarded(changes=changes(before, self.common.of_step())))
         if not self._asked:
             self._asked = True
             self._warn(mistakes.in_state(registered=self._state.registered))
+
+    def discarded(self) -> None:
+        """Note a step that was discarded, and in which this group did not heal."""
+        self._discarded_with = self.common.of_step()
 
     def committed(self, step: int, now: float, *, groups: int, collectives: int, synchronized: bool) -> None:
         """Check a committed step; after the first one, the parameters too, and later the states of optimizers.
@@ -104,17 +118,27 @@ class ScriptChecker:
         if self._last_step is not None and not synchronized:  # else such steps, and what lies between, are the method
             self._warn(mistakes.in_pause(seconds=self._pause, missed=step - self._last_step - 1))
         self._last_step, self._ended_at, self._pause = step, now, 0.0
-        if not collectives:
+        if not collectives and self._trains():
             self._warn(mistakes.in_commit(groups=groups, collectives=collectives, synchronized=synchronized))
         self._commits += 1
         if not self._parameters_checked:
             self._parameters_checked = True
-            self._check(lambda covered: mistakes.in_parameters(_facts(self._modules, self._optimizers, covered)))
+            self._check(self._judge_parameters)
             self._modules = []
         elif self._commits in OPTIMIZERS_CHECKED_AT and self._optimizers:
             self._check(lambda covered: [mistakes.in_optimizer(_states(one, covered)) for one in self._optimizers])
             if self._commits == OPTIMIZERS_CHECKED_AT[-1]:
                 self._optimizers = []
+
+    def _trains(self) -> bool:
+        """Return whether a module trains, unlike some stages of a pipeline. True: no module is known."""
+        modules = [one for one in self._trained if isinstance(one, nn.Module)]
+        return not modules or any(one.requires_grad for module in modules for one in module.parameters())
+
+    def _judge_parameters(self, covered: StateCoverage) -> Sequence[Mistake | None]:
+        if frozen := _unregistered_frozen(self._modules, covered):
+            self.common.frozen = sampled(frozen)
+        return mistakes.in_parameters(_facts(self._modules, self._optimizers, covered))
 
     def _check(self, judge: Callable[[StateCoverage], Sequence[Mistake | None]]) -> None:
         if not self._state.registered or not (self._modules or self._optimizers):
@@ -136,7 +160,10 @@ class ScriptChecker:
 def _facts(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], covered: StateCoverage) -> ParameterFacts:
     wrapped = [(name, one) for module in modules for name, one in module.named_parameters() if one.requires_grad]
     averaged = {memory_of(one) for _, one in wrapped}
-    optimized = [one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]]
+    parameters = [one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]]
+    optimized = [
+        one for one in parameters if one.requires_grad
+    ]  # an optimizer may have frozen ones, to train them later
     return ParameterFacts(
         wrapped=len(wrapped),
         unregistered=[name for name, one in wrapped if not covered.has(one)],
@@ -144,6 +171,16 @@ def _facts(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], covere
         unaveraged=[_shape(one) for one in optimized if memory_of(one) not in averaged],
         optimized_unregistered=[_shape(one) for one in optimized if not covered.has(one)],
     )
+
+
+def _unregistered_frozen(modules: Sequence[nn.Module], covered: StateCoverage) -> list[torch.Tensor]:
+    return [
+        one
+        for module in modules
+        for name, one in module.named_parameters()
+        if not (one.requires_grad or one.is_meta or is_dtensor(one) or covered.has(one))
+        and name not in getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    ]
 
 
 def _states(optimizer: Optimizer, covered: StateCoverage) -> OptimizerFacts:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,6 +44,12 @@ class StateCoverage:
         if self._samples is None:  # a state of copies, on the CPU for example
             self._samples = {_sample(one) for one in self._tensors}
         return _sample(parameter) in self._samples
+
+
+def sampled(parameters: Sequence[torch.Tensor]) -> str:
+    """Return number and digest of ``parameters``: of their shapes and first values. Equal ones have equal digests."""
+    samples = repr([_sample(one) for one in parameters])
+    return f"{len(parameters)} with digest {hashlib.blake2b(samples.encode(), digest_size=4).hexdigest()}"
 
 
 def _sample(tensor: torch.Tensor) -> tuple[Any, ...]:

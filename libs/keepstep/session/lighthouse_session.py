@@ -44,6 +44,7 @@ from keepstep_mesh.protocol.messages import (
     Timing,
     Welcome,
 )
+from keepstep_mesh.protocol.stack_messages import Hung, RankStacks, StacksRequest
 from keepstep_mesh.security.tls import as_safe
 
 log = get_logger("keepstep.session")
@@ -228,6 +229,11 @@ class LighthouseSession:
         if self._session.server is not None:
             self._send_shards()
 
+    def stacks(self, found: RankStacks) -> None:
+        """Send the stacks of a rank. Dropped while disconnected."""
+        if self._session.server is not None:
+            self._session.send(found)
+
     def _send_shards(self) -> None:
         if (report := self._core.shards_to_send()) is not None:
             self._session.send(report)
@@ -280,7 +286,7 @@ class LighthouseSession:
                 quorum = self._core.answered(message)
                 if quorum is not None:
                     self._session.requests.answer(message.request, quorum)
-            case MemberLost() | RoundBroken() | Drain():
+            case MemberLost() | RoundBroken() | Drain() | StacksRequest():
                 self._on_push(message)
             case Welcome():
                 self._on_welcome(message)
@@ -304,6 +310,9 @@ class LighthouseSession:
             case Evicted(reason=reason):
                 self._on_push(message)
                 self._session.end(SessionClosed(f"evicted: {reason}"))
+            case Hung(reason=reason):
+                self._on_push(message)
+                self._session.end(SessionClosed(f"the group hangs: {reason}"))
             case Refused(reason=reason):
                 if (final := session_events.of_session(message)) is not None:
                     self._session.end(final)

@@ -13,6 +13,7 @@ from keepstep_mesh.errors import (
     JobClosed,
     KeepstepError,
     LayoutMismatch,
+    MachineDiffers,
     ProtocolError,
     ReplicasDiverged,
     SessionClosed,
@@ -23,6 +24,7 @@ from keepstep_mesh.net.websocket import UpgradeError
 from keepstep_mesh.protocol.group_messages import RankDenied
 from keepstep_mesh.protocol.membership import FinalState
 from keepstep_mesh.protocol.messages import Closed, Denied, Drain, Evicted, MemberLost, Refused, RoundBroken, Services
+from keepstep_mesh.protocol.stack_messages import Hung, StacksRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class Disconnected:
     reason: str
 
 
-Push = MemberLost | RoundBroken | Drain | Evicted | Services | Disconnected | Connected
+Push = MemberLost | RoundBroken | Drain | Evicted | Hung | StacksRequest | Services | Disconnected | Connected
 
 
 def of_connecting(error: Exception, problem: str) -> KeepstepError | None:
@@ -68,6 +70,7 @@ def of_session(refused: Refused) -> KeepstepError | None:
 
 DENIALS: Mapping[str, type[Exception]] = {
     "deadline": TimeoutError,
+    "machine": MachineDiffers,
     "layout": LayoutMismatch,
     "start": StartRefused,
     "collectives": CollectivesMismatch,

@@ -24,10 +24,11 @@ from keepstep_mesh.protocol.messages import (
     ShardReport,
     Welcome,
 )
-from keepstep_mesh.protocol.records import copier
+from keepstep_mesh.protocol.records import copier, maker
 
 _request_with = copier(QuorumRequest, QuorumRequest, "request", "timeout_ms", "info", "settings", "durable_relays")
 _with_list = copier(Quorum, Quorum, "listed")
+_make_held = maker(HeldAnswer)
 
 
 class StaleLighthouseError(ProtocolError):
@@ -162,7 +163,7 @@ class SessionCore:
         if not self.withdraw(answer.request):
             return None
         self.stands_by = False
-        self.held = HeldAnswer(answer.epoch, answer.quorum_id, answer.step)
+        self.held = _make_held(answer.epoch, answer.quorum_id, answer.step)
         return _with_list(answer, listed=self._listed) if answer.uniform else answer
 
     def finished_step(self) -> None:

@@ -20,6 +20,18 @@ from keepstep.state.values.sharding import is_dtensor
 _ABSENT = object()
 
 
+def with_own_containers(value: Any) -> Any:
+    """Return ``value`` with copies of its dicts, lists and tuples, as dicts and lists.
+
+    A load may change those that it gets: that of torch 2.13's CyclicLR removes a key.
+    """
+    if isinstance(value, Mapping):
+        return {key: with_own_containers(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [with_own_containers(one) for one in value]
+    return value
+
+
 def put_back(loaded: Any, held: Any) -> bool:
     """Put tensors of ``loaded`` that have another dtype in ``held`` back into the states of optimizers in ``held``.
 

@@ -40,6 +40,8 @@ class Pack:
         self.content_bytes = pack_content(layout.content)
         self._sources = layout.sources
         self._unread = unread
+        for device in {one.device for one in self._sources if isinstance(one, torch.Tensor) and not one.is_cpu}:
+            torch.accelerator.current_stream(device).synchronize()  # other threads read chunks, on streams of their own
         self._made = _Made()
         self.chunks = chunk_count(self.nbytes)
 

@@ -6,6 +6,7 @@ import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,7 +42,8 @@ class Destination:
     Args:
         content: structure of the state.
         into: state to receive into. Default: all memory is new.
-        spare: memory to reuse where it fits. Its content is kept: it may have chunks of an earlier transfer.
+        spare: memory to reuse where it fits. Its content is kept: it may have chunks of an earlier transfer. New memory
+            beside it begins with the content of ``into``. None: new memory has no content.
 
     Raises:
         ManifestError: the machine, or the container, has too little memory.
@@ -82,9 +84,11 @@ class Destination:
         self.fresh = {region: one for region, one in (spare or {}).items() if wanted.get(region) == len(one)}
         needed = sum(size for region, size in wanted.items() if region not in self.fresh)
         _check_room(needed)
-        for region, size in wanted.items():
-            if region not in self.fresh:
-                self.fresh[region] = torch.empty(size, dtype=torch.uint8)
+        new = wanted.keys() - self.fresh.keys()
+        make = torch.empty if spare is None else torch.zeros
+        self.fresh |= {region: make(wanted[region], dtype=torch.uint8) for region in sorted(new)}
+        if spare is not None:
+            self._fill(new, targets)
         self._parts: list[memoryview] = []
         self._starts: list[int] = []
         self.pack_bytes = 0
@@ -92,6 +96,16 @@ class Destination:
         for region, position in enumerate(content.positions()[:-1]):
             self._append(gap[: position - self.pack_bytes])
             self._append(self._memory(region))
+
+    def _fill(self, regions: AbstractSet[int], targets: list[list[Any]]) -> None:
+        """Copy the tensors and arrays of ``into`` that lie in ``regions``: on a device, or in another order there."""
+        with torch.no_grad():
+            for entry, choices in zip(self._content.tensors, targets, strict=True):
+                held = next((one for one in choices if one is not None), None) if entry.region in regions else None
+                if isinstance(held, torch.Tensor):
+                    copy_elements(self._value(entry), held)
+                elif held is not None:
+                    self._value(entry)[...] = held
 
     def _append(self, part: memoryview) -> None:
         if part.nbytes:

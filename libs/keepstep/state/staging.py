@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from keepstep.state.early_copy import EarlyCopy
+from keepstep.state.early_copy import COPY_SECONDS, EarlyCopy, Unwritten
 from keepstep.state.pack_layout import PackLayout, describe
 from keepstep.state.state_manifest import build_manifest
 from keepstep_mesh.protocol.manifest import Origin, chunk_digests
@@ -27,7 +27,13 @@ class Snapshot:
     """The bytes of one step. The buffer is reused when no caller of ``hold`` is left that did not ``release`` it."""
 
     def __init__(
-        self, step: int, buffer: torch.Tensor, pack_bytes: int, content_bytes: bytes, area: StagingArea
+        self,
+        step: int,
+        buffer: torch.Tensor,
+        pack_bytes: int,
+        content_bytes: bytes,
+        area: StagingArea,
+        whole: Future[str] | None = None,
     ) -> None:
         self.step = step
         self.content_bytes = content_bytes
@@ -36,10 +42,15 @@ class Snapshot:
         """Set when the chunks are hashed."""
         self.buffer = buffer
         self._area = area
+        self._whole = whole
 
     def build_manifest(self, origin: Origin) -> bytes:
         """Hash the bytes (about 30 GB/s; releases the GIL), and return their manifest. Raises ``UnsupportedValue``."""
         return build_manifest(origin, self.content_bytes, chunk_digests([self.pack]))
+
+    def torn(self) -> str:
+        """Wait until all bytes are copied. Return why they are not those of one moment, or an empty text."""
+        return "" if self._whole is None else self._whole.result(COPY_SECONDS)
 
     def hold(self) -> bool:
         """Keep the buffer until ``release``. Returns False if the snapshot is already freed."""
@@ -64,6 +75,7 @@ class StagingArea:
         self._current: Snapshot | None = None
         self._free: torch.Tensor | None = None
         self._early: EarlyCopy | None = None
+        self._unwritten = Unwritten()
 
     def begin(self, step: int, state: Any) -> None:
         """Begin to copy a state that ``stage`` will ask for soon, in the background. From any thread.
@@ -86,19 +98,30 @@ class StagingArea:
                 return None
         return buffer if buffer is not None and len(buffer) >= length else torch.empty(length, dtype=torch.uint8)
 
-    def stage(self, step: int, state: Any) -> Snapshot:
+    def stage(self, step: int, state: Any, *, late: bool = False) -> Snapshot:
         """Copy ``state``, and drop the previous snapshot. Never waits for a reader.
+
+        Args:
+            step: of the state.
+            state: to copy.
+            late: tensors that no pass writes to may be copied until ``settle``. Wait for ``Snapshot.torn`` then.
 
         Raises:
             UnsupportedValue: the state cannot be stored; no snapshot is staged.
         """
+        self.settle()
         self.drop()
         layout = describe(state)
         pack_bytes = layout.content.positions()[-1]
         buffer, there = self._copied_early(step, layout, pack_bytes)
         try:
-            layout.copy_into(buffer[:pack_bytes], there)
-            snapshot = Snapshot(step, buffer, pack_bytes, pack_content(layout.content), self)
+            pack = buffer[:pack_bytes]
+            whole = None
+            if late:
+                whole = self._unwritten.begin(layout, pack, there)
+            else:
+                layout.copy_into(pack, there)
+            snapshot = Snapshot(step, buffer, pack_bytes, pack_content(layout.content), self, whole)
         except BaseException:
             with self._lock:
                 self._free = buffer
@@ -119,8 +142,16 @@ class StagingArea:
             return self._take(length), frozenset()
         return buffer, there
 
+    def settle(self) -> None:
+        """Wait until nothing is copied any more from the state that was staged last. Call it before the state changes.
+
+        On the thread of ``stage``.
+        """
+        self._unwritten.settle()
+
     def close(self) -> None:
-        """Drop the current snapshot, and end a copy that has begun early."""
+        """Drop the current snapshot, and end copies that run."""
+        self._unwritten.close()
         with self._lock:
             early, self._early = self._early, None
         if early is not None:

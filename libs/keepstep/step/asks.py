@@ -11,6 +11,9 @@ from keepstep.step.progress import GroupProgress
 from keepstep.step.reconfigurer import Reconfigurer
 from keepstep_mesh.protocol.group_messages import RankAsk
 from keepstep_mesh.protocol.membership import StateRoot, StepReport
+from keepstep_mesh.protocol.records import maker
+
+_make_ask = maker(RankAsk)
 
 
 class Asks:
@@ -61,7 +64,7 @@ class Asks:
         """
         self.requests += 1
         progress = self._progress
-        return RankAsk(
+        return _make_ask(
             request=self.requests,
             step=progress.step,
             lineage=progress.lineage,

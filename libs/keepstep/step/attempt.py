@@ -58,10 +58,17 @@ class Attempt:
         rules: when groups heal. The step begins with the quorum after heals before the forward pass.
         timeout: of the quorum, in seconds.
         arguments: those of ``start_quorum``; a call with the same arguments may continue this attempt.
+        turn: as of ``StepQuorum``.
     """
 
     def __init__(
-        self, context: StepContext, rules: HealRules, *, timeout: float, arguments: tuple[object, ...] = ()
+        self,
+        context: StepContext,
+        rules: HealRules,
+        *,
+        timeout: float,
+        arguments: tuple[object, ...] = (),
+        turn: str = "",
     ) -> None:
         self.number = next(_numbers)
         """Of this attempt in the process."""
@@ -78,6 +85,8 @@ class Attempt:
         """Whether the script says that this step makes the states of all groups that take part equal."""
         self.may_overflow = False
         """Whether an infinity is no mistake: a GradScaler multiplied the gradients."""
+        self.cannot_follow = ""
+        """Why the script could not replay this step, so that a group that is behind heals; empty: it may follow."""
         self.committed: bool | None = None
         """Whether the step counts, once ``conclude`` has decided it."""
         self._context = context
@@ -85,7 +94,7 @@ class Attempt:
         self._timeout = timeout
         self._times = StepTimes(time.monotonic(), trace=context.telemetry.new_trace())
         self._first_error = FirstError(context)
-        self._quorum = StepQuorum(context, rules, self._times, self._first_error)
+        self._quorum = StepQuorum(context, rules, self._times, self._first_error, turn)
         self.present = self._new_collectives(self._times)
         """Collectives of the present try."""
         self._retries: Retries | None = None
@@ -288,6 +297,8 @@ class Attempt:
             return Taken(committed=False)
         committed = False
         if plan is not None:
+            if self.cannot_follow:
+                self._quorum.heal_instead(self.cannot_follow)
             self._first_error.abort()  # an error may have been reported while the process group was built
             collectives.end()
             if refused := collectives.check_finite(plan, may_overflow=self.may_overflow):

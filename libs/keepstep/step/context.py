@@ -42,9 +42,16 @@ class Follower(Protocol):
     ``catching_up.catch_up`` implements it.
     """
 
+    automatic: bool
+    """Whether the script did not ask for it: nothing relies on a replay then."""
+
     @property
     def source(self) -> str:
         """replica_id of the group that the state comes from; empty: none does."""
+
+    @property
+    def doubts(self) -> bool:
+        """Whether the weights are those of a replay that was not compared: the next quorum brings what differs."""
 
     def can_begin(self, plan: QuorumPlan) -> bool:
         """Return whether this group, which the plan tells to heal, follows instead. From any thread."""
@@ -66,6 +73,15 @@ class Follower(Protocol):
 
     def finish(self) -> None:
         """Wait for the state and replay all steps, or give up."""
+
+    def settle(self, call: str) -> None:
+        """Wait for the state and replay all steps, because the script reads the weights in ``call``, between two steps.
+
+        KeepstepError: the state was not received, and the weights are older than the script has to think.
+        """
+
+    def settle_last(self) -> None:
+        """Do the same at the end of the training. An error is logged."""
 
     def close(self) -> None:
         """End the transfer. May be called more than once."""

@@ -15,7 +15,7 @@ import torch
 
 from keepstep.checkpointing.transport import CheckpointTransport
 from keepstep.state.errors import StateMismatch, StatesMissing
-from keepstep.state.exact_load import differences, put_back
+from keepstep.state.exact_load import differences, put_back, with_own_containers
 from keepstep.state.state_bytes import state_root
 from keepstep.transfer.exchange import Progress
 from keepstep_mesh.config.logging import Logger, get_logger
@@ -58,6 +58,12 @@ class LiveState:
         """The parts that are equal in all groups between two steps; None: all."""
         self.readable = True
         """False: the state is in the middle of a change, and reading it is an error."""
+        self.loads = 0
+        """Number of states that were loaded into the parts."""
+        self.reading = False
+        """Whether the parts are being read here, and not by the script."""
+        self.settle: Callable[[], None] = lambda: None
+        """Called before the state is loaded, to wait for what is still copied from it."""
 
     def register(self, key: str, load: Callable[[Any], None], save: Callable[[], Any], replace: bool = False) -> None:
         """Add a part. ValueError if ``key`` is registered already and ``replace`` is False."""
@@ -72,7 +78,11 @@ class LiveState:
 
     def user_state(self, keys: frozenset[str] | None = None) -> dict[str, Any]:
         """Return the registered parts by their keys; ``keys``: only these."""
-        return {key: part.save() for key, part in self._parts.items() if keys is None or key in keys}
+        before, self.reading = self.reading, True
+        try:
+            return {key: part.save() for key, part in self._parts.items() if keys is None or key in keys}
+        finally:
+            self.reading = before
 
     def snapshot(self) -> dict[str, Any]:
         """Return the state for a durable checkpoint: the tensors of this group, not copies.
@@ -152,26 +162,31 @@ class LiveState:
             StateMismatch: the state does not fit this group, or one of its functions that load it raised an error.
             TransferError, TimeoutError: the state was not received.
         """
+        self.settle()
         if getattr(transport, "accepts_into", False):
             state = transport.recv_checkpoint(
                 source, metadata, step, timeout, into=self._save(), progress=progress, limit=limit
             )
         else:  # written for torchft, perhaps without our base class
             state = transport.recv_checkpoint(source, metadata, step, timeout)
-        self.load_user_state(state["user"])
+        loaded = self.load_user_state(state["user"])
         self._load_manager(state["manager"])
-        self.check_loaded(state["user"])
+        self.check_loaded(loaded)
 
-    def load_user_state(self, user: dict[str, Any]) -> None:
+    def load_user_state(self, user: dict[str, Any]) -> dict[str, Any]:
         """Load every registered part.
 
         Args:
             user: what ``user_state`` returned in another process.
 
+        Returns:
+            The same, for ``check_loaded``, also where a function that loads a part has changed it.
+
         Raises:
             StatesMissing: this group does not have all parts.
             StateMismatch: the parts differ otherwise, or one of the functions of this group raised an error.
         """
+        self.settle()
         if user.keys() != self._parts.keys():
             kind = StatesMissing if self._parts.keys() < user.keys() else StateMismatch
             raise kind(
@@ -179,6 +194,8 @@ class LiveState:
                 f"in every group, before the first start_quorum() or at the same manager.current_step()",
                 torn=True,
             )
+        self.loads += 1
+        loaded: dict[str, Any] = with_own_containers(user)
         for key, value in user.items():
             try:
                 self._parts[key].load(value)
@@ -188,6 +205,7 @@ class LiveState:
                 self._log.error("load_state_dict failed", key=key, exc_info=error)
                 what = f"load_state_dict of {key!r} failed: {type(error).__name__}: {error}"
                 raise StateMismatch(what, torn=True) from error
+        return loaded
 
     def check_loaded(self, user: dict[str, Any]) -> None:
         """Put back the values that torch cast in a load, and log those that this group does not hold after it.
@@ -195,13 +213,13 @@ class LiveState:
         Call it when step and batches of the Manager are those of the state, which parts may depend on.
 
         Args:
-            user: what ``load_user_state`` has loaded.
+            user: what ``load_user_state`` has returned.
         """
         try:
             held = self.user_state()
             for key, loaded in user.items():
                 if put_back(loaded, held[key]):
-                    held[key] = self._parts[key].save()  # it may have returned a copy
+                    held |= self.user_state(frozenset({key}))  # it may have returned a copy
             compared = user.keys() if self.compared is None else user.keys() & self.compared  # others may differ
             lost = [path for key in sorted(compared) for path in differences(user[key], held[key], key)]
         except Exception as error:  # noqa: BLE001  the state is loaded, and the groups compare their weights later

@@ -62,6 +62,11 @@ class GroupProgress:
         """Take part without weights in the steps of the groups at (``step``, ``lineage``)."""
         self.hold(step, lineages.following(lineage), batches_committed)
 
+    def fall_behind(self) -> Lineage:
+        """Return a new lineage of complete weights that no other group has: this group heals if it can."""
+        self._fell_behind += 1
+        return f"{BEHIND}{self._replica_id}:{self._fell_behind}"
+
     @property
     def following(self) -> bool:
         """Whether the group takes part without weights."""
@@ -88,8 +93,7 @@ class GroupProgress:
         elif not behind:
             self.lineage = lineages.committed(self.lineage, quorum_id)
         elif not self._has_own_lineage():
-            self._fell_behind += 1
-            self.lineage = f"{BEHIND}{self._replica_id}:{self._fell_behind}"
+            self.lineage = self.fall_behind()
 
     def _has_own_lineage(self) -> bool:
         """Return whether no other group can have this lineage."""

@@ -18,10 +18,12 @@ import torch
 import torch.distributed as dist
 
 from keepstep.group.quorum_plan import QuorumPlan
+from keepstep.group.turns import out_of_turn
 from keepstep.process_group import ProcessGroup
 from keepstep.process_group.store_exchange import reconfigure_over
 from keepstep.rendezvous.key_value_server import MAX_TOTAL_BYTES, VERSION, KeyValueServer, Table
 from keepstep.rendezvous.store_client import RendezvousStore
+from keepstep.runtime.devices import has_accelerator
 from keepstep.runtime.late_threads import start_or_run
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.security.tokens import ClientToken
@@ -71,9 +73,9 @@ class Reconfigurer:
         self._key_values = key_values
         self._own_address = own_address
         self._timeout = timeout
-        self._has_cuda = torch.cuda.is_available()
+        self._has_accelerator = has_accelerator()
         self.device: int | None = None
-        """CUDA device of the training thread, which the building thread uses too; None without one."""
+        """Accelerator of the training thread, which the building thread uses too; None without one."""
         self.use_current_device()
         self._lock = threading.Lock()
         self._quorum_id = -1
@@ -84,6 +86,8 @@ class Reconfigurer:
         self._aborts: list[concurrent.futures.Future[None]] = []
         self._building = threading.Lock()
         self._closed = False
+        self.turns: list[str] = []
+        """Of the members of the quorum for which this built last, by replica_rank; empty: they are not compared."""
 
     @property
     def broken(self) -> bool:
@@ -97,12 +101,16 @@ class Reconfigurer:
         return self._broken or errored is None or errored() is not None
 
     def use_current_device(self) -> None:
-        """Build process groups for the CUDA device that is current in this thread."""
-        if self._has_cuda:
-            self.device = torch.cuda.current_device()
+        """Build process groups for the accelerator that is current in this thread."""
+        if self._has_accelerator:
+            self.device = torch.accelerator.current_device_index()
 
-    async def follow(self, plan: QuorumPlan) -> bool:
+    async def follow(self, plan: QuorumPlan, turn: str = "") -> bool:
         """Build the process group of ``plan``, unless it is built already.
+
+        Args:
+            plan: of the quorum.
+            turn: of ``turns``; empty: the members do not compare it.
 
         Returns:
             Whether it was built now.
@@ -112,18 +120,19 @@ class Reconfigurer:
         """
         if plan.quorum_id == self._quorum_id and not self._broken:
             return False
-        await asyncio.wrap_future(_in_thread("keepstep-reconfigure", lambda: self._build(plan)))
+        await asyncio.wrap_future(_in_thread("keepstep-reconfigure", lambda: self._build(plan, turn)))
         return True
 
-    def _build(self, plan: QuorumPlan) -> None:
+    def _build(self, plan: QuorumPlan, turn: str) -> None:
         with self._building:
-            self._build_locked(plan)
+            self._build_locked(plan, turn)
 
-    def _build_locked(self, plan: QuorumPlan) -> None:
+    def _build_locked(self, plan: QuorumPlan, turn: str) -> None:
         if self.device is not None:
-            torch.cuda.set_device(self.device)
+            torch.accelerator.set_device_index(self.device)
         with self._lock:
             self._generation += 1
+            self.turns = []
             self._broken = True  # until it is built, so that an abort does not hit the new process group
             aborts, self._aborts = self._aborts, []
         concurrent.futures.wait(aborts, self._timeout.total_seconds())
@@ -140,6 +149,8 @@ class Reconfigurer:
             self._store, self._quorum_id, self._broken = store, plan.quorum_id, False
             self._raise_if_lost(plan.quorum_id)
         try:
+            if turn:
+                self._exchange_turns(plan, store, turn)
             self._configure(plan, store)
         except BaseException:
             with self._lock:
@@ -187,6 +198,16 @@ class Reconfigurer:
             [peer * self._group_world_size + self._group_rank for peer in range(size)],
             **extra,
         )
+
+    def _exchange_turns(self, plan: QuorumPlan, store: RendezvousStore, turn: str) -> None:
+        """Read the turns of all members. KeepstepError, once all members have read them: one is out of turn."""
+        places = range(plan.replica_world_size)
+        store.set(f"turn/{plan.replica_rank}", turn)
+        self.turns = [one.decode() for one in store.multi_get([f"turn/{place}" for place in places])]
+        if out_of_turn(self.turns, plan.cohort):
+            store.set(f"turn/read/{plan.replica_rank}", b"")
+            store.wait([f"turn/read/{place}" for place in places])
+            raise KeepstepError("members began the step with different optimizers")
 
     def _raise_if_lost(self, quorum_id: int) -> None:
         if self._closed:

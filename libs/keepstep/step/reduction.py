@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -113,16 +113,3 @@ class ManagedWork(dist.Work):
     def result(self) -> list[torch.Tensor]:
         self.wait()
         return list(self._value) if isinstance(self._value, (list, tuple)) else [self._value]  # type: ignore[list-item]
-
-
-def refuse_capture(tensors: Iterable[torch.Tensor]) -> None:
-    """Raise RuntimeError if the current stream is being captured and one of the tensors is on CUDA.
-
-    Replays of the graph would go on with the groups of the capture.
-    """
-    for tensor in tensors:
-        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "a collective of the Manager was called in the capture of a CUDA graph, whose replays would reduce "
-                "over the groups of the capture, and in no step: call it outside of the graph, or turn CUDA graphs off"
-            )

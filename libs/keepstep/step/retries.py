@@ -167,7 +167,8 @@ class Retries:
         if plan is None:
             return False
         own = self._errors.own or self._step.present.write_back_failed
-        failed = FailedTry(self.number, own, plan.behind, context.fatal is not None, self._kept.obstacle())
+        behind = plan.behind and not plan.follows  # a group that follows contributes zeros, of any weights
+        failed = FailedTry(self.number, own, behind, context.fatal is not None, self._kept.obstacle())
         step, why_not = plan.max_step, retry_rules.obstacle(failed)
         context.ranks.ended(plan.attempt)  # the poll follows the vote on this try
         ready = context.ranks.all_ready(not why_not)
@@ -202,7 +203,7 @@ class Retries:
             context.raise_fatal()
             self._quorum.report(error)
             return
-        if plan.behind:
+        if plan.behind and not plan.follows:
             self._errors.report(KeepstepError(TOO_LATE), cause=UNKNOWN)
         if not plan.finishing:
             for kept in self._kept.again():

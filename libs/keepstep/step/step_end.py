@@ -42,6 +42,7 @@ class StepEnd:
             progress.commit_synchronized(plan.max_step, plan.lineage, batches, plan.quorum_id, self.participants)
         else:
             progress.commit(plan.quorum_id, self.participants, behind=behind)
+        context.link.activity.commits += 1
         if progress.lineage != plan.quorum_id:
             facts["new_lineage"] = progress.lineage
         context.steps.write("committed", progress.step, plan.quorum_id, **facts)

@@ -1,4 +1,4 @@
-"""Faults in a training step, on orders of ``keepstep chaos``: an exception, and a NaN among the contributions.
+"""Faults in a training step, on orders of ``keepstep chaos``: an exception, a hang, and a NaN among the contributions.
 
 An order waits for the next step, or the next contribution, of this process.
 """
@@ -8,11 +8,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
-from keepstep_mesh.faults import FaultOrders, accepted_orders
+from keepstep_mesh.faults import Act, FaultOrders, accepted_orders
 
+HANGS = ("hang", "hang-loop")
 FAULTY_STEP_SECONDS = 30.0
 """Longest wait of an order for a step."""
 
@@ -27,13 +29,16 @@ class StepFaults:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._ordered: set[str] = set()
+        self._over = threading.Event()
+        """Ends a hang."""
         self._orders: FaultOrders | None = None
 
     @staticmethod
     def accepted() -> StepFaults | None:
         """Return the faults of a process that accepts orders; None: it does not."""
         faults = StepFaults()
-        acts = {"exception": lambda _: faults.order("exception"), "nan": lambda _: faults.order("nan")}
+        acts: dict[str, Act] = {kind: partial(faults.hang, kind) for kind in HANGS}
+        acts |= {"exception": lambda _: faults.order("exception"), "nan": lambda _: faults.order("nan")}
         faults._orders = accepted_orders(acts)
         return None if faults._orders is None else faults
 
@@ -56,17 +61,36 @@ class StepFaults:
         if waits:
             raise RuntimeError(f"no step took the fault within {FAULTY_STEP_SECONDS:g} s")
 
+    @contextmanager
+    def hang(self, kind: str, seconds: float) -> Iterator[float]:
+        """Let the thread that begins the next step hang until so many seconds from now. RuntimeError: none did."""
+        with self._lock:
+            self._over = threading.Event()
+            self._ordered.add(kind)
+        try:
+            yield seconds
+        finally:
+            with self._lock:
+                waits = kind in self._ordered
+                self._ordered.discard(kind)
+                self._over.set()
+        if waits:
+            raise RuntimeError(f"no step began within {seconds:g} s")
+
     def _take(self, kind: str) -> bool:
         with self._lock:
             if kind not in self._ordered:
                 return False
             self._ordered.remove(kind)
-            if self._orders is not None:
+            if self._orders is not None and kind not in HANGS:
                 self._orders.end_fault()
         return True
 
     def raise_ordered(self) -> None:
-        """Raise InjectedError in the thread that begins a step, if it is ordered."""
+        """Raise InjectedError in the thread that begins a step, or let it hang, if it is ordered."""
+        for kind in HANGS:
+            if self._orders is not None and self._take(kind):
+                self._orders.hang(kind, self._over)
         if self._take("exception"):
             raise InjectedError("injected by `keepstep chaos`")
 

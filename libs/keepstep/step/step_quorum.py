@@ -22,6 +22,7 @@ from keepstep.group.agreement import LayoutChanges, PartsMissing
 from keepstep.group.quorum_plan import Participation, QuorumPlan, plan_of_closed_job
 from keepstep.group.ranks.merging import DisagreeError
 from keepstep.group.ranks.rank_link import Leaving
+from keepstep.group.turns import described, out_of_turn
 from keepstep.runtime.exits import (
     CollectivesExit,
     DivergedExit,
@@ -29,7 +30,9 @@ from keepstep.runtime.exits import (
     GroupFailedExit,
     JobClosedExit,
     MismatchExit,
+    PreflightExit,
     StartRefusedExit,
+    leave_cause,
 )
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS
 from keepstep.state.errors import StatesMissing
@@ -44,6 +47,7 @@ from keepstep_mesh.errors import (
     JobClosed,
     KeepstepError,
     LayoutMismatch,
+    MachineDiffers,
     ReplicasDiverged,
     SessionClosed,
     StartRefused,
@@ -78,7 +82,8 @@ HOW_TO_KEEP_EQUAL = (
 
 HOW_TO_AGREE = (
     "compute learning rates and the like from manager.current_step(), or register what computes them, such as a "
-    "scheduler; a group that differs again is refused"
+    "scheduler; load frozen parameters from one file in all groups, or register them; a group that differs again is "
+    "refused"
 )
 
 
@@ -102,13 +107,17 @@ class StepQuorum:
         rules: of the step.
         times: the seconds of the quorum and of heals are added here.
         errors: of the step. Errors of the process group, and heals that fail, are reported here.
+        turn: of ``turns``, in a script with several optimizers; empty: it is not compared.
     """
 
-    def __init__(self, context: StepContext, rules: HealRules, times: StepTimes, errors: FirstError) -> None:
+    def __init__(
+        self, context: StepContext, rules: HealRules, times: StepTimes, errors: FirstError, turn: str = ""
+    ) -> None:
         self._context = context
         self._rules = rules
         self._times = times
         self._errors = errors
+        self._turn = turn
         self._seconds = 0.0
         """Limit of the last request."""
         self._request: concurrent.futures.Future[QuorumPlan] | None = None
@@ -131,6 +140,8 @@ class StepQuorum:
         """Whether this group follows the others instead of healing; known with the answer."""
         self._exchange: StateExchange | None = None
         """Set with ``answered``; None: no group heals."""
+        self._skips = False
+        """Whether another optimizer has its turn in the job, and this group, which is behind, leaves the step out."""
         self._objection: Exception | None = None
         """Why no group must commit this step, known with the answer. This group keeps its state then."""
         self._changes: LayoutChanges | None = None
@@ -193,19 +204,45 @@ class StepQuorum:
                 "the job went back", from_step=plan.quorum.went_back_from, to_step=plan.max_step, lost_steps=lost
             )
         self._prepare_heal(plan)
-        began, built, failure = time.monotonic(), True, ""
+        began, built, waits, failure = time.monotonic(), True, False, ""
         try:
-            built = await context.reconfigurer.follow(plan)
+            built = await context.reconfigurer.follow(plan, self._turn)
             context.steps.quorum(context.progress.step, plan, built=built)
         except Exception as error:  # noqa: BLE001  any error of the process group fails the step
             failure = f"{type(error).__name__}: {error}"
-            self._errors.report_of_peers(error)
+            waits = self._waits_for_turn(plan)
+            if not waits and self._objection is None:
+                self._errors.report_of_peers(error)
         if trying is not None and built:
             trying.phase(RECONFIGURE, began, time.monotonic(), failure, members=len(plan.members))
+        if waits:
+            self._forget()
+            return await self._form(replace(ask, root=None, commit_failures=max(1, ask.commit_failures)))
         if self._objection is not None:
             # before any collective, so that no other group commits the step
             self._errors.report(self._objection, cause=UNKNOWN)
         return plan
+
+    def _waits_for_turn(self, plan: QuorumPlan) -> bool:
+        """Compare the turns of the members. Return whether this group requests another quorum of the same step.
+
+        A group that is behind, and began the step with another optimizer than the cohort, takes over the number of the
+        step and leaves it out: its script then comes to the optimizer whose turn it is. The others wait for it.
+        """
+        turns = self._context.reconfigurer.turns
+        others = out_of_turn(turns, plan.cohort)
+        if not others:
+            return False
+        if plan.replica_rank not in others and all(rank in plan.healing for rank in others):
+            return True
+        self._skips = plan.behind and plan.replica_rank in others
+        peer = plan.cohort[0] if plan.replica_rank in others else others[0]
+        self._objection = KeepstepError(
+            f"the step was begun by {described(turns[plan.replica_rank])}, and in "
+            f"{plan.members[peer].replica_id} by {described(turns[peer])}: let manager.current_step() decide "
+            f"which optimizer begins a step, or let them take turns in the same order in all groups"
+        )
+        return False
 
     def _prepare_heal(self, plan: QuorumPlan) -> None:
         """Decide how the groups of this quorum heal, and report it if this one does."""
@@ -253,6 +290,8 @@ class StepQuorum:
         context = self._context
         if self.plan is None:
             self.plan = plan = self._answer(may_resume=may_resume)
+            if self._skips:
+                context.tear(plan.max_step)
             mode, least = context.world_size_mode, context.min_replica_size
             self.participation = plan.participation(mode, least, healed_before=self.heals_first)
             if self.plan.diverged and not is_diverged(context.progress.lineage):
@@ -315,6 +354,8 @@ class StepQuorum:
     def _end_training(self, error: Leaving | DisagreeError | LayoutMismatch | StartRefused | Banned) -> NoReturn:
         context = self._context
         if isinstance(error, Leaving):
+            if leave_cause(str(error)) == "stopped" and not context.asks.leaving:
+                context.end_with(GroupFailedExit("another rank of this group was stopped"))  # this one may start again
             context.end_with(Drained(str(error)))
         if isinstance(error, Banned):
             context.end_with(EvictedExit(str(error)))
@@ -323,11 +364,13 @@ class StepQuorum:
         if isinstance(error, DisagreeError):
             context.ranks.fail_group(str(error))
             context.end_with(GroupFailedExit(str(error)))
+        if isinstance(error, MachineDiffers):
+            context.end_with(PreflightExit(str(error)))
         if not error.peer_address:
             context.end_with(MismatchExit(str(error)))
-        lines, difference = context.compared.difference_from(error.peer_address)
+        lines, difference, changed = context.compared.difference_from(error.peer_address)
         refused, behind = f"{error}; {difference}", context.progress.torn or error.peer_step > context.progress.step
-        self._changes = context.compared.changes_to(lines, error.peer_step, refused, behind=behind)
+        self._changes = context.compared.changes_to(lines, error.peer_step, refused, behind=behind, changed=changed)
         if isinstance(self._changes, PartsMissing):
             context.tear(error.peer_step)
         if self._changes is not None:
@@ -347,6 +390,12 @@ class StepQuorum:
     def heals_at_end(self, plan: QuorumPlan) -> bool:
         """Return whether this group is behind, and heals at the end of the step."""
         return plan.heal and self.allow_heal and not self.heals_first and not self._begins_to_follow
+
+    def heal_instead(self, reason: str) -> None:
+        """Let this group heal at the end of the step, if it was about to follow the others."""
+        if self._begins_to_follow:
+            self._begins_to_follow = False
+            self._context.log.info("heals instead of catching up", reason=reason)
 
     # ---- live state
 
@@ -406,7 +455,7 @@ class StepQuorum:
         failed: list[Exception] = []
         for tried in range(MAX_HEAL_ROUNDS if self._rules.sync or self._rules.first_step else 0):
             plan = self.wait()
-            if not (self.heals_first and self.allow_heal and plan.healing):
+            if self._skips or not (self.heals_first and self.allow_heal and plan.healing):
                 return
             if (error := self.exchange_state()) is not None:
                 self._context.log.warning("heal failed", step=plan.max_step, tried=tried + 1, reason=str(error))

@@ -65,8 +65,8 @@ class Transfer:
         token: token of the job.
         progress: called with the bytes received and the bytes in all.
         limit: seconds for the whole transfer.
-        spare: memory that a failed attempt left. Its valid chunks, and those in ``into``, are not fetched again. None:
-            this is the first attempt.
+        spare: memory that a failed attempt left. Its valid chunks, and those in ``into``, are not fetched again; empty
+            if only ``into`` may have some. None: this is the first attempt.
     """
 
     def __init__(
@@ -226,14 +226,14 @@ class Transfer:
         self.manifest = manifest
 
     def chunks_here(self, digests: Sequence[bytes]) -> int:
-        """Return the chunks that a failed attempt left in the destination, as bits. They count as received."""
+        """Return the chunks that the destination has already, as bits. They count as received."""
         here = 0
         for chunk, digest in enumerate(digests) if self._had_spare else ():
             if digest_of(self.destination.segments(chunk)) == digest:
                 here |= 1 << chunk
                 self.count(chunk_length(self.destination.pack_bytes, chunk))
         if here:
-            log.info("chunks of a failed attempt reused", step=self.step, chunks=here.bit_count(), of=len(digests))
+            log.info("chunks are here already", step=self.step, chunks=here.bit_count(), of=len(digests))
         return here
 
     def count(self, size: int) -> None:

@@ -308,6 +308,8 @@ class Injector:
         "delay": _cut,
         "throttle": _cut,
         "exception": _order_inside,
+        "hang": _order_inside,
+        "hang-loop": _order_inside,
         "nan": _order_inside,
         "gil": _order_inside,
         "clock": _order_inside,

@@ -30,7 +30,7 @@ class JobLink:
     job: str
     as_json: bool
 
-    def get(self, *path: str, **query: int) -> Any:
+    def get(self, *path: str, **query: int | str) -> Any:
         """GET ``path`` below the job."""
         return run(self.service.get("jobs", self.job, *path, **query))
 

@@ -139,11 +139,11 @@ class Lighthouse:
         """Return a client of a relay that it named, with the same certificate and a derived token."""
         return Relay(address, self._token, self._tls, timeout, told=True)
 
-    async def get(self, *path: str, **query: int) -> Any:
+    async def get(self, *path: str, **query: int | str) -> Any:
         async with self._answer("GET", path, self._timeout, params=query) as answer:
             return await self._object(answer)
 
-    async def read(self, *path: str, limit: int, **query: int) -> bytes:
+    async def read(self, *path: str, limit: int, **query: int | str) -> bytes:
         """Return the answer as bytes. Raises ``Refused`` if it is longer than ``limit``."""
         from keepstep_mesh.net.http import read_answer
 
@@ -156,8 +156,9 @@ class Lighthouse:
             return None if answer.status == HTTPStatus.NO_CONTENT else await self._object(answer)
 
     async def post(self, *path: str, **body: Any) -> Any:
+        """Return the answer; None if it is empty."""
         async with self._answer("POST", path, self._timeout, json=body) as answer:
-            return await self._object(answer)
+            return None if answer.status == HTTPStatus.NO_CONTENT else await self._object(answer)
 
     async def patch(self, *path: str, **body: Any) -> Any:
         async with self._answer("PATCH", path, self._timeout, json=body) as answer:
@@ -328,7 +329,7 @@ class Relay(Lighthouse):
 
     async def manifest(self, job: str, name: str, rank: int, *, limit: int) -> bytes:
         """Return the manifest of a rank. Raises ``Refused`` if it is longer than ``limit``."""
-        return await self.read(*_paths().manifest(job, name), limit=limit, rank=rank)
+        return await self.read(*_paths().checkpoint(job, name, "manifest"), limit=limit, rank=rank)
 
     async def chunk(self, digest: bytes, *, limit: int) -> bytes:
         """Return a chunk. Raises ``Refused`` if it is longer than ``limit``."""

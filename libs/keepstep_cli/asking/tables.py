@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from keepstep_cli.asking.units import ago_text, event_text, rate_text, seconds_text
-from keepstep_mesh.text import bytes_text
+from keepstep_cli.asking.units import ago_text, event_text, rate_text
+from keepstep_mesh.text import bytes_text, seconds_text
 
 STYLES = {
     "running": "green",
@@ -116,7 +116,10 @@ def show_jobs(jobs: list[dict[str, Any]], lighthouse: str | None) -> None:
         )
     console().print(table)
     for job in jobs:
-        for sentence in filter(None, (job["state"]["why"], *job.get("exposed", ()))):
+        newest = [incident_sentence(one)] if (one := job.get("incident")) else []
+        joins = [f"a group that joins {way}"] if (way := job.get("joins")) else []
+        remarks = (job["state"]["why"], *job.get("exposed", ()), *job.get("hangs", ()), *newest, *joins)
+        for sentence in filter(None, remarks):
             console().print(escape(short(f"{job['job']}: {sentence}")))
 
 
@@ -300,6 +303,8 @@ def show_quorum(quorum: dict[str, Any], *, explain: bool) -> None:
         console().print(escape(f"{reason['code']}: {short(reason['sentence'])}"))
         for name, number in reason["numbers"].items():
             console().print(escape(f"  {name.replace('_', ' ')}: {number:g}"))
+        for one in quorum.get("hangs", ()):
+            console().print(escape(short(one)))
         for one in quorum.get("exposed", ()):
             console().print(escape(short(one)))
         if copies := quorum.get("copies_bytes"):
@@ -310,6 +315,69 @@ def show_quorum(quorum: dict[str, Any], *, explain: bool) -> None:
             console().print(escape(short(f"leaves when a spare has its place: {one}")))
         for one in quorum.get("gone", ()):
             console().print(escape(short(f"gone: {one}")))
+
+
+def show_stacks(answer: dict[str, Any]) -> None:
+    """Print the stacks of the ranks, those with equal stacks together."""
+    for sentence in answer["hangs"]:
+        console().print(escape(short(sentence)))
+    equal: dict[str, list[str]] = {}
+    for group in answer["groups"]:
+        for one in group["ranks"]:
+            threads = [f"  {stack['thread']}:\n    " + "\n    ".join(stack["frames"]) for stack in one["stacks"]]
+            threads += [
+                f"  {fact}" for fact in (*one["children"], one["in_flight"], one["device"], one["recorder"]) if fact
+            ]
+            equal.setdefault("\n".join([one["line"] or "no line of the script", *threads]), []).append(
+                f"{short(group['replica_id'])} rank {one['rank']}"
+            )
+        for rank in group["silent"]:
+            equal.setdefault("no answer", []).append(f"{short(group['replica_id'])} rank {rank}")
+    for text, ranks in equal.items():
+        console().print(escape(f"{', '.join(ranks)}: {text}"), soft_wrap=True)
+
+
+def show_incidents(answer: dict[str, Any]) -> None:
+    if not answer["incidents"]:
+        console().print(escape(f"no group of job {answer['job']} has ended without an order"))
+        return
+    table = table_of("incident", "when", "group", "host", "exit", "verdict", "evidence", fold={"host", "evidence"})
+    for one in answer["incidents"]:
+        table.add_row(
+            event_text(one["id"]),
+            _date(one["time"]),
+            escape(short(one["replica_id"])),
+            escape(one["host"] or "-"),
+            escape(one["exit"] or "-"),
+            one["verdict"],
+            escape(short("; ".join(one["evidence"]))),
+        )
+    console().print(table)
+    for host in answer["hosts"]:
+        verdicts = ", ".join(f"{count} {verdict}" for verdict, count in sorted(host["verdicts"].items()))
+        console().print(escape(f"{host['host']} fails repeatedly: {host['failures']} times ({verdicts})"))
+
+
+def show_incident(one: dict[str, Any]) -> None:
+    """Print one incident with its log and stacks."""
+    which = (
+        f"{event_text(one['id'])} at {_date(one['time'])}: {one['replica_id']} on {one['host'] or 'an unknown host'}"
+    )
+    console().print(escape(short(f"{which}: {one['verdict']}")))
+    for sentence in (*one["evidence"], f"XID errors: {one['xids'] or one['gpu'] or 'not known'}"):
+        console().print(escape(short(f"  {sentence}")), soft_wrap=True)
+    if one["log"]:
+        console().print(escape(f"last output of rank {one['rank']}:"))
+        for line in one["log"]:
+            console().print(escape(f"  {line}"), soft_wrap=True)
+    if one["stacks"]:
+        show_stacks({"hangs": (), "groups": [{"replica_id": one["replica_id"], "ranks": one["stacks"], "silent": ()}]})
+
+
+def incident_sentence(one: dict[str, Any]) -> str:
+    """Return the newest incident of a job as a sentence."""
+    ago, evidence = ago_text(time.time() - one["time"]), "; ".join(one["evidence"])
+    return f"{one['replica_id']} ended {ago}, {one['verdict']}: {evidence}"
 
 
 def healthy_sentence(quorum: dict[str, Any]) -> str | None:

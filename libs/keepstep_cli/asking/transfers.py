@@ -20,9 +20,8 @@ from rich.progress_bar import ProgressBar
 
 from keepstep_cli.asking.rest import FOLLOW_PATIENCE_SECONDS, Lighthouse
 from keepstep_cli.asking.tables import console, short, table_of
-from keepstep_cli.asking.units import seconds_text
 from keepstep_cli.errors import Refused
-from keepstep_mesh.text import bytes_text
+from keepstep_mesh.text import bytes_text, seconds_text
 
 RELAY_ANSWER_SECONDS = 3.0
 """Timeout of a relay; the table names relays that do not answer."""

@@ -4,22 +4,10 @@ from __future__ import annotations
 
 import click
 
+from keepstep_mesh.text import seconds_text
+
 EVENT_BITS = 32
 """The number of an event is the epoch times ``2**EVENT_BITS``, plus a count."""
-SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
-
-
-def seconds_text(value: float | None) -> str:
-    """Return ``13 ms``, ``1.5 s``, ``3 min 20 s``, ``2 h 5 min`` or ``7 d``; ``-`` for None."""
-    if value is None:
-        return "-"
-    if value < 1:
-        return f"{value * 1000:.0f} ms"
-    if value < 120:
-        return f"{value:.1f}".removesuffix(".0") + " s"
-    unit, small = ("min", "s") if value < 7200 else ("h", "min") if value < 172_800 else ("d", "h")
-    whole, rest = divmod(round(value / SECONDS[small]), SECONDS[unit] // SECONDS[small])
-    return f"{whole} {unit} {rest} {small}" if rest else f"{whole} {unit}"
 
 
 def ago_text(value: float | None) -> str:

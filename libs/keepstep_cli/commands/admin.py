@@ -122,6 +122,44 @@ def quorum(link: JobLink, *, explain: bool) -> None:
     tables.show_quorum(answer, explain=explain)
 
 
+@click.command(short_help="Show the stacks of the threads of a job.")
+@with_lighthouse
+@click.argument("group", required=False, default="")
+def stacks(link: JobLink, *, group: str) -> None:
+    """Show what each thread of each rank of a job does now; with GROUP, of one group.
+
+    Ranks with equal stacks stand together. Only names and lines are shown, no values.
+    """
+    answer = link.get("stacks", group=group)
+    if link.as_json:
+        show_json(answer)
+        return
+    from keepstep_cli.asking import tables
+
+    tables.show_stacks(answer)
+
+
+@click.command(short_help="Show why groups ended.")
+@with_lighthouse
+@click.argument("number", required=False, type=EventNumber(), metavar="[INCIDENT]")
+def incidents(link: JobLink, *, number: int | None) -> None:
+    """Show why groups ended, and which machines fail repeatedly.
+
+    With INCIDENT, such as 2.17, show one with the last lines of its log, and its stacks; it needs the admin token.
+    Verdicts: script, machine, network, out of memory, preemption, unknown.
+    """
+    answer = link.get("incidents", *([] if number is None else [str(number)]))
+    if link.as_json:
+        show_json(answer)
+        return
+    from keepstep_cli.asking import tables
+
+    if number is None:
+        tables.show_incidents(answer)
+    else:
+        tables.show_incident(answer)
+
+
 @click.command()
 @with_lighthouse
 @click.option("--follow", "-f", is_flag=True, help="Show new events as they happen.")
@@ -396,6 +434,8 @@ COMMANDS = (
     inspect,
     quorum,
     events,
+    stacks,
+    incidents,
     transfers,
     policy,
     verify_replicas,

@@ -149,6 +149,7 @@ class _AtRelay:
 
     async def extent(self) -> tuple[int, int]:
         facts = (await self.facts())["checkpoint"]
+        self._name = f"{facts['id']}~{facts['version']}"  # also while a save overwrites it
         return facts["ranks"], facts["bytes"]
 
     async def manifest(self, rank: int) -> bytes:

@@ -20,7 +20,7 @@ STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
 @click.command(short_help="Check services, clocks, network, and versions.")
 @client_options
 def doctor(*, addresses: str | None, token_file: Path | None, tls: TlsFiles, job: str, as_json: bool) -> None:
-    """Check, from this machine: services, clocks, large packets, MTU, ports, reach of groups, and versions.
+    """Check, from this machine: services, clocks, large packets, MTU, ports, reach of groups, versions, and GPUs.
 
     Run it on each machine of the mesh. Exit code: 0 nothing failed (there may be warnings), 1 a check failed.
     """
@@ -28,8 +28,8 @@ def doctor(*, addresses: str | None, token_file: Path | None, tls: TlsFiles, job
 
     from keepstep_cli.asking.rest import Lighthouse, read_token, run
     from keepstep_cli.asking.tables import console, table_of
-    from keepstep_cli.doctor.findings import Verdict
     from keepstep_cli.doctor.probes import examine
+    from keepstep_mesh.checks.findings import Verdict
 
     found = run(examine(Lighthouse(addresses, read_token(token_file), tls), job, tls))
     failed = [one for one in found if one.verdict is Verdict.FAIL]

@@ -11,7 +11,7 @@ import click
 
 from keepstep_cli.asking import options
 from keepstep_cli.asking.sections import SectionedCommand
-from keepstep_cli.running.supervisor_events import MAX_RESTARTS, RESTART_BACKOFF, Restarts
+from keepstep_cli.running.supervisor_events import MAX_RESTARTS, REFUSED_PAUSE, RESTART_BACKOFF, Restarts
 
 if TYPE_CHECKING:
     from keepstep_cli.asking.rest import Lighthouse
@@ -24,12 +24,21 @@ START_SECONDS = 30.0
 
 SECTIONS = {
     "Groups": ("--replicas", "--nproc-per-replica", "--gpus-per-replica", "--spares"),
-    "Restarts and the end": ("--max-restarts", "--max-restart-pause", "--grace", "--notice", "--final-code"),
+    "Restarts and the end": (
+        "--max-restarts",
+        "--hang-after",
+        "--max-restart-pause",
+        "--grace",
+        "--notice",
+        "--final-code",
+    ),
+    "Checks before a group joins": ("--check", "--check-with", "--check-pause"),
     "Warm starts": ("--cold", "--preload"),
     "Output": ("--log-dir", "--timestamps"),
     "A lighthouse that runs": ("--lighthouse", "--job", "--token-file", "--tls-ca", "--tls-cert", "--tls-key"),
     "The lighthouse started here": ("--min-replicas", "--join-timeout", "--refuse-going-back", "--state-dir"),
     "Several machines": ("--first-replica", "--replicas-in-job", "--spares-in-job"),
+    "Groups of several machines": ("--nnodes", "--node-rank", "--master-addr", "--master-port"),
 }
 
 
@@ -61,6 +70,12 @@ SECTIONS = {
     help="Longest pause before a restart. It grows with each life in a row that is shorter than 10 s.",
 )
 @click.option(
+    "--hang-after",
+    type=options.Seconds(),
+    help="Limit for a rank whose interpreter is locked, and of the lighthouse started here for groups that hang; 0: "
+    "none.  [default: 60, and learned]",
+)
+@click.option(
     "--final-code",
     type=click.IntRange(0, 255),
     help="Exit code if a new start would end the same.  [default: that of the group: 65, 76, 78 to 83]",
@@ -81,6 +96,22 @@ SECTIONS = {
     default=0.0,
     show_default=True,
     help="Seconds from SIGTERM in which spares may take the places of the groups; --grace follows.",
+)
+@click.option("--check", is_flag=True, help="Check the machine before a group joins.")
+@click.option(
+    "--check-with",
+    "checks",
+    multiple=True,
+    metavar="CHECK",
+    help="As --check, and with CHECK: memory=SIZE, disk=FOLDER:SIZE, bandwidth=SIZE, command=COMMAND, or a URL. "
+    "Repeatable.",
+)
+@click.option(
+    "--check-pause",
+    type=options.Seconds(),
+    default=REFUSED_PAUSE,
+    show_default=True,
+    help="Pause before the next start of a group whose machine failed. It doubles with each time in a row, up to 1 h.",
 )
 @click.option("--cold", is_flag=True, help="Start each rank as a new Python. Default: restarts have imports done.")
 @click.option(
@@ -127,6 +158,28 @@ SECTIONS = {
 )
 @click.option("--spares-in-job", type=click.IntRange(0), help="Number of spares on all machines.  [default: --spares]")
 @click.option(
+    "--nnodes",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Machines of the group. Run this command on each of them, with the same --first-replica and --replicas 1.",
+)
+@click.option(
+    "--node-rank",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="Number of this machine in its group. Machine 0 has rank 0.",
+)
+@click.option("--master-addr", metavar="HOST", help="Machine 0, for the other machines of the group.")
+@click.option(
+    "--master-port",
+    type=click.IntRange(1, 65535),
+    default=29500,
+    show_default=True,
+    help="Port on machine 0 for the store where the ranks of the group find each other.",
+)
+@click.option(
     "--log-dir",
     type=click.Path(file_okay=False, path_type=Path),
     help="Folder for a file with the output of each rank, and run.log.  [default: no files]",
@@ -143,10 +196,14 @@ def run(
     gpus_per_replica: int | None,
     max_restarts: int,
     max_restart_pause: float,
+    hang_after: float | None,
     final_code: int | None,
     grace: float,
     spares: int,
     notice: float,
+    check: bool,
+    checks: tuple[str, ...],
+    check_pause: float,
     cold: bool,
     preload: tuple[str, ...],
     addresses: str | None,
@@ -160,6 +217,10 @@ def run(
     first_replica: int,
     replicas_in_job: int | None,
     spares_in_job: int | None,
+    nnodes: int,
+    node_rank: int,
+    master_addr: str | None,
+    master_port: int,
     log_dir: Path | None,
     timestamps: bool,
 ) -> None:
@@ -171,9 +232,11 @@ def run(
     its group, which restarts after a short pause; an evicted group restarts when its ban is over. A group whose ranks
     all exit with 0 is finished. Ctrl-C ends all groups cleanly, a second one at once. Without --lighthouse the command
     starts a lighthouse for the job. With --spares, groups that are lost are replaced without a start of Python. Groups
-    restart from a process that has done their imports (--cold: they do not).
+    restart from a process that has done their imports (--cold: they do not). With --check, a group joins only from a
+    machine that passes its checks. With --nnodes, the ranks of a group are on several machines.
 
-    Exit code: 0 all groups finished; 1 a group was given up after its restarts, or died after others had finished;
+    Exit code: 0 all groups finished; 1 a group was given up after its restarts, or died after others had finished; 85
+    it was given up because its machine failed its checks;
     65, 76, and 78 to 83 a group ended with this code, and a new start would end the same; 128 + n ended by signal n. A
     group that came back too late to finish (80) does not count if another one here finished.
     """
@@ -186,17 +249,24 @@ def run(
     from keepstep_cli.running import embedded
     from keepstep_cli.running.bans import ask_ban, ask_job, name_at_lighthouse
     from keepstep_cli.running.console.console_audience import ConsoleAudience
+    from keepstep_cli.running.ends.end_reports import EndReports
     from keepstep_cli.running.heal_notes import follow_heals
     from keepstep_cli.running.launcher import Launcher, Program, replica_programs, stop_on_signals
     from keepstep_cli.running.ranks import JobSpec, command_line, program_problem
     from keepstep_cli.running.run_control import accepting_orders
-    from keepstep_cli.running.warm.warm_starts import WarmStarts
+    from keepstep_cli.running.silent_ranks import LOCKED_SECONDS
+    from keepstep_mesh.checks.preflight_settings import PreflightSettings
     from keepstep_mesh.exit_codes import ENDS_THE_SAME
     from keepstep_mesh.protocol import names
     from keepstep_mesh.security.tls import TlsError
 
     if (problem := program_problem(program)) is not None:
         raise click.UsageError(problem)
+    checks = ("builtin", *checks) if check or checks else ()
+    try:
+        PreflightSettings.parsed(checks)
+    except ValueError as error:
+        raise click.UsageError(f"--check-with: {error}") from error
     if cold and preload:
         raise click.UsageError("--cold starts nothing warm, so --preload has no effect: give one of them")
     if (problem := names.problem(job, "job")) is not None:
@@ -209,6 +279,8 @@ def run(
         )
     in_job = spares if spares_in_job is None else spares_in_job
     _check_numbers(replicas, spares, first_replica, replicas_in_job, in_job, min_replicas)
+    if nnodes > 1:
+        _check_machines(nnodes, node_rank, replicas + spares, master_addr, addresses)
     if (told_spares := os.environ.get("KEEPSTEP_SPARES", "")) not in ("", str(in_job)):
         raise click.UsageError(
             f"KEEPSTEP_SPARES={told_spares} is set, and the job has {in_job} spares: pass --spares-in-job, "
@@ -233,6 +305,7 @@ def run(
             flags = ["--initial-replicas", str(replicas_in_job or replicas)]
             flags += [] if min_replicas is None else ["--min-replicas", str(min_replicas)]
             flags += [] if join_timeout is None else ["--join-timeout", str(join_timeout)]
+            flags += [] if hang_after is None else ["--hang-after", str(hang_after)]
             flags += ["--refuse-going-back", "true"] if refuse_going_back else []
             folder = options.make_folder(state_dir or Path(forgotten))
             programs.append(embedded.lighthouse_program(port, folder, os.environ, tuple(flags)))
@@ -240,8 +313,6 @@ def run(
         told = Path(forgotten) / "names"
         told.mkdir()
         imports = None if cold else Path(forgotten) / "imports"
-        if imports is not None:
-            imports.mkdir()
         spec = JobSpec(
             command=command_line(program, arguments),
             replicas=replicas,
@@ -260,6 +331,10 @@ def run(
             spares_in_job=in_job,
             notice=notice,
             gpus=gpus,
+            checks=checks,
+            nnodes=nnodes,
+            node_rank=node_rank,
+            master=(master_addr, master_port) if nnodes > 1 and master_addr else None,
         )
         groups = replica_programs(spec, os.environ)
         local = [one.spec.name for one in groups]
@@ -269,29 +344,30 @@ def run(
 
         async def launch() -> int:
             backoff = replace(RESTART_BACKOFF, most=max_restart_pause)
-            limits = Restarts(max_restarts=max_restarts, backoff=backoff, grace=notice + grace)
-            warm = None
-            if imports is not None:
-                warm = WarmStarts(
-                    spec.command,
-                    lambda: groups[0].environments(0)[0],
-                    imports,
-                    preload,
-                    lambda sentence: launcher.note("run", sentence),
-                )
-            launcher = Launcher([*programs, *groups], limits, audience, bans, how_far, warm)
+            limits = Restarts(
+                max_restarts=max_restarts, backoff=backoff, grace=notice + grace, refused_pause=check_pause
+            )
+            silent_after = LOCKED_SECONDS if hang_after is None else hang_after
+            ends = EndReports(lighthouse, job, told, audience.note)
+            asks = bans, how_far, imports, preload, silent_after
+            launcher = Launcher([*programs, *groups], limits, audience, *asks, ends)
 
             def facts() -> dict[str, Any]:
                 return {"processes": launcher.pids(), "names": {one: name_at_lighthouse(told, one) for one in local}}
 
-            telling = asyncio.create_task(follow_heals(lighthouse, job, local, told, launcher.note))
+            telling = [
+                asyncio.create_task(follow_heals(lighthouse, job, local, told, launcher.note, ends.told)),
+                asyncio.create_task(ends.run()),
+            ]
             try:
                 with stop_on_signals(launcher):
                     async with accepting_orders(job, local, launcher.restart, facts):
                         return await launcher.run()
             finally:
-                telling.cancel()
-                await asyncio.wait([telling])
+                for one in telling:
+                    one.cancel()
+                await asyncio.wait(telling)
+                await ends.close()
                 audience.close()
 
         code = asyncio.run(launch())
@@ -316,6 +392,18 @@ def _check_numbers(
     if min_replicas is not None and min_replicas > groups:
         raise click.UsageError(
             f"--min-replicas {min_replicas} exceeds the {groups} groups of the job: no quorum could form"
+        )
+
+
+def _check_machines(nnodes: int, node_rank: int, groups: int, master: str | None, addresses: str | None) -> None:
+    """Check the options of a group of several machines. Raises ``click.UsageError``."""
+    if node_rank >= nnodes:
+        raise click.UsageError(f"--node-rank {node_rank} must be below --nnodes {nnodes}")
+    if groups > 1:
+        raise click.UsageError(f"--nnodes {nnodes} is for one group, and {groups} are started here: pass --replicas 1")
+    if not master or not addresses:
+        raise click.UsageError(
+            f"--nnodes {nnodes} needs --master-addr, the machine of rank 0, and --lighthouse, which all of them reach"
         )
 
 

@@ -57,6 +57,7 @@ SECTIONS = {
         "--on-divergence",
         "--refuse-going-back",
         "--finish-grace",
+        "--hang-after",
         "--job-ttl",
         "--max-jobs",
     ),

@@ -82,19 +82,30 @@ class DemoAudience:
 
     def note(self, group: str, sentence: str) -> None:
         self.lines.append(f"[{group}] {sentence}")
-        if sentence.startswith("restart "):
+        if group == "run":
+            self._story.noted(sentence, time.time())
+        elif sentence.startswith("restart "):
             self._story.restarted(group)
         elif sentence.startswith("rank "):
             self._story.died(group, sentence, time.time())
 
 
-async def direct(launcher: Launcher, story: Story, log: StepLogReader, view: View, steps_file: Path) -> None:
-    """Update the view, kill, and end the training, until cancelled."""
-    told = False
+async def direct(
+    launcher: Launcher, story: Story, log: StepLogReader, view: View, steps_file: Path, warm_wait: float
+) -> None:
+    """Update the view, kill, and end the training, until cancelled.
+
+    Args:
+        launcher, story, log, view: of the demo.
+        steps_file: gets the last step.
+        warm_wait: seconds in which killed groups may begin to start warm, before the first kill.
+    """
+    told, until = False, time.monotonic() + warm_wait
     while True:
         log.read()
         view.show(story)
-        if victim := story.next_kill(time.time()):
+        ready = launcher.warm is None or launcher.warm.settled() or story.kills or time.monotonic() > until
+        if ready and (victim := story.next_kill(time.time())):
             story.killed(victim, time.time())
             launcher.kill(victim)
         if not told and story.over(time.time()):
@@ -113,7 +124,7 @@ def write_steps(steps_file: Path, steps: int) -> None:
 async def _run(
     launcher: Launcher, story: Story, log: StepLogReader, view: View, steps_file: Path, seconds: float
 ) -> int:
-    director = asyncio.create_task(direct(launcher, story, log, view, steps_file))
+    director = asyncio.create_task(direct(launcher, story, log, view, steps_file, seconds / 2))
     try:
         with stop_on_signals(launcher):
             job = asyncio.create_task(launcher.run())
@@ -147,6 +158,7 @@ def run_demo(replicas: int, kills: int, seconds: float, summary_file: Path) -> i
             job="demo",
             run_id="demo",
             max_restarts=kills + 3,
+            imports=Path(folder) / "imports",
         )
         programs = [
             lighthouse_program(port, Path(folder), environment),
@@ -154,10 +166,11 @@ def run_demo(replicas: int, kills: int, seconds: float, summary_file: Path) -> i
             *replica_programs(job, environment),
         ]
         console.print(
-            f"{replicas} replica groups train on handwritten digits; {', '.join(victims)} will be killed with SIGKILL."
+            f"{replicas} replica groups train on handwritten digits; {', '.join(victims)} will be killed with SIGKILL. "
+            f"A process does the imports of the groups once more, in a few seconds; then killed groups start from it."
         )
         log, view = StepLogReader(step_log, story), make_view(console)
-        launcher = Launcher(programs, Restarts(max_restarts=kills + 3), audience)
+        launcher = Launcher(programs, Restarts(max_restarts=kills + 3), audience, imports=job.imports)
         try:
             code = asyncio.run(_run(launcher, story, log, view, steps_file, seconds))
         finally:

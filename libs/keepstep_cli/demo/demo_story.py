@@ -102,6 +102,10 @@ class Story:
         if kill is None or kill.victim != group or kill.back is not None:
             self._say(at, f"{group}: {how}, without a kill by the demo")
 
+    def noted(self, sentence: str, at: float) -> None:
+        """Report a sentence about the job."""
+        self._say(at, sentence)
+
     def ended(self, group: str, accuracy: float, weights: str) -> None:
         facts = self.groups[group]
         facts.state, facts.accuracy, facts.weights = State.FINISHED, accuracy, weights
@@ -150,7 +154,7 @@ class Story:
             )
         if group == kill.victim and entry["participants"] == len(self.groups) and kill.next_commit is not None:
             kill.back = at - kill.at
-            self._say(at, f"{kill.victim} is back, {kill.back:.1f} s after the kill, at step {entry['step']}")
+            self._say(at, f"{kill.victim} is back, {kill.back:.2f} s after the kill, at step {entry['step']}")
 
     def _say(self, at: float, what: str) -> None:
         begin = self._first_commit if self._first_commit is not None else at
@@ -188,6 +192,7 @@ class Story:
     def summary(self) -> dict[str, Any]:
         """Return the content of demo-summary.json; times in seconds."""
         waits = [kill.next_commit for kill in self.kills if kill.next_commit is not None]
+        backs = [kill.back for kill in self.kills if kill.back is not None and kill.victim != LIGHTHOUSE]
         return {
             "replicas": len(self.groups),
             "steps_committed": self.step,
@@ -197,6 +202,10 @@ class Story:
             "seconds_from_kill_to_next_commit": {
                 "p50": round(statistics.median(waits), 3) if waits else None,
                 "max": round(max(waits), 3) if waits else None,
+            },
+            "seconds_from_kill_until_the_group_is_back": {
+                "p50": round(statistics.median(backs), 3) if backs else None,
+                "max": round(max(backs), 3) if backs else None,
             },
             "bytes_healed": self.bytes_healed,
             "test_accuracy": {name: one.accuracy for name, one in self.groups.items()},

@@ -105,6 +105,7 @@ def final_table(summary: dict[str, Any]) -> Table:
     table.add_row("kills survived", f"{summary['kills_survived']} of {summary['kills']}")
     table.add_row("from kill to next commit, p50", seconds(waits["p50"]))
     table.add_row("from kill to next commit, max", seconds(waits["max"]))
+    table.add_row("killed group back after, p50", seconds(summary["seconds_from_kill_until_the_group_is_back"]["p50"]))
     table.add_row("bytes healed", f"{summary['bytes_healed']:,}")
     table.add_row("test accuracy", f"{min(accuracies):.1%}" if accuracies else "-")
     same = summary["weights_bit_identical"]

@@ -72,12 +72,13 @@ class _Training:
             lighthouse=f"http://127.0.0.1:{port}",
             job="demo",
             run_id="demo",
+            imports=self._folder / "imports" if self._kills else None,
         )
         programs = [
             lighthouse_program(port, self._folder, environment, ("--min-replicas", str(RANKS))),
             *replica_programs(job, environment),
         ]
-        self._launcher = Launcher(programs, Restarts(max_restarts=job.max_restarts), self)
+        self._launcher = Launcher(programs, Restarts(max_restarts=job.max_restarts), self, imports=job.imports)
         asyncio.run(_until_the_end(self._launcher, deadline))
 
     def line(self, group: str, rank: int, text: str, *, error: bool) -> None:  # noqa: ARG002 - required by Audience

@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from keepstep_cli.asking.units import seconds_text
+from keepstep_mesh.checks.findings import Finding, Verdict, of_clock
+from keepstep_mesh.text import seconds_text
 
-WARN_OFFSET_SECONDS = 0.1
-FAIL_OFFSET_SECONDS = 5.0
-"""Beyond this, bans and the times of events are wrong for people. No decision on a quorum depends on clocks."""
 WARN_ROUND_TRIP_SECONDS = 0.05
 FEW_OPEN_FILES = 4096
 WARN_CERTIFICATE_DAYS = 14
 LARGEST_MTU = 9216
 """Of networks between machines; loopback has a larger one."""
-
-
-class Verdict(enum.Enum):
-    OK = "ok"
-    WARN = "warn"
-    FAIL = "fail"
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    check: str
-    verdict: Verdict
-    found: str
-    advice: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,20 +68,9 @@ def of_service(probe: Probe) -> list[Finding]:
                 "write a new certificate into its file; the service needs no restart" if soon else "",
             )
         )
-    return [*findings, *of_clock(probe)]
-
-
-def of_clock(probe: Probe) -> list[Finding]:
-    if probe.clock_offset is None:
-        return []
-    offset = abs(probe.clock_offset)
-    direction = "ahead of" if probe.clock_offset > 0 else "behind"
-    check = f"clock of {probe.address}"
-    if offset <= max(WARN_OFFSET_SECONDS, probe.round_trip):
-        return [Finding(check, Verdict.OK, f"within {seconds_text(max(offset, probe.round_trip / 2))}")]
-    verdict = Verdict.FAIL if offset > FAIL_OFFSET_SECONDS else Verdict.WARN
-    found = f"{seconds_text(offset)} {direction} this machine"
-    return [Finding(check, verdict, found, "run NTP or chrony on both machines; times in events are wrong")]
+    if probe.clock_offset is not None:
+        findings.append(of_clock(probe.address, probe.clock_offset, probe.round_trip))
+    return findings
 
 
 def of_mtus(mtus: Mapping[str, int]) -> list[Finding]:

@@ -20,7 +20,9 @@ from click import ClickException
 from keepstep_cli.asking.defaults import DEFAULT_PORT
 from keepstep_cli.asking.rest import Lighthouse
 from keepstep_cli.doctor import findings
-from keepstep_cli.doctor.findings import Finding, Probe, Verdict
+from keepstep_cli.doctor.findings import Probe
+from keepstep_mesh.checks.findings import Finding, Verdict
+from keepstep_mesh.checks.gpu_counters import examine_gpus
 
 if TYPE_CHECKING:
     import aiohttp
@@ -28,9 +30,6 @@ if TYPE_CHECKING:
     from keepstep_mesh.security.tls import TlsFiles
 
 PROBE_SECONDS = 5.0
-CLOCK_SAMPLES = 5
-PADDING = {f"Keepstep-Padding-{number}": "x" * 6000 for number in range(3)}
-"""Headers of a request that is larger than two packets of 9000 bytes."""
 IP_MTU = 14
 """Of ``getsockopt``; Python does not export it."""
 USUAL_PORTS = {"lighthouse": DEFAULT_PORT, "relay": DEFAULT_PORT + 10, "metrics": DEFAULT_PORT + 20}
@@ -63,6 +62,7 @@ async def examine(lighthouse: Lighthouse, job: str, tls: TlsFiles) -> list[Findi
     found += findings.of_copies(replicas)
     found += findings.of_versions(replicas, _runtime_here())
     found += ports
+    found += await asyncio.to_thread(examine_gpus)
     return found + findings.of_machine(resource.getrlimit(resource.RLIMIT_NOFILE)[1], outward_address())
 
 
@@ -87,25 +87,19 @@ async def _replicas(lighthouse: Lighthouse, job: str) -> list[dict[str, Any]]:
 async def _probe(http: aiohttp.ClientSession, kind: str, address: str, tls: TlsFiles) -> Probe:
     import aiohttp
 
+    from keepstep_mesh.checks.service_answers import PADDING, fastest_answer, healthz
     from keepstep_mesh.security.request_errors import explained
 
     probe = Probe(kind, address, mtu=_mtu(address))
-    best = PROBE_SECONDS
     try:
-        for _ in range(CLOCK_SAMPLES):
-            sent, began = time.time(), time.monotonic()
-            answer = await _healthz(http, address)
-            trip = time.monotonic() - began
-            if trip < best:
-                best, told = trip, answer.get("time")
-                offset = told - (sent + trip / 2) if isinstance(told, int | float) else None
-                probe = replace(probe, round_trip=trip, clock_offset=offset, answers_as=str(answer.get("service", "")))
+        best = await fastest_answer(http, address)
+        probe = replace(probe, round_trip=best.round_trip, clock_offset=best.clock_offset, answers_as=best.service)
         probe = replace(probe, not_ready=await _not_ready(http, address))
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
         return replace(probe, problem=explained(error, address))
     probe = replace(probe, certificate_days=await _certificate_days(address, tls))
     try:
-        await _healthz(http, address, PADDING)
+        await healthz(http, address, PADDING)
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
         return replace(probe, large_problem=explained(error, address))
     return probe
@@ -135,17 +129,6 @@ async def _certificate_days(address: str, tls: TlsFiles) -> float | None:
     return (ssl.cert_time_to_seconds(shown["notAfter"]) - time.time()) / 86400
 
 
-async def _healthz(
-    http: aiohttp.ClientSession, address: str, headers: Mapping[str, str] | None = None
-) -> dict[str, Any]:
-    """Return the JSON object; empty for any other answer."""
-    async with http.get(f"{address}/healthz", headers=headers, allow_redirects=False) as answer:
-        if answer.content_type != "application/json":
-            return {}
-        body = await answer.json()
-        return body if isinstance(body, dict) else {}
-
-
 def _mtu(address: str) -> int | None:
     """Return the MTU of the route to ``address``, as far as the kernel knows it. Sends nothing."""
     parts = urlsplit(address)
@@ -160,13 +143,15 @@ def _mtu(address: str) -> int | None:
 async def _port(http: aiohttp.ClientSession, kind: str, port: int) -> Finding:
     import aiohttp
 
+    from keepstep_mesh.checks.service_answers import healthz
+
     try:
         with socket.create_server(("127.0.0.1", port)):
             return findings.of_port(port, kind, "", in_use=False)
     except OSError:
         pass
     try:
-        answer = await _healthz(http, f"http://127.0.0.1:{port}")
+        answer = await healthz(http, f"http://127.0.0.1:{port}")
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
         answer = {}
     return findings.of_port(port, kind, str(answer.get("service", "")), in_use=True)

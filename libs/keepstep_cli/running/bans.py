@@ -12,6 +12,7 @@ from click import ClickException
 from keepstep_cli.asking.rest import ASK_AGAIN_SECONDS, Lighthouse
 from keepstep_cli.errors import Refused
 from keepstep_cli.running.supervisor_events import BanLearned, JobLearned
+from keepstep_mesh.protocol.names import name_of
 
 LEAST_SECONDS = 0.5
 """Seconds to wait if a ban is over by the local clock, but the lighthouse still reports it."""
@@ -26,7 +27,7 @@ async def ask_ban(lighthouse: Lighthouse, job: str, names: Path, group: str) -> 
 def name_at_lighthouse(names: Path, group: str) -> str:
     """Return the name of ``group`` in its file in ``names``, or else its own."""
     file = names / group
-    return (file.read_text(errors="replace") if file.exists() else "") or group
+    return name_of(file.read_text(errors="replace") if file.exists() else "") or group
 
 
 async def ask_job(lighthouse: Lighthouse, job: str, patience: float, group: str) -> JobLearned:

@@ -12,32 +12,42 @@ from typing import Any
 from click import ClickException
 
 from keepstep_cli.asking.rest import Lighthouse
-from keepstep_cli.asking.units import seconds_text
 from keepstep_cli.errors import Refused
+from keepstep_cli.running.bans import name_at_lighthouse
 from keepstep_mesh.protocol.names import name_of
-from keepstep_mesh.text import bytes_text
+from keepstep_mesh.text import bytes_text, seconds_text
 
 Note = Callable[[str, str], None]
+FIRST_TRIES_SECONDS = 0.1
+"""Between tries to learn the newest event, until which nothing of this run is reported."""
+AGAIN_SECONDS = 2.0
 
 
-async def follow_heals(lighthouse: Lighthouse, job: str, groups: Iterable[str], names: Path, note: Note) -> None:
+async def follow_heals(
+    lighthouse: Lighthouse, job: str, groups: Iterable[str], names: Path, note: Note, told: Callable[[str], None]
+) -> None:
     """Report heals and orders of ``groups`` through ``note``, until cancelled. Retries while no lighthouse answers.
 
     Args:
         groups: their local names.
         names: folder in which each group writes its name at the lighthouse, to a file with its local name.
+        told: called with a group once its verdict is reported.
     """
-    story = GroupStory()
+    story, after = GroupStory(), None
     while True:
         try:
-            after = await _newest(lighthouse, job)
+            if after is None:  # once: an event that comes between two tries is not lost
+                after = await _newest(lighthouse, job)
             async for event in lighthouse.follow("jobs", job, "events", after=after, told=lambda _: None, follow=1):
+                after = event["id"]
                 about_job = not event["replica_id"]
                 group = "run" if about_job else _local_name(name_of(event["replica_id"]), groups, names)
                 if group is not None and (sentence := story.sentence(event)) is not None:
                     note(group, sentence)
+                if group is not None and event["kind"] == "incident":
+                    told(group)
         except ClickException:
-            await asyncio.sleep(2.0)
+            await asyncio.sleep(FIRST_TRIES_SECONDS if after is None else AGAIN_SECONDS)
 
 
 async def _newest(lighthouse: Lighthouse, job: str) -> int:
@@ -53,9 +63,7 @@ async def _newest(lighthouse: Lighthouse, job: str) -> int:
 
 def _local_name(name: str, groups: Iterable[str], names: Path) -> str | None:
     for group in groups:
-        file = names / group
-        told = file.read_text(errors="replace") if file.exists() else ""
-        if name == (told or group):
+        if name == name_at_lighthouse(names, group):
             return group
     return None
 
@@ -90,6 +98,8 @@ class GroupStory:
             case "went_back":
                 lost = f"{detail['lost_steps']} steps are lost"
                 return f"the job went back from step {detail['from']} to {detail['to']} ({lost}): {detail['reason']}"
+            case "incident":
+                return f"why it ended: {detail['verdict']}: {detail['reason']}"
             case "drain" | "evicted" as kind:
                 return f"{'evict' if kind == 'evicted' else kind} ordered: {detail.get('reason', '')}"
             case "runtime_differs":

@@ -15,10 +15,13 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 from keepstep_cli.running import ranks
 from keepstep_cli.running.console.output import read_lines
+from keepstep_cli.running.ends.end_reports import EndReports
+from keepstep_cli.running.silent_ranks import LOCKED_SECONDS, TURNS, SilentRanks
 from keepstep_cli.running.supervisor import Supervisor
 from keepstep_cli.running.supervisor_events import (
     AskBan,
@@ -26,6 +29,7 @@ from keepstep_cli.running.supervisor_events import (
     BanLearned,
     Begin,
     Event,
+    GroupEnded,
     GroupSpec,
     JobLearned,
     Note,
@@ -37,9 +41,8 @@ from keepstep_cli.running.supervisor_events import (
     Stop,
     Tick,
 )
-
-if TYPE_CHECKING:
-    from keepstep_cli.running.warm.warm_starts import WarmStarts
+from keepstep_cli.running.warm.warm_starts import WarmStarts
+from keepstep_mesh.threads.dumped_stacks import dumped_stacks
 
 OUTPUT_GRACE_SECONDS = 2.0
 """Maximum wait for the last output of a dead rank; after that, another process holds its pipe."""
@@ -72,7 +75,9 @@ class Launcher:
     """Run one job. Call ``run`` once, and ``stop`` and ``kill`` from the same loop at any time.
 
     ``ask_ban`` returns how long the name of a group is banned; by default no name is. ``ask_job`` returns how far
-    the job is; by default nothing is known. ``warm`` starts ranks from a template; by default all starts are cold.
+    the job is; by default nothing is known. Ranks write to the folder ``imports`` what they have imported, and later
+    ones start with that and with ``preload`` done; by default all starts are cold. A rank whose interpreter is locked
+    for ``silent_after`` seconds is killed; 0: none is. ``ends`` tells the lighthouse how groups ended.
     """
 
     def __init__(
@@ -82,14 +87,23 @@ class Launcher:
         audience: Audience,
         ask_ban: Callable[[str], Awaitable[BanLearned]] | None = None,
         ask_job: Callable[[str], Awaitable[JobLearned]] | None = None,
-        warm: WarmStarts | None = None,
+        imports: Path | None = None,
+        preload: Sequence[str] = (),
+        silent_after: float = LOCKED_SECONDS,
+        ends: EndReports | None = None,
     ) -> None:
         self._programs = {one.spec.name: one for one in programs}
         self.core = Supervisor([one.spec for one in programs], restarts)
         self._audience = audience
         self._bans = ask_ban
         self._job = ask_job
-        self._warm = warm
+        self._silent_after = silent_after
+        self._ends = ends
+        self.warm = None
+        if imports is not None:
+            groups = [one for one in programs if not one.spec.service]
+            environments = partial(_all_environments, groups)
+            self.warm = WarmStarts(groups[0].command, environments, imports, preload, partial(self.note, "run"))
         self._questions: set[asyncio.Task[None]] = set()
         self._processes: dict[str, dict[int, ranks.RankProcess]] = {name: {} for name in self._programs}
         self._events: asyncio.Queue[Event] = asyncio.Queue()
@@ -119,8 +133,10 @@ class Launcher:
         try:
             async with asyncio.TaskGroup() as self._watchers:
                 try:
-                    if self._warm is not None:
-                        self._watchers.create_task(self._warm.run(), name="warm starts")
+                    if self.warm is not None:
+                        self._watchers.create_task(self.warm.run(), name="warm starts")
+                    if self._silent_after:
+                        self._ask(self._kill_silent_ranks(), "silent ranks")
                     self._handle(Begin())
                     while (code := self.core.exit_code()) is None:
                         self._handle(await self._next_event())
@@ -130,8 +146,8 @@ class Launcher:
                         self.kill(name)
                     for question in self._questions:
                         question.cancel()
-                    if self._warm is not None:
-                        self._warm.close()
+                    if self.warm is not None:
+                        self.warm.close()
         finally:
             loop.remove_signal_handler(signal.SIGCHLD)
 
@@ -154,6 +170,9 @@ class Launcher:
                     self._ask(self._ask_ban(action.group), f"ban of {action.group}")
                 case AskJob():
                     self._ask(self._ask_job(action.group), f"job of {action.group}")
+                case GroupEnded():
+                    if self._ends is not None:
+                        self._ends.ended(action)
                 case Note():
                     self.note(action.group, action.sentence)
 
@@ -168,9 +187,34 @@ class Launcher:
     async def _ask_ban(self, name: str) -> None:
         self._events.put_nowait(BanLearned(name, 0.0) if self._bans is None else await self._bans(name))
 
+    async def _kill_silent_ranks(self) -> None:
+        silent = SilentRanks()
+        while True:
+            await asyncio.sleep(self._silent_after / TURNS)
+            found = {
+                one.pid: (name, rank, one)
+                for name, processes in self._processes.items()
+                for rank, one in processes.items()
+                if not self._programs[name].spec.service
+            }
+            for pid in silent.turn(found):
+                name, rank, process = found[pid]
+                for text in dumped_stacks(pid).splitlines():
+                    self._line(name, rank, text, error=True)
+                self.note(
+                    name,
+                    f"rank {rank} has run no Python code for {self._silent_after:g} s, because a thread does not let "
+                    f"go of the interpreter: killed, see its stacks above",
+                )
+                if self._ends is not None:
+                    self._ends.locked(name)
+                process.send(signal.SIGKILL)
+
     def _start(self, program: Program, restart: int) -> None:
         name = program.spec.name
         warm = 0
+        if self._ends is not None:
+            self._ends.started(name)
         for rank, environment in enumerate(program.environments(restart)):
             try:
                 child = self._started_warm(program, environment)
@@ -188,9 +232,9 @@ class Launcher:
             self.note(name, f"started{' again' if restart else ''}, pid {pids}{how}")
 
     def _started_warm(self, program: Program, environment: Mapping[str, str]) -> ranks.Child | None:
-        if self._warm is None or program.spec.service:
+        if self.warm is None or program.spec.service:
             return None
-        return self._warm.start(program.command, environment)
+        return self.warm.start(program.command, environment)
 
     async def _watch(self, name: str, rank: int, process: ranks.RankProcess) -> None:
         """Run one rank from its start to its end."""
@@ -215,10 +259,12 @@ class Launcher:
         for processes in self._processes.values():
             for process in processes.values():
                 process.look()
-        if self._warm is not None:
-            self._warm.look({one.pid for processes in self._processes.values() for one in processes.values()})
+        if self.warm is not None:
+            self.warm.look({one.pid for processes in self._processes.values() for one in processes.values()})
 
     def _line(self, name: str, rank: int, text: str, *, error: bool) -> None:
+        if self._ends is not None:
+            self._ends.line(name, rank, text, error=error)
         try:
             self._audience.line(name, rank, text, error=error)
         except BrokenPipeError:
@@ -248,6 +294,10 @@ def stop_on_signals(launcher: Launcher) -> Iterator[None]:
     finally:
         for signum in signals:
             loop.remove_signal_handler(signum)
+
+
+def _all_environments(groups: Sequence[Program]) -> list[dict[str, str]]:
+    return [one for group in groups for restart in (0, 1) for one in group.environments(restart)]
 
 
 def replica_programs(job: ranks.JobSpec, base: Mapping[str, str]) -> list[Program]:

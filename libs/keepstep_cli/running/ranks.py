@@ -42,7 +42,7 @@ class JobSpec:
     replicas_in_job: int | None = None
     """Number of groups of the whole job; None: all run on this machine."""
     names: Path | None = None
-    """Folder in which each group writes its name at the lighthouse, to a file with its local name."""
+    """Folder in which each group writes its incarnation, to a file with its local name."""
     imports: Path | None = None
     """Folder in which ranks write what they have imported."""
     spares: int = 0
@@ -52,6 +52,14 @@ class JobSpec:
     """Seconds from SIGTERM in which a spare may take the place of a group."""
     gpus: tuple[str, ...] = ()
     """``CUDA_VISIBLE_DEVICES`` of each group; empty: not set."""
+    checks: tuple[str, ...] = ()
+    """Of each machine before its group joins (``PreflightSettings``); empty: those of the environment."""
+    nnodes: int = 1
+    """Machines of each group."""
+    node_rank: int = 0
+    """Number of this machine in its group."""
+    master: tuple[str, int] | None = None
+    """Host of rank 0, and its port for the store of the ranks; None: this machine, at a free port."""
 
 
 def group_name(job: JobSpec, group: int) -> str:
@@ -95,21 +103,21 @@ def free_port(port: int = 0) -> int:
 def rank_environment(
     job: JobSpec, group: int, local_rank: int, *, restart: int, master_port: int, base: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return ``base`` with torchrun's variables for a node of its own, and with those of keepstep's Manager."""
-    size = str(job.nproc_per_replica)
-    number = job.first_group + group
+    """Return ``base`` with torchrun's variables, and with those of keepstep's Manager."""
+    rank, size = str(job.node_rank * job.nproc_per_replica + local_rank), str(job.nnodes * job.nproc_per_replica)
+    number, (master_addr, master_port) = job.first_group + group, job.master or ("127.0.0.1", master_port)
     environment = dict(base)
     environment |= {
-        "RANK": str(local_rank),
+        "RANK": rank,
         "LOCAL_RANK": str(local_rank),
-        "ROLE_RANK": str(local_rank),
+        "ROLE_RANK": rank,
         "ROLE_NAME": "default",
         "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": str(job.nproc_per_replica),
         "ROLE_WORLD_SIZE": size,
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
+        "GROUP_RANK": str(job.node_rank),
+        "GROUP_WORLD_SIZE": str(job.nnodes),
+        "MASTER_ADDR": master_addr,
         "MASTER_PORT": str(master_port),
         "TORCHELASTIC_RESTART_COUNT": str(restart),
         "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
@@ -127,6 +135,8 @@ def rank_environment(
     environment["KEEPSTEP_SPARES"] = str(job.spares_in_job)
     if job.notice:
         environment["KEEPSTEP_NOTICE_SEC"] = str(job.notice)
+    if job.checks:
+        environment["KEEPSTEP_PREFLIGHT"] = "\n".join(job.checks)
     if job.names is not None:
         environment["KEEPSTEP_NAME_FILE"] = str(job.names / group_name(job, group))
     if job.imports is not None:
@@ -136,7 +146,7 @@ def rank_environment(
         environment.pop("KEEPSTEP_TOKEN", None)
         environment["KEEPSTEP_TOKEN_FILE"] = str(job.token_file.absolute())
     if job.gpus:
-        environment[gpus.VARIABLE] = job.gpus[group]
+        environment[gpus.variable_of(environment)] = job.gpus[group]
     for name in ("cert", "key", "ca"):
         if (file := getattr(job.tls, name)) is not None:
             environment[f"KEEPSTEP_TLS_{name.upper()}"] = str(file.absolute())

@@ -1,6 +1,7 @@
 """Orders for a running ``keepstep run`` from the same user on the same machine, over an abstract Unix socket.
 
-The name of the socket has the user, the job, and the process: ``/proc/net/unix`` lists all of them.
+The name of the socket has the user, the job, and the process: ``/proc/net/unix`` lists all of them. Processes in
+containers that share a network may have the same id, so the name has the pid namespace too.
 """
 
 from __future__ import annotations
@@ -21,20 +22,26 @@ MAX_ORDER_BYTES = 64 * 1024
 MAX_ANSWER_BYTES = 1 << 20
 LONGEST_JOB = 60
 """Characters of a job's name; a longer one is replaced by a digest. The name of a socket has at most 107."""
-LISTED = Path("/proc/net/unix")
+LISTED, PID_NAMESPACE = Path("/proc/net/unix"), Path("/proc/self/ns/pid")
 
 
-def _name(job: str, pid: int | str) -> str:
+def _names(job: str) -> str:
+    """Return the beginning of the name of each run of a job."""
     known = job if len(job) <= LONGEST_JOB else hashlib.sha256(job.encode()).hexdigest()[:LONGEST_JOB]
-    return f"keepstep run {os.getuid()} {known} {pid}"
+    return f"keepstep run {os.getuid()} {known} "
+
+
+def _own_name(job: str) -> str:
+    namespace = PID_NAMESPACE.stat().st_ino if PID_NAMESPACE.exists() else 0
+    return f"{_names(job)}{namespace} {os.getpid()}"
 
 
 def running_here(job: str, pid: int | None = None) -> list[str]:
     """Return the sockets of the runs of ``job`` by this user on this machine: of all, or of the process ``pid``."""
-    prefix = "@" + _name(job, "")
+    prefix = "@" + _names(job)
     lines = LISTED.read_text().splitlines() if LISTED.exists() else []
     found = sorted({line[line.index(prefix) + 1 :] for line in lines if prefix in line})
-    return [one for one in found if pid is None or one == _name(job, pid)]
+    return [one for one in found if pid is None or one.endswith(f" {pid}")]
 
 
 @asynccontextmanager
@@ -60,7 +67,7 @@ async def accepting_orders(
         finally:
             writer.close()
 
-    server = await asyncio.start_unix_server(serve, f"\0{_name(job, os.getpid())}", limit=MAX_ORDER_BYTES)
+    server = await asyncio.start_unix_server(serve, f"\0{_own_name(job)}", limit=MAX_ORDER_BYTES)
     try:
         yield
     finally:

@@ -22,7 +22,10 @@ A *group* is a set of ranks that live and die together. The rules:
     refuses it if the job is finished.
 9.  When a group ended ``script_errors`` times in a row with a code of ``SCRIPT_ERRORS``, the core asks the same. If the
     job has committed no step, the group is given up: its script has an error. Without an answer it restarts.
-10. The first ``Stop`` sends SIGTERM to every group, SIGKILL after ``grace``, and ends all restarts. Services end last,
+10. A group with a rank that ended with ``EXIT_PREFLIGHT`` failed the checks of its machine. It waits ``refused_pause``
+    before its restart, and twice as long each time in a row, up to ``refused_most``.
+11. When the last rank of a group has ended, and the group has not finished, ``GroupEnded`` reports it.
+12. The first ``Stop`` sends SIGTERM to every group, SIGKILL after ``grace``, and ends all restarts. Services end last,
     so that groups can still announce that they leave. The second ``Stop`` sends SIGKILL to everything at once.
     SIGPIPE (no process reads the output) is no second one, and the signal after it is the first: Ctrl-C in a shell
     pipe also ends the reader.
@@ -40,12 +43,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from keepstep_cli.running.supervisor_events import (
+    RESTARTED,
     Action,
     AskBan,
     AskJob,
     BanLearned,
     Begin,
     Event,
+    GroupEnded,
     GroupSpec,
     JobLearned,
     Note,
@@ -57,7 +62,14 @@ from keepstep_cli.running.supervisor_events import (
     Stop,
     Tick,
 )
-from keepstep_mesh.exit_codes import ENDS_THE_SAME, EXIT_EVICTED, EXIT_JOB_CLOSED, EXIT_SCRIPT_FAILS
+from keepstep_mesh.exit_codes import (
+    ENDS_THE_SAME,
+    EXIT_EVICTED,
+    EXIT_JOB_CLOSED,
+    EXIT_PREFLIGHT,
+    EXIT_SCRIPT_FAILS,
+    describe_exit,
+)
 
 SCRIPT_ERRORS = frozenset({1, 2})
 """Exit codes of Python after an exception, and of a script that refuses its arguments."""
@@ -87,6 +99,8 @@ class _Group:
     spec: GroupSpec
     phase: Phase = Phase.WAITING
     alive: set[int] = field(default_factory=set)
+    ended: list[tuple[int, int]] = field(default_factory=list)
+    """Rank and exit code of those that have ended in this run."""
     failed: bool = False
     evicted: bool = False
     hopeless: int = 0
@@ -94,6 +108,10 @@ class _Group:
     script_failed: bool = False
     """A rank ended with a code of ``SCRIPT_ERRORS``."""
     script_errors: int = 0
+    """Number of consecutive runs that ended so."""
+    refused: bool = False
+    """A rank ended with ``EXIT_PREFLIGHT``."""
+    refusals: int = 0
     """Number of consecutive runs that ended so."""
     restart_ordered: bool = False
     ban_noted: str = ""
@@ -105,16 +123,6 @@ class _Group:
     started_at: float = 0.0
     deadline: float | None = None
     """ENDING: time of SIGKILL; WAITING: of the restart; BANNED: of the next question."""
-
-
-def describe_exit(code: int) -> str:
-    """Return an exit code in words."""
-    if code >= 0:
-        return f"exited with {code}"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was killed by signal {-code}"
 
 
 class Supervisor:
@@ -203,14 +211,16 @@ class Supervisor:
 
     def _start(self, group: _Group, now: float, actions: list[Action]) -> None:
         group.phase, group.failed, group.deadline = Phase.RUNNING, False, None
-        group.evicted, group.ban_noted, group.script_failed = False, "", False
-        group.alive = set(range(group.spec.ranks))
+        group.evicted, group.ban_noted, group.script_failed, group.refused = False, "", False, False
+        group.alive, group.ended = set(range(group.spec.ranks)), []
         group.started_at = now
         actions.append(StartGroup(group.spec.name, group.restarts))
 
     def _exited(self, group: _Group, event: RankExited, now: float, chance: float, actions: list[Action]) -> None:
         group.alive.discard(event.rank)
+        group.ended.append((event.rank, event.code))
         group.evicted |= event.code == EXIT_EVICTED
+        group.refused |= event.code == EXIT_PREFLIGHT
         if event.hopeless or event.code in ENDS_THE_SAME:
             group.hopeless = max(group.hopeless, event.code)
         group.script_failed |= event.code in SCRIPT_ERRORS
@@ -223,7 +233,9 @@ class Supervisor:
         if group.alive:
             return
         group.deadline = None
+        self._tell_end(group, actions)
         group.script_errors = group.script_errors + 1 if group.script_failed else 0
+        group.refusals = group.refusals + 1 if group.refused else 0
         if self._stopping or self._closing:
             group.phase = Phase.STOPPED
         elif group.restart_ordered:
@@ -246,6 +258,16 @@ class Supervisor:
         else:
             self._plan_restart(group, now, chance, actions)
 
+    def _tell_end(self, group: _Group, actions: list[Action]) -> None:
+        """Report the end of a group, unless it has finished."""
+        stopped_by = ""
+        if not group.failed and group.restart_ordered:
+            stopped_by = RESTARTED
+        elif not group.failed and self._stopping:
+            stopped_by = signal.Signals(self._stop_signal).name
+        if not group.spec.service and (group.failed or stopped_by):
+            actions.append(GroupEnded(group.spec.name, tuple(group.ended), stopped_by))
+
     def _order_restart(self, group: _Group, now: float, actions: list[Action]) -> None:
         name = group.spec.name
         if self._stopping or self._closing:
@@ -261,7 +283,7 @@ class Supervisor:
     def _start_as_ordered(self, group: _Group, now: float, actions: list[Action]) -> None:
         """Start without a pause. The restart counts, but no limit forbids it."""
         group.restart_ordered = False
-        group.hopeless = group.short_lives = group.script_errors = 0
+        group.hopeless = group.short_lives = group.script_errors = group.refusals = 0
         group.restarts = min(group.restarts + 1, self._restarts.max_restarts)
         self._start(group, now, actions)
 
@@ -303,6 +325,7 @@ class Supervisor:
         limits = self._restarts
         if not group.spec.service and group.restarts >= limits.max_restarts:
             group.phase = Phase.GIVEN_UP
+            group.hopeless = EXIT_PREFLIGHT if group.refused else group.hopeless
             sentence = (
                 f"given up after {group.restarts} restarts" if group.restarts else "given up, no restarts allowed"
             )
@@ -310,6 +333,9 @@ class Supervisor:
             return
         group.short_lives = 0 if now - group.started_at >= limits.ran_well else group.short_lives + 1
         delay = limits.backoff.seconds(group.short_lives, chance) if group.short_lives else 0.0
+        if group.refused:
+            delay = min(limits.refused_pause * 2.0 ** (group.refusals - 1), limits.refused_most)
+            actions.append(Note(group.spec.name, f"refused by the checks of its machine, {group.refusals} in a row"))
         group.restarts += 1
         group.phase, group.deadline = Phase.WAITING, now + delay
         of = "" if group.spec.service else f" of {limits.max_restarts}"

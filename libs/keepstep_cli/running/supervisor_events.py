@@ -9,6 +9,8 @@ from keepstep_mesh.net.backoff import Backoff
 
 MAX_RESTARTS = 100
 RESTART_BACKOFF = Backoff(first=0.1, most=30.0)
+REFUSED_PAUSE = 60.0
+RESTARTED = "an order to restart"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,10 @@ class Restarts:
     ban_check: float = 5.0
     script_errors: int = 3
     """Errors of the script in a row, before the job's first step, after which a group is given up."""
+    refused_pause: float = REFUSED_PAUSE
+    """Pause before the restart of a group whose machine failed its checks. It doubles with each time in a row."""
+    refused_most: float = 3600.0
+    """Longest such pause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +137,19 @@ class AskJob:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupEnded:
+    """All ranks of a group have ended, not all of them well.
+
+    ``ranks``: rank and exit code, in the order of their ends. ``stopped_by``: why the supervisor ended it, the name of
+    a signal or ``RESTARTED``; empty: it ended by itself.
+    """
+
+    group: str
+    ranks: tuple[tuple[int, int], ...]
+    stopped_by: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Note:
     """A message for the operator."""
 
@@ -138,4 +157,4 @@ class Note:
     sentence: str
 
 
-Action = StartGroup | SignalGroup | AskBan | AskJob | Note
+Action = StartGroup | SignalGroup | AskBan | AskJob | GroupEnded | Note

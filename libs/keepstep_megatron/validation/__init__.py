@@ -17,6 +17,7 @@ from keepstep_megatron.validation.strict_handling import (
     KeyMismatch,
     StrictHandling,
     compare_keys,
+    described,
     parse_strict_flag,
 )
 
@@ -28,6 +29,7 @@ __all__ = [
     "check_integrity",
     "check_leaves",
     "compare_keys",
+    "described",
     "integrity_problems",
     "maybe_report_missing_and_unexpected_keys",
     "pack_leaves",

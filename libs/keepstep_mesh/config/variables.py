@@ -23,6 +23,8 @@ OF_TRAINERS: Mapping[str, str] = {
     "KEEPSTEP_QUORUM_RETRIES": "how often a quorum that timed out is asked for again before the step fails",
     "KEEPSTEP_MANAGER_PORT": "port of the group server on rank 0; default: any free one",
     "KEEPSTEP_UPLINK_BYTES_PER_SECOND": "most that a process sends of its state, such as `1e9`; default: no limit",
+    "KEEPSTEP_PREFLIGHT": "[checks of the machine](operating.md#check-a-machine-before-it-joins) before a group joins, "
+    "one a line, such as `builtin`; default: none",
     "KEEPSTEP_RETRY_ALLREDUCE": "1: groups that lose another one in a step reduce their gradients again and commit it",
     "KEEPSTEP_NCCL_MEMBERS": "how groups on NCCL change their members: `torch` (its own `reconfigure`), `rebuild`, or "
     "`auto`, which is `torch` where torch has it; equal in all groups",
@@ -42,7 +44,7 @@ OF_TRAINERS: Mapping[str, str] = {
     "KEEPSTEP_NOTICE_SEC": "seconds from SIGTERM in which a spare may take the place of the group; default: it "
     "leaves at once",
     "KEEPSTEP_DOMAIN": "failure domain of a member of a job with one copy, such as a rack (the name of its host)",
-    "KEEPSTEP_NAME_FILE": "file to which the group writes its name; `keepstep run` sets it, to ask for bans",
+    "KEEPSTEP_NAME_FILE": "file to which the group writes its incarnation; `keepstep run` sets it, to ask for bans",
     "KEEPSTEP_IMPORTS": "folder for the list of what a trainer has imported; `keepstep run` sets it, for warm starts",
     "KEEPSTEP_WATCHDOG_TIMEOUT_SEC": "ends the process when a deadline's callback takes longer than these seconds (30)",
 }

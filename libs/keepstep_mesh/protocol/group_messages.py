@@ -108,4 +108,27 @@ class RankDecision:
     """As in ``RankVote``."""
 
 
-WithinGroup = RankHello | RankReady | RankAsk | RankQuorum | RankDenied | RankVote | RankDecision
+@dataclass(frozen=True, slots=True)
+class ComparedRequest:
+    """Send what the groups compare of this rank: another group looks for a difference."""
+
+    kind: ClassVar[str] = "compared?"
+    number: int
+    """The answer has the same number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Layout and values of a rank, as the groups compare them. Both are empty if they are too long for a message."""
+
+    kind: ClassVar[str] = "compared"
+    number: int
+    lines: tuple[str, ...] = ()
+    """Of its layout."""
+    values: tuple[str, ...] = ()
+    """Of its last steps: step, name and text, with tabs between."""
+
+
+WithinGroup = (
+    RankHello | RankReady | RankAsk | RankQuorum | RankDenied | RankVote | RankDecision | ComparedRequest | Compared
+)

@@ -27,11 +27,12 @@ from keepstep_mesh.protocol.membership import (
     StepFailure,
     StepReport,
 )
+from keepstep_mesh.protocol.stack_messages import Hung, RankStacks, StacksRequest
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 """Version of this build."""
-OLDEST_PROTOCOL_VERSION = 5
-"""Oldest version that this build works with. Version 5 changed the order of the fields of requests and answers."""
+OLDEST_PROTOCOL_VERSION = 7
+"""Oldest version that this build works with. Workers of version 6 do not know the request for stacks."""
 
 MAX_HEAL_ERROR = 1000
 """Limit of ``Healing.error``, in characters."""
@@ -212,6 +213,8 @@ class ShardReport:
     """Committed steps that the last recovery has lost."""
     formed: bool = False
     """The first report since the last recovery."""
+    keeps: tuple[str, ...] = ()
+    """replica_ids of the groups whose copies this one has: a lighthouse that took over may not hear of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,8 +367,8 @@ class Denied:
     kind: ClassVar[str] = "denied"
     request: int
     code: str
-    """``deadline``, ``layout``, ``collectives``, ``diverged``, ``start`` or ``retry``; a worker treats any other code
-    as a failure of the request."""
+    """``deadline``, ``layout``, ``machine``, ``collectives``, ``diverged``, ``start`` or ``retry``; a worker treats any
+    other code as a failure of the request."""
     reason: Sentence
     peer_address: str = ""
     """With code ``layout``: a group server with the parameters of the job; empty: ``reason`` names the difference."""
@@ -432,7 +435,9 @@ class Goodbye:
     kind: ClassVar[str] = "bye"
 
 
-ToLighthouse = Hello | QuorumRequest | CancelRequest | Heartbeat | Healing | ShardReport | Leave | Moved | Failed
+ToLighthouse = (
+    Hello | QuorumRequest | CancelRequest | Heartbeat | Healing | ShardReport | RankStacks | Leave | Moved | Failed
+)
 ToWorker = (
     Welcome
     | Timing
@@ -444,6 +449,8 @@ ToWorker = (
     | RoundBroken
     | Drain
     | Evicted
+    | StacksRequest
+    | Hung
     | NotLeader
     | Refused
     | Goodbye

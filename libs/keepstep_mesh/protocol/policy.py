@@ -121,6 +121,12 @@ class Policy:
         False, Setting("Refuse a start more than one step below the step that the job has reached")
     )
     finish_grace: float = _seconds(30.0, "Time for which groups that have finished wait for a lost group to return")
+    hang_after: float | None = _seconds(
+        None,
+        "End a group whose step takes this time while its stacks stay the same",
+        zero="never",
+        none="five times the longest of the last steps, at least 60 s",
+    )
     job_ttl: float = _seconds(7 * 86400.0, "Delete a job after this time without sessions", zero="never")
 
 

@@ -13,6 +13,7 @@ import math
 import typing
 from dataclasses import dataclass, field
 from itertools import islice
+from operator import attrgetter
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgpack
@@ -272,19 +273,20 @@ def pack_record(record: Record) -> bytes:
     Raises:
         ValueError, TypeError, OverflowError, RecursionError: It cannot be packed.
     """
-    plain = {"kind": record.kind, **{name: getattr(record, name) for name in _FIELD_NAMES[type(record)]}}
+    names, read = _FIELDS[type(record)]
+    plain = {"kind": record.kind, **dict(zip(names, read(record), strict=True))}
     packed: bytes = msgpack.packb(plain, default=repr, unicode_errors="backslashreplace")
     return packed
 
 
 def pack_batch(head: BatchHead, records: list[bytes]) -> bytes:
     """Return the packed map of a batch of ``records`` that ``pack_record`` packed."""
-    fields = _FIELD_NAMES[BatchHead]
+    names, read = _FIELDS[BatchHead]
     packer = msgpack.Packer(autoreset=False)
-    packer.pack_map_header(len(fields) + 1)
-    for name in fields:
+    packer.pack_map_header(len(names) + 1)
+    for name, value in zip(names, read(head), strict=True):
         packer.pack(name)
-        packer.pack(getattr(head, name))
+        packer.pack(value)
     packer.pack("records")
     packer.pack_array_header(len(records))
     packed: bytes = packer.bytes() + b"".join(records)
@@ -327,9 +329,12 @@ def _record(plain: Any, decoders: dict[str, Decoder]) -> Record | None:
 
 
 _BY_WORKERS, _BY_SERVICES = (StepRecord, StateRecord, DurableRecord), (EventRecord, UploadRecord)
-_FIELD_NAMES = {
-    cls: tuple(one.name for one in dataclasses.fields(cls)) for cls in (BatchHead, *_BY_WORKERS, *_BY_SERVICES)
+_FIELDS = {
+    cls: (names, attrgetter(*names))
+    for cls in (BatchHead, *_BY_WORKERS, *_BY_SERVICES)
+    for names in [[one.name for one in dataclasses.fields(cls)]]
 }
+"""Names of the fields of a record, and their reader."""
 _FORMAT = Format(BadBatchError, {bool: _flag, int: _whole, float: _real, str: _text})
 _HEAD = _FORMAT.of_map(BatchHead)
 _DECODERS: dict[str, dict[str, Decoder]] = {

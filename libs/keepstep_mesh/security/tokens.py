@@ -289,6 +289,7 @@ def _for_peers(token: str) -> str:
     return hmac.digest(token.encode(), b"keepstep peers", "sha256").hex()
 
 
+@lru_cache(maxsize=256)
 def is_loopback(host: str) -> bool:
     """Return whether only this machine can reach what listens on ``host``."""
     if host == "localhost":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import math
 import resource
 import signal
@@ -66,6 +67,8 @@ def run_services(hosted: Sequence[Hosted], *, uvloop: bool = True) -> None:
                 endpoint = await stack.enter_async_context(serving_with(one.service(), one.settings, reload_files))
                 if one is not hosted[-1]:
                     one.started(endpoint)
+            gc.collect()
+            gc.freeze()  # modules and routes stay: a collection that visits them too stops the event loop for longer
             with _watched_signals() as received:  # before the last one is called started: who sees that may signal it
                 one.started(endpoint)
                 number = await received

@@ -50,6 +50,8 @@ log = get_logger("keepstep.service")
 
 STOP_SECONDS = 10.0
 """Deadline of a graceful stop."""
+READ_AHEAD_BYTES = 2**18
+"""Bytes of a request body that are buffered before reading from the connection pauses."""
 FILE_CHECK_SECONDS = 2.0
 """Interval at which the files of tokens and certificates are checked for changes."""
 
@@ -73,8 +75,6 @@ class Service:
     places: Callable[[], Collection[str]] = tuple
     """Its places (``tokens.place_of``): tokens derived for one of them are accepted."""
     max_body_bytes: int = MAX_BODY_BYTES
-    read_ahead_bytes: int = 2**18
-    """Bytes of a request body that are buffered before reading from the connection pauses."""
     middlewares: Sequence[Middleware] = ()
     """See each request before its token is checked."""
     port: Callable[[Callable[[], asyncio.BaseProtocol], socket.socket, float], OpenPort] = OpenPort
@@ -161,7 +161,7 @@ async def serving(
         logger=server_log,
         shutdown_timeout=stop_seconds / 2,
         lingering_time=LINGER_SECONDS,
-        read_bufsize=service.read_ahead_bytes,
+        read_bufsize=READ_AHEAD_BYTES,
     )
     # Bind before the service starts: without a port it must not touch its store.
     with listening(service.name, host, port) as listener:

@@ -15,6 +15,7 @@ import os
 import time
 
 from keepstep_mesh.exit_codes import EXIT_WATCHDOG
+from keepstep_mesh.threads.dumped_stacks import show_life
 from keepstep_mesh.threads.ending import end_now
 
 WATCHDOG_TURN_SECONDS = 0.5
@@ -76,6 +77,7 @@ def _watch() -> None:
     while True:
         time.sleep(WATCHDOG_TURN_SECONDS)  # a turn; the stuck threads that it looks for wake nothing
         try:
+            show_life()
             for one in tuple(_watched):
                 one.turn()
         except (MemoryError, RuntimeError):  # the next turn tries again; RuntimeError: a block began or ended

@@ -1,4 +1,4 @@
-"""Handlers that change a job: evict, drain, replace, readmit, verify, policy, deletion.
+"""Handlers that change a job: evict, drain, replace, readmit, verify, policy, deletion; and reports of launchers.
 
 An order is handled like any other event: it is written, then answered with 202, the entry that it made in the event
 log, and a sentence that describes the effect. An order that changes nothing because an earlier one did the same is
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields, replace
 from http import HTTPStatus
+from typing import get_type_hints
 
 from aiohttp import web
 
@@ -22,6 +23,7 @@ from keepstep_lighthouse.api.bodies import (
     VerifyBody,
 )
 from keepstep_lighthouse.api.lookup import find_job, find_replicas, find_target, no_replica
+from keepstep_lighthouse.incidents.judgement import Report
 from keepstep_lighthouse.jobs.event_log import Happened
 from keepstep_lighthouse.jobs.job import Job
 from keepstep_lighthouse.jobs.lighthouse_node import LighthouseNode
@@ -41,13 +43,16 @@ from keepstep_lighthouse.quorum.presence import bans
 from keepstep_lighthouse.quorum.spares import NO_SPARE
 from keepstep_lighthouse.quorum.views.replicas import ReplicaState
 from keepstep_mesh.net.http import Problem
-from keepstep_mesh.protocol.names import name_of
+from keepstep_mesh.protocol.names import group_name_problem, name_of
 from keepstep_mesh.protocol.policy import MAX_SECONDS, MAX_STEPS, Policy, policy_problem
 from keepstep_mesh.serving.application import CALLER, read_json
 from keepstep_mesh.serving.rest import MAX_NAMED, bad, checked, json_answer, read_body
 from keepstep_mesh.text import listed
 
 MAX_REASON = 1000
+MAX_LOG = 16_000
+LIMITS = dict.fromkeys(get_type_hints(Report), MAX_REASON) | {"log": MAX_LOG, "rank": 9, "code": 9, "oom_kills": 9}
+"""Characters of the fields of a report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +219,16 @@ class OrderHandlers:
             made,
             "the groups are compared at the next step; the event replicas_verified or replicas_differ has the result",
         )
+
+    async def report(self, request: web.Request) -> web.Response:
+        told = await read_body(request, Report)
+        if long := next((one for one in fields(told) if len(str(getattr(told, one.name))) > LIMITS[one.name]), None):
+            raise bad(f"{long.name} too long: more than {LIMITS[long.name]} characters")
+        if (problem := group_name_problem(name_of(told.replica_id))) is not None:
+            raise bad(f"replica_id: {problem}")
+        ago = min(max(0.0, told.seconds_ago), MAX_SECONDS)
+        find_job(self._node, request).report(replace(told, seconds_ago=ago))
+        return web.Response(status=HTTPStatus.NO_CONTENT)
 
     async def _execute(self, job: Job, order: Event | None, kind: str) -> Happened | None:
         """Handle ``order`` and return the first entry of this kind that it made; None: it changed nothing."""

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from keepstep_lighthouse.incidents.judgement import Verdict
 from keepstep_lighthouse.jobs.job import Job
 from keepstep_lighthouse.jobs.lighthouse_node import LighthouseNode
 from keepstep_lighthouse.quorum.views.replicas import ReplicaState
@@ -23,6 +24,7 @@ FROM_ZERO = (
     "replicas_differ",
     "nonfinite",
     "collectives_differ",
+    "hung",
     "values_differ",
     "port_misled",
     "shards_lost",
@@ -38,6 +40,9 @@ UNCOUNTED = (
     ReplicaState.GONE,
 )
 """States in which a group does not train."""
+
+
+VERDICTS = tuple(one.value for one in Verdict if one is not Verdict.ORDERED)
 
 
 class _Lighthouse(Collector):
@@ -136,6 +141,12 @@ def _of_jobs(jobs: Iterable[Job], now: float) -> Iterator[Metric]:
     )
     groups = GaugeMetricFamily("keepstep_groups", "replica groups by state", labels=["job", "state"])
     group_step = GaugeMetricFamily("keepstep_group_step", "step of a group", labels=["job", "group"])
+    held_up = GaugeMetricFamily(
+        "keepstep_held_up_seconds", "for how long a rank holds up its job", labels=["job", "group", "rank"]
+    )
+    incidents = CounterMetricFamily(
+        "keepstep_incidents", "verdicts on why groups ended, replaced ones too", labels=["job", "verdict"]
+    )
     for job in jobs:
         name, quorum, tally, replicas = job.name, job.core.quorum_view(now), job.core.tally, job.core.replicas(now)
         quorum_id.add_metric([name], quorum.quorum_id)
@@ -163,8 +174,12 @@ def _of_jobs(jobs: Iterable[Job], now: float) -> Iterator[Metric]:
             groups.add_metric([name, state.value], states[state])
         for replica in {one.name: one for one in replicas if one.state not in UNCOUNTED}.values():  # a name once
             group_step.add_metric([name, replica.name], replica.step)
+        for (group, rank), seconds in job.core.held_up().items():
+            held_up.add_metric([name, group, str(rank)], seconds)
+        for verdict in VERDICTS:
+            incidents.add_metric([name, verdict], job.verdicts[verdict])
     yield from (quorum_id, members, step, rounds, waits, steps, step_seconds, of_groups, nonfinite, healed)
-    yield from (failures, retried, heal_seconds, gaps, groups, group_step)
+    yield from (failures, retried, heal_seconds, gaps, groups, group_step, held_up, incidents)
     yield from (sharded, exposed, copies, recoveries)
 
 

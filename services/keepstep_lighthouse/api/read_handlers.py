@@ -1,4 +1,4 @@
-"""Handlers that answer from memory: jobs, quorums, groups, heals, and the cluster."""
+"""Handlers that answer from memory: jobs, quorums, groups, heals, and the cluster; and from ranks: their stacks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from aiohttp import web
 
 from keepstep_lighthouse.api import cluster
 from keepstep_lighthouse.api.lookup import find_job, find_replicas, find_target, no_replica
+from keepstep_lighthouse.incidents.listing import HostView, IncidentView, ranked
 from keepstep_lighthouse.jobs.expiry import NEVER, due_at
 from keepstep_lighthouse.jobs.job import Job
 from keepstep_lighthouse.jobs.lighthouse_node import LighthouseNode
@@ -20,7 +21,11 @@ from keepstep_lighthouse.quorum.views.replicas import HealView, QuorumView, Repl
 from keepstep_mesh.net.http import Problem
 from keepstep_mesh.protocol.membership import FinalState
 from keepstep_mesh.protocol.policy import Policy
+from keepstep_mesh.protocol.stack_messages import RankStacks
 from keepstep_mesh.serving.rest import bad, json_answer
+
+STACKS_SECONDS = 4.0
+"""Limit of the wait for the stacks of ranks: those that do not answer are left out, and named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,11 @@ class JobView:
     exposed: tuple[str, ...]
     """As in the quorum: members of a job whose model exists once, without copies of their shards."""
     copies_bytes: int
+    hangs: tuple[str, ...]
+    """As in the quorum."""
+    incident: IncidentView | None
+    """The newest one; None: no group has ended without an order."""
+    joins: str
     """As in the quorum."""
     closed: FinalState | None
     """State at which all groups finished together; None: the job is open."""
@@ -80,6 +90,40 @@ class TransfersView:
     job: str
     heals: tuple[HealView, ...]
     """Under way, sorted by replica_id."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStacks:
+    replica_id: str
+    ranks: tuple[RankStacks, ...]
+    """Those that have answered, sorted by rank."""
+    silent: tuple[int, ...]
+    """Ranks that have not answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class StacksView:
+    job: str
+    groups: tuple[GroupStacks, ...]
+    hangs: tuple[str, ...]
+    """As in the quorum."""
+
+
+@dataclass(frozen=True, slots=True)
+class IncidentsView:
+    job: str
+    incidents: tuple[IncidentView, ...]
+    """Newest first."""
+    hosts: tuple[HostView, ...]
+    """Machines that fail repeatedly, the worst first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeIncident(IncidentView):
+    log: tuple[str, ...]
+    """The last lines of its output; none: no launcher told, or the lighthouse that received them has ended."""
+    stacks: tuple[RankStacks, ...]
+    """Of a group that was late."""
 
 
 class ReadHandlers:
@@ -135,6 +179,35 @@ class ReadHandlers:
         job = find_job(self._node, request)
         return json_answer(TransfersView(job.name, job.core.heals(time.monotonic())))
 
+    async def stacks(self, request: web.Request) -> web.Response:
+        job, target = find_job(self._node, request), request.query.get("group", "")
+        found = await job.stacks(target, STACKS_SECONDS)
+        if target and not found:
+            raise Problem(HTTPStatus.NOT_FOUND, f"group {target!r:.80} of job {job.name!r} is not connected")
+        groups = tuple(
+            GroupStacks(
+                replica_id,
+                tuple(known[rank] for rank in sorted(known)),
+                tuple(rank for rank in range(world) if rank not in known),
+            )
+            for replica_id, (world, known) in sorted(found.items())
+        )
+        return json_answer(StacksView(job.name, groups, job.core.hang_sentences()))
+
+    async def incidents(self, request: web.Request) -> web.Response:
+        job = find_job(self._node, request)
+        found = tuple(job.listed_incidents())
+        return json_answer(IncidentsView(job.name, found, tuple(ranked(found))))
+
+    async def incident(self, request: web.Request) -> web.Response:
+        job, number = find_job(self._node, request), request.match_info["number"]
+        found = next((one for one in job.listed_incidents() if str(one.id) == number), None)
+        if found is None:
+            raise Problem(HTTPStatus.NOT_FOUND, f"incident {number[:40]!r} of job {job.name!r} not found")
+        log, stacks = self._node.events.private.get(found.id, ("", ()))
+        known = {field.name: getattr(found, field.name) for field in fields(found)}
+        return json_answer(WholeIncident(**known, log=tuple(log.splitlines()), stacks=stacks))
+
 
 def _job_view(job: Job) -> JobView:
     now, record, expires = time.monotonic(), job.core.record, due_at(job.use)
@@ -158,5 +231,8 @@ def _job_view(job: Job) -> JobView:
         expires_in_seconds=None if expires == NEVER else max(0.0, expires - now),
         exposed=quorum.exposed,
         copies_bytes=quorum.copies_bytes,
+        hangs=quorum.hangs,
+        incident=job.newest_incident,
+        joins=quorum.joins,
         closed=record.closed,
     )

@@ -20,14 +20,18 @@ from keepstep_lighthouse.api.cluster import ClusterView
 from keepstep_lighthouse.api.event_stream import EVENTS_AT_ONCE, MAX_EVENTS_AT_ONCE, EventHandlers, EventsView
 from keepstep_lighthouse.api.order_handlers import OrderAnswer, OrderHandlers, PolicyChange
 from keepstep_lighthouse.api.read_handlers import (
+    IncidentsView,
     JobsView,
     JobView,
     QuorumStatus,
     ReadHandlers,
     ReplicasView,
+    StacksView,
     TransfersView,
+    WholeIncident,
 )
 from keepstep_lighthouse.api.service_handlers import ServiceHandlers
+from keepstep_lighthouse.incidents.judgement import Report
 from keepstep_lighthouse.jobs.lighthouse_node import LighthouseNode
 from keepstep_lighthouse.quorum.views.replicas import ReplicaView
 from keepstep_lighthouse.registry.service_records import ServiceRecord
@@ -63,6 +67,10 @@ SHAPES = {
     "POST /v1/jobs/{job}/replicas/{replica_id}/replace": Shape(OrderAnswer, status=202, body=ReplaceBody),
     "POST /v1/jobs/{job}/replicas/{replica_id}/readmit": Shape(OrderAnswer, status=202, body=ReadmitBody),
     "POST /v1/jobs/{job}/replicas/{replica_id}/straggler": Shape(OrderAnswer, status=202, body=StragglerBody),
+    "GET /v1/jobs/{job}/stacks": Shape(StacksView, query={"group": "stable name or incarnation; default: all groups"}),
+    "GET /v1/jobs/{job}/incidents": Shape(IncidentsView),
+    "GET /v1/jobs/{job}/incidents/{number}": Shape(WholeIncident),
+    "POST /v1/jobs/{job}/incidents": Shape(None, status=204, body=Report),
     "GET /v1/jobs/{job}/events": Shape(EventsView, query=QUERY_OF_EVENTS),
 }
 
@@ -112,5 +120,9 @@ def routes(node: LighthouseNode, all_routes: Callable[[], list[Route]]) -> list[
             "report a group that is slower than the others; the policy decides whether it is drained",
             is_order=True,
         ),
+        Route("GET", f"{job}/stacks", reads.stacks, Access.ADMIN, "ask the ranks of groups for their stacks"),
+        Route("GET", f"{job}/incidents", reads.incidents, Access.READ, "why groups ended, and which machines fail"),
+        Route("GET", f"{job}/incidents/{{number}}", reads.incident, Access.ADMIN, "one incident, with log and stacks"),
+        Route("POST", f"{job}/incidents", orders.report, Access.WORKER, "report the end of a group (its launcher)"),
         Route("GET", f"{job}/events", events.events, Access.READ, "the event log: a page, or a stream of new entries"),
     ]

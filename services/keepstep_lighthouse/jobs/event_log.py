@@ -26,6 +26,7 @@ from keepstep_mesh.config.disk_space import write_failure
 from keepstep_mesh.config.log_limiter import LogLimiter
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.protocol.membership import Data
+from keepstep_mesh.protocol.stack_messages import RankStacks
 from keepstep_mesh.serving.notifier import Notifier
 from keepstep_mesh.threads.starting import ThreadPoolExecutor
 
@@ -38,6 +39,8 @@ MAX_FILE_BYTES = 64 * 1024 * 1024
 """Size at which the file is renamed to ``name.1``, replacing the previous one."""
 MAX_UNWRITTEN = 10_000
 """Limit of events that wait for the disk; further ones are not written to the file, and counted."""
+MAX_PRIVATE = 500
+"""Number of events of all jobs whose private texts are kept."""
 EVERY_JOB = "*"
 """Key that wakes the followers of all jobs in the notifier. No job can have this name."""
 
@@ -75,6 +78,8 @@ class EventLog:
         self._kept_in_all = 0
         self._forgotten: dict[str, int] = {}
         """Number of the last event that was dropped from memory, by job."""
+        self.private: OrderedDict[int, tuple[str, tuple[RankStacks, ...]]] = OrderedDict()
+        """Log and stacks of incidents, by number: for administrators, in the memory of this lighthouse only."""
         self.notifier = Notifier()
         self._epoch = 0
         self._last_id = 0
@@ -93,6 +98,12 @@ class EventLog:
         self.notifier.notify(job)
         self.notifier.notify(EVERY_JOB)
         return happened
+
+    def keep_private(self, number: int, log: str, stacks: tuple[RankStacks, ...]) -> None:
+        """Keep the texts of an incident; the oldest make room."""
+        self.private[number] = log, stacks
+        while len(self.private) > MAX_PRIVATE:
+            self.private.popitem(last=False)
 
     def copy(self, happened: Happened) -> None:
         """Keep an event of another lighthouse, unless it is known or its job was deleted since. Do not count it."""
@@ -138,6 +149,8 @@ class EventLog:
     def forget(self, job: str) -> None:
         """Drop a deleted job, except for its last event, which followers still read."""
         kept = self._kept.pop(job, [])
+        for happened in kept:
+            self.private.pop(happened.id, None)
         self._kept_in_all -= len(kept)
         self._forgotten.pop(job, None)
         self.counts.pop(job, None)

@@ -19,8 +19,11 @@ from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
 
+from keepstep_lighthouse.incidents.joined_ends import NEVER, Incident, Incidents
+from keepstep_lighthouse.incidents.judgement import Report
+from keepstep_lighthouse.incidents.listing import KIND, IncidentView, listed
 from keepstep_lighthouse.jobs import records
-from keepstep_lighthouse.jobs.event_log import EventLog, Happened
+from keepstep_lighthouse.jobs.event_log import KEPT_PER_JOB, EventLog, Happened
 from keepstep_lighthouse.jobs.expiry import JobUse
 from keepstep_lighthouse.jobs.port_probes import PortProbes
 from keepstep_lighthouse.jobs.replica_history import ReplicaHistory, StepRate
@@ -36,6 +39,7 @@ from keepstep_lighthouse.quorum.events import (
     Opened,
     Persist,
     ProbePort,
+    StacksOrdered,
     Tell,
     Tick,
 )
@@ -47,6 +51,7 @@ from keepstep_mesh.protocol import codec
 from keepstep_mesh.protocol.messages import Hello, Quorum
 from keepstep_mesh.protocol.names import name_of
 from keepstep_mesh.protocol.records import copier
+from keepstep_mesh.protocol.stack_messages import RankStacks
 
 MIN_WAIT = 0.001
 """Resolution of an event loop's clock; a timer that fires too early would fire again and again."""
@@ -59,9 +64,12 @@ LOUD = {
     "went_back": log.warning,
     "port_misled": log.warning,
     "replicas_differ": log.error,
+    "hung": log.error,
+    "incident": log.warning,
 }
 """How events are logged that are no routine."""
 _answer_of = copier(Quorum, Announce, "epoch", "uniform", "listed")
+STACKS_POLL_SECONDS = 0.05
 LAPSED = "its lease is over by its own clock"
 
 Step = Decision | Callable[[], None]
@@ -117,6 +125,12 @@ class Job:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due = 0.0
         self._timer_is_stale = False
+        self.incidents = Incidents(self.history.host_of)
+        self.newest_incident = next(iter(self.listed_incidents()), None)
+        """None: no group has ended without an order, as far as the event log reaches."""
+        self.verdicts: Counter[str] = Counter()
+        """Of incidents under this lighthouse."""
+        self._incident_timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
         self._over = False
         self.core = JobCore(
@@ -183,6 +197,24 @@ class Job:
         done.add_done_callback(self._orders.discard)
         self._process(event, awaited)
         return await done
+
+    async def stacks(self, target: str, seconds: float) -> dict[str, tuple[int, dict[int, RankStacks]]]:
+        """Ask groups for their stacks, and return what arrives within ``seconds``: ``JobCore.stacks``."""
+        self.handle(StacksOrdered(target))
+        number, until = self.core.stack_request, time.monotonic() + seconds
+        while True:
+            found = self.core.stacks(target, number)
+            if time.monotonic() >= until or all(len(known) >= world for world, known in found.values()):
+                return found
+            await asyncio.sleep(STACKS_POLL_SECONDS)  # an operator waits; the answers come within a second
+
+    def report(self, report: Report) -> None:
+        """A launcher reports the end of a group."""
+        self._note(self.incidents.report(report, time.monotonic(), time.time()))
+
+    def listed_incidents(self) -> list[IncidentView]:
+        """Return the incidents of the event log, the newest first."""
+        return listed(self._events.newest(self.name, KEPT_PER_JOB))
 
     def _process(self, event: Event, arranged: Callable[[list[Step]], list[Step]] | None = None) -> None:
         """``arranged`` inserts calls of the shell between the decisions; None: it inserts nothing."""
@@ -319,6 +351,26 @@ class Job:
         self.history.add(entry, time.monotonic())
         tell = LOUD.get(entry.kind, log.info)
         tell(entry.kind, job=self.name, replica_id=entry.replica_id, **entry.detail)
+        stacks = self.core.last_stacks(entry.replica_id) if entry.kind == "lost" else ()
+        facts = entry.kind, entry.replica_id, entry.detail, stacks
+        self._note(self.incidents.note(*facts, time.monotonic(), time.time()))
+
+    def _note(self, found: list[Incident]) -> None:
+        """Log incidents, and set the timer for those that wait for their launcher."""
+        for one in found:
+            made: list[Happened] = []
+            self._log(LogEntry(KIND, one.replica_id, one.detail), made)
+            self._events.keep_private(made[0].id, one.log, one.stacks)
+            self.verdicts[one.detail["verdict"]] += 1
+            self.newest_incident = next(iter(self.listed_incidents()), None)
+        if self._incident_timer is not None:
+            self._incident_timer.cancel()
+        due = self.incidents.deadline()
+        if due < NEVER and not self._over:
+            self._incident_timer = self._loop.call_later(max(MIN_WAIT, due - time.monotonic()), self._incidents_due)
+
+    def _incidents_due(self) -> None:
+        self._note(self.incidents.decide_due(time.monotonic()))
 
     # ---- 3. time
 
@@ -360,8 +412,9 @@ class Job:
         """Make the job inactive: no more decisions, no more messages."""
         self._over = True
         self._outbox.clear()
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._incident_timer):
+            if timer is not None:
+                timer.cancel()
         for done in list(self._orders):
             if not done.done():
                 done.set_exception(TermOverError("the outcome of the order is unknown; retry"))

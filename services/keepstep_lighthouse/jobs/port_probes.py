@@ -131,9 +131,8 @@ async def refuses(host: str, port: int) -> bool:
 
 @asynccontextmanager
 async def _connection(host: str, port: int) -> AsyncIterator[socket.socket]:
-    flags = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)[0]
-    with open_socket(family, kind, protocol) as opened:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with open_socket(family, socket.SOCK_STREAM, 0) as opened:
         opened.setblocking(False)
-        await asyncio.get_running_loop().sock_connect(opened, address)
+        await asyncio.get_running_loop().sock_connect(opened, (host, port))
         yield opened

@@ -71,6 +71,11 @@ class ReplicaHistory:
             facts.times = facts.times + 1 if facts.error == kind else 1
             facts.error, facts.reason, facts.error_at = str(kind), str(entry.detail.get("reason", "")), now
 
+    def host_of(self, replica_id: str) -> str:
+        """Return the name of the machine of a group; empty: unknown."""
+        facts = self._facts.get(name_of(replica_id)) or self._facts.get(replica_id)
+        return facts.host if facts is not None else ""
+
     def unlike_others(self, replica_id: str, connected: Collection[str]) -> str:
         """Return the versions that most of the ``connected`` groups have, if this one has others; else empty.
 

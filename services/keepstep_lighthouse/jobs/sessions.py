@@ -23,6 +23,7 @@ from keepstep_lighthouse.quorum.events import (
     LeftOnPurpose,
     MovedAway,
     ShardsReported,
+    StacksReported,
 )
 from keepstep_lighthouse.quorum.job_record import JobRecord
 from keepstep_mesh.config.logging import get_logger
@@ -48,6 +49,7 @@ from keepstep_mesh.protocol.messages import (
     Welcome,
 )
 from keepstep_mesh.protocol.policy import Policy
+from keepstep_mesh.protocol.stack_messages import RankStacks
 
 HELLO_SECONDS = 10.0
 SESSION_CLOSE_SECONDS = 5.0
@@ -168,6 +170,8 @@ class Session:
                 shell.handle(HealProgress(self.number, message))
             case ShardReport():
                 shell.handle(ShardsReported(self.number, message))
+            case RankStacks():
+                shell.handle(StacksReported(self.number, message))
             case Leave(reason, cause, step):
                 shell.handle(LeftOnPurpose(self.number, reason, cause, step))
             case Moved():

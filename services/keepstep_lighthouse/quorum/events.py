@@ -13,6 +13,7 @@ from keepstep_lighthouse.quorum.job_record import JobRecord
 from keepstep_mesh.protocol.membership import Data, HeldAnswer
 from keepstep_mesh.protocol.messages import Healing, Quorum, QuorumRequest, ShardReport, ToWorker
 from keepstep_mesh.protocol.policy import Policy
+from keepstep_mesh.protocol.stack_messages import RankStacks
 
 # ---- events
 
@@ -178,6 +179,19 @@ class StragglerFound:
 
 
 @dataclass(frozen=True, slots=True)
+class StacksReported:
+    session: int
+    found: RankStacks
+
+
+@dataclass(frozen=True, slots=True)
+class StacksOrdered:
+    """Ask groups for their stacks. ``target``: as of ``EvictOrdered``; empty: all groups."""
+
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """The deadline of the state machine has passed. Harmless at any other time."""
 
@@ -203,6 +217,8 @@ Event = (
     | VerifyOrdered
     | ReopenOrdered
     | StragglerFound
+    | StacksReported
+    | StacksOrdered
     | Tick
 )
 

@@ -10,6 +10,7 @@ from keepstep_lighthouse.quorum.agreement.agreements import Agreements
 from keepstep_lighthouse.quorum.agreement.step_reports import StepReports
 from keepstep_lighthouse.quorum.finishing.finishing import Finishing
 from keepstep_lighthouse.quorum.forming.announcing import Announcer
+from keepstep_lighthouse.quorum.hangs.hangs import Hangs
 from keepstep_lighthouse.quorum.job_record import JobRecord
 from keepstep_lighthouse.quorum.job_state import JobState
 from keepstep_lighthouse.quorum.orders import Orders
@@ -28,9 +29,9 @@ class Features:
     def __init__(self, record: JobRecord, now: float, now_unix: float) -> None:
         job = self.job = JobState(record, now_unix)
         self.takeover = takeover = Takeover(job, now)
-        self.shards = Shards(job)
+        self.shards = shards = Shards(job)
         self.announcer = Announcer(job)
-        self.probation = probation = Probation(job)
+        self.probation = probation = Probation(job, shards)
         self.verification = verification = Verification(job)
         self.agreements = Agreements(job)
         self.reports = StepReports(job, self.agreements)
@@ -38,6 +39,7 @@ class Features:
         self.health = Health(job, takeover, departures, now)
         self.ports = Ports(job, takeover, departures)
         self.arrivals = Arrivals(job, takeover, probation, departures, self.ports)
+        self.hangs = Hangs(job, departures)
         self.orders = Orders(job, takeover, probation, departures, self.health)
         self.finishing = Finishing(job, probation, verification, departures)
         self.spares = Spares(job, takeover, probation, departures, self.finishing)

@@ -83,3 +83,5 @@ class JobRecord:
     """Groups that a spare replaces, in the order of the orders."""
     diverged: tuple[Divergence, ...] = ()
     """Groups that had to heal because they differed; they are refused if they differ again."""
+    longest_step: float = 0.0
+    """Seconds, roughly: of the last steps. The next lighthouse learns from it when a group hangs. 0: unknown."""

@@ -46,6 +46,8 @@ from keepstep_lighthouse.quorum.events import (
     ReopenOrdered,
     ReplaceOrdered,
     ShardsReported,
+    StacksOrdered,
+    StacksReported,
     StragglerFound,
     Tick,
     VerifyOrdered,
@@ -56,6 +58,7 @@ from keepstep_lighthouse.quorum.groups.group import Group
 from keepstep_lighthouse.quorum.groups.groups import NEVER
 from keepstep_lighthouse.quorum.groups.tally import Tally
 from keepstep_lighthouse.quorum.job_record import JobRecord
+from keepstep_lighthouse.quorum.presence.departures import BROKEN
 from keepstep_lighthouse.quorum.settling import Settling
 from keepstep_lighthouse.quorum.views import job_status, reasons
 from keepstep_lighthouse.quorum.views.job_status import JobStatus
@@ -68,6 +71,8 @@ from keepstep_lighthouse.quorum.views.replicas import (
     quorum_view,
     replica_views,
 )
+from keepstep_mesh.protocol.names import name_of
+from keepstep_mesh.protocol.stack_messages import RankStacks
 
 
 class JobCore:
@@ -113,6 +118,7 @@ class JobCore:
                 return decisions
             case Opened():
                 features.arrivals.open_session(event, now, now_unix)
+                features.hangs.arm(now)
             case Closed(session):
                 if (group := self._groups.by_session.get(session)) is not None:
                     self._groups.disconnect(group, now)
@@ -128,6 +134,13 @@ class JobCore:
             case ShardsReported(session, told):
                 if (group := self.heard(session, now)) is not None:
                     features.shards.reported(group, told)
+            case StacksReported(session, found):
+                if (group := self.heard(session, now)) is not None:
+                    features.hangs.answered(group, found, now)
+                return decisions
+            case StacksOrdered(target):
+                features.hangs.ask(target)
+                return decisions
             case Cancelled(session, number):
                 if (group := self.heard(session, now)) is not None:
                     requests.cancel(job, group, number)
@@ -140,7 +153,7 @@ class JobCore:
             case GroupFailed(session, reason):
                 if (group := self.heard(session, now)) is not None:
                     job.end(session)
-                    features.departures.lose(group, f"it failed: {reason}", now)
+                    features.departures.lose(group, f"it failed: {reason}", now, BROKEN)
             case EvictOrdered():
                 features.orders.evict(event, now, now_unix)
             case DrainOrdered(target, reason, by):
@@ -151,6 +164,7 @@ class JobCore:
                 features.orders.readmit(event, now_unix)
             case PolicyOrdered():
                 features.orders.change_policy(event, now)
+                features.hangs.arm(now)
             case VerifyOrdered(by):
                 features.verification.order(by)
             case ReopenOrdered():
@@ -173,7 +187,8 @@ class JobCore:
 
     def deadline(self) -> float | None:
         """Return the monotonic time of the next ``Tick``; None: no tick is needed."""
-        due = min(self._groups.next_request_deadline(), self._features.health.deadline())
+        features = self._features
+        due = min(self._groups.next_request_deadline(), features.health.deadline(), features.hangs.deadline())
         partings = self._features.probation.partings
         if partings.groups:
             due = min(due, partings.due())
@@ -188,6 +203,7 @@ class JobCore:
             )  # a request whose deadline is that of the stragglers gets a quorum without them
         self._deny_overdue(now)
         self._features.health.check(now)
+        self._features.hangs.check(now, now_unix)
 
     def _deny_overdue(self, now: float) -> None:
         overdue = [(g, reasons.of_group(g, self._groups, self.record, now)) for g in self._groups.overdue(now)]
@@ -216,7 +232,8 @@ class JobCore:
         absent, last = self._takeover.absent, self._state.last
         formed = None if self._settling.formed is None else self._settling.formed.reason
         gone = gone_sentences(self._features.departures.gone, self._groups, now)
-        return quorum_view(self._groups, self.record, absent, last, self.reason(now), formed, gone)
+        hangs = self.hang_sentences()
+        return quorum_view(self._groups, self.record, absent, last, self.reason(now), formed, gone, hangs)
 
     def status(self, now: float, now_unix: float) -> JobStatus:
         """Return whether the job runs, and if not, how it ended."""
@@ -243,7 +260,8 @@ class JobCore:
         """Return every incarnation once: present ones sorted by replica_id, then those that left within
         ``GONE_SECONDS``, the latest first.
         """
-        return replica_views(self._groups, self.record, self._takeover.absent, self._features.departures.gone, now)
+        hangs, absent = self._features.hangs.sentences(), self._takeover.absent
+        return replica_views(self._groups, self.record, absent, self._features.departures.gone, hangs, now)
 
     def returning(self) -> str | None:
         """Return why a group without a session may reconnect at any moment, as a sentence; None: no group may."""
@@ -261,6 +279,45 @@ class JobCore:
         """Return why no spare can replace the target now, as a sentence; None: one can."""
         found = self._groups.matching(target)
         return self._features.spares.refusal(found[0]) if found else f"{target} is not connected"
+
+    def hang_sentences(self) -> tuple[str, ...]:
+        """Return which groups hold up the job, and in which line, a sentence each."""
+        return tuple(self._features.hangs.sentences().values())
+
+    def held_up(self) -> dict[tuple[str, int], float]:
+        """Return the seconds for which ranks hold up the job, by name of the group and rank, as of the last look."""
+        suspects = self._features.hangs.verdict.suspects
+        return {(name_of(one.replica_id), one.found.rank): one.seconds for one in suspects}
+
+    def stacks(self, target: str, number: int) -> dict[str, tuple[int, dict[int, RankStacks]]]:
+        """Return the answers of connected groups to request ``number``, and later ones.
+
+        Args:
+            target: a stable name or one incarnation; empty: all groups.
+            number: see ``StacksRequest``.
+
+        Returns:
+            By replica_id: the number of ranks, and the answers by rank.
+        """
+        known = self._features.hangs.stacks
+        return {
+            one.replica_id: (
+                max(1, one.info.world_size),
+                {rank: found for rank, found in known.get(one.replica_id, {}).items() if found.number >= number},
+            )
+            for one in (self._groups.matching(target) if target else self._groups)
+            if one.session is not None
+        }
+
+    def last_stacks(self, replica_id: str) -> tuple[RankStacks, ...]:
+        """Return the last stacks of a group that was late, or lately so, by rank."""
+        known = self._features.hangs.stacks.get(replica_id, {})
+        return tuple(known[rank] for rank in sorted(known))
+
+    @property
+    def stack_request(self) -> int:
+        """Number of the last request for stacks."""
+        return self._features.hangs.number
 
     @property
     def incomparable(self) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from keepstep_lighthouse.quorum.events import EvictOrdered, PolicyOrdered, ReadmitOrdered
 from keepstep_lighthouse.quorum.job_state import JobState
 from keepstep_lighthouse.quorum.presence import bans
-from keepstep_lighthouse.quorum.presence.departures import Departures
+from keepstep_lighthouse.quorum.presence.departures import EVICTED, Departures
 from keepstep_lighthouse.quorum.presence.health import Health
 from keepstep_lighthouse.quorum.probation.probation import Probation
 from keepstep_lighthouse.quorum.takeover import Takeover
@@ -52,11 +52,11 @@ class Orders:
             if group.session is not None:
                 self._job.tell(group.session, Evicted(order.reason, order.ban_seconds))
                 self._job.end(group.session)
-            self._departures.lose(group, f"evicted by {order.by}: {order.reason}", now)
+            self._departures.lose(group, f"evicted by {order.by}: {order.reason}", now, EVICTED)
             self._departures.expect_no_longer(group.name)
             self._probation.forgive(group.name, "it was evicted")
         for replica_id in absent:
-            self._departures.give_up_absent(replica_id, f"evicted by {order.by}: {order.reason}", now)
+            self._departures.give_up_absent(replica_id, f"evicted by {order.by}: {order.reason}", now, EVICTED)
             self._departures.expect_no_longer(name_of(replica_id))
             self._takeover.no_longer_absent(replica_id, now)
 

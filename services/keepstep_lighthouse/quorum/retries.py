@@ -6,7 +6,8 @@ A group whose all-reduces failed may ask with ``retry`` for a quorum of the same
   the next one, and they do not wait for a joiner.
 * If too few members are left for a quorum, the request is denied, so that joiners complete it.
 * The gradients of a group are those of its state. If another member holds a newer state, because it had committed the
-  step before the loss, the request is denied. The group then discards the step, asks again, and heals.
+  step before the loss, the request is denied. The group then discards the step, asks again, and heals. A group that
+  follows the others contributes zeros, and retries with them.
 * A group that is parted (``probation``) is denied too: the others take the step without it.
 * A member that does not retry may take part: it asks for the same step, and computes it again.
 """
@@ -20,7 +21,7 @@ from keepstep_lighthouse.quorum.forming.quorum_rules import ANNOUNCING, Code, Ve
 from keepstep_lighthouse.quorum.groups.group import Group
 from keepstep_lighthouse.quorum.job_state import JobState
 from keepstep_lighthouse.quorum.views.reasons import named
-from keepstep_mesh.protocol.lineage import reference_state
+from keepstep_mesh.protocol.lineage import following, reference_state
 
 WAITS_FOR_OTHERS: frozenset[Code] = frozenset(("stragglers", "healing"))
 """Verdicts that wait for groups that do not ask yet."""
@@ -63,8 +64,11 @@ def _deny_late(job: JobState) -> bool:
     chosen = choose(job.groups, job.record)
     members = members_of(chosen)
     step, lineage = reference_state(members)
+    heals = all(group.request is None or group.request.allow_heal for group in chosen)  # else none follows
+    lineages = {lineage, following(lineage)} if heals else {lineage}
+    fits = [one.step == step and one.lineage in lineages for one in members]
+    late = [group for group, fit in zip(chosen, fits, strict=True) if _retries(group) and not fit]
     held = [(one.step, one.lineage) == (step, lineage) for one in members]
-    late = [group for group, holds in zip(chosen, held, strict=True) if _retries(group) and not holds]
     newest = named(group.name for group, holds in zip(chosen, held, strict=True) if holds)
     for group in late:
         _deny(job, group, f"{group.name} cannot retry the step after step {group.step}: {newest} committed it")

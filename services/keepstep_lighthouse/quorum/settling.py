@@ -64,6 +64,8 @@ class Settling:
         """Form a quorum, if the verdict holds after those groups were refused that do not fit."""
         job, features, groups, policy = self._job, self._features, self._job.groups, self._job.record.policy
         if self._is_due and features.probation.active and features.probation.settle(now):
+            if groups.standing_by:
+                features.spares.settle(now)  # a spare takes the place of a group that is parted
             self.verdict = self._judge(now)
         if self.verdict.code == "min_replicas" and features.probation.let_in_needed():
             self.verdict = self._judge(now)
@@ -123,6 +125,7 @@ class Settling:
         job.reached = announce.step
         if last is None:
             features.takeover.quorum_formed()
+        features.hangs.round_begins(now)
         job.round = Round(job.round.number + 1, now)
         if left_behind:
             reason = f"quorum {before.quorum_id} is over, the job is at {announce.quorum_id}"

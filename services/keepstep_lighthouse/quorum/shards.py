@@ -1,7 +1,8 @@
 """Shards of a job whose model exists once: worlds that its members form, and members without copies. Pure.
 
-Each member tells its keepers, and those of them that have no copies. A shard can be had of its member and of the
-keepers that have copies (``groups.sources``). Rules:
+Each member tells its keepers, those of them that have no copies, and the members of which it has copies itself: after
+a takeover these may not come back to tell. A shard can be had of its member and of the keepers that have copies
+(``groups.sources``). Rules:
 
 * No quorum forms without all groups that have a shard, as long as one of them is there, also if it hangs: the others
   could not go on. Those that were lost by their silence, or did not reconnect after a takeover, may live behind a
@@ -15,10 +16,13 @@ keepers that have copies (``groups.sources``). Rules:
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from keepstep_lighthouse.quorum.forming.quorum_rules import Verdict, choose, surplus
 from keepstep_lighthouse.quorum.groups.group import Group
 from keepstep_lighthouse.quorum.job_state import JobState
 from keepstep_lighthouse.quorum.views import reasons
+from keepstep_mesh.protocol.lineage import worth
 from keepstep_mesh.protocol.membership import Data
 from keepstep_mesh.protocol.messages import ShardReport
 from keepstep_mesh.protocol.names import name_of
@@ -43,7 +47,8 @@ class Shards:
             self._job.groups.sources.begin(record.members if record.quorum_id == told.world else ())
         if told.world == self._world and told.how != LOST:
             without = {hole.keeper for hole in told.exposed}
-            self._job.groups.sources.note(group.replica_id, [one for one in told.keepers if one not in without])
+            has = [one for one in told.keepers if one not in without]
+            self._job.groups.sources.told(group.replica_id, has, told.keeps)
         if told.formed and told.world > self._logged:
             self._logged = told.world
             self._log_world(told)
@@ -68,6 +73,18 @@ class Shards:
             until = first_asked + self._job.record.policy.join_timeout
             return Verdict("shards", until) if now < until else None
         return None
+
+    def complete_without(self, names: Collection[str]) -> bool:
+        """Return whether the other groups that ask have all shards of the newest state. True for other jobs."""
+        groups = self._job.groups
+        if not groups.sources:
+            return True
+        asking = groups.all_asking()
+        kept = [one for one in asking if one.name not in names]
+        if any(groups.sources.lost_without({one.replica_id for one in kept}, groups.by_id)):
+            return False
+        newest = max(map(worth, asking), default=None)
+        return any(worth(one) == newest for one in kept)
 
     def let_leave(self) -> None:
         """Send the orders to drain that have waited, if shards can be had without these groups now."""

@@ -24,7 +24,7 @@ from dataclasses import replace as changed
 from keepstep_lighthouse.quorum.events import ReplaceOrdered
 from keepstep_lighthouse.quorum.finishing.finishing import Finishing
 from keepstep_lighthouse.quorum.forming.quorum_rules import full_count
-from keepstep_lighthouse.quorum.groups.group import Exclusion, Group
+from keepstep_lighthouse.quorum.groups.group import Group
 from keepstep_lighthouse.quorum.job_record import Replacement
 from keepstep_lighthouse.quorum.job_state import JobState
 from keepstep_lighthouse.quorum.presence.departures import FAILED, Departures
@@ -157,15 +157,8 @@ class Spares:
 
     def _ready(self) -> list[Group]:
         """Return the spares that could train in the next quorum: those with the newest state first, then the oldest."""
-        waiting = [
-            group
-            for group in self._job.groups.standing_by.values()
-            if group.request is not None
-            and group.is_excluded(Exclusion.SPARE)
-            and group.draining is None
-            and not self._probation.partings.is_out(group.name)
-        ]
-        waiting.sort(key=lambda group: group.arrived)
+        ready = self._job.groups.ready_spares()
+        waiting = [group for group in ready if not self._probation.partings.is_out(group.name)]
         return sorted(waiting, key=worth, reverse=True)
 
     def _to_replace(self) -> list[tuple[Group, Replacement]]:

@@ -89,6 +89,8 @@ class NowView:
     joining: tuple[str, ...]
     waiting_for: str | None
     """Why the next quorum waits, as a sentence; None: it does not wait, or the lighthouse did not answer."""
+    hangs: tuple[str, ...]
+    """Ranks that hold up the job for longer than usual, and in which line; each a sentence."""
     groups: tuple[GroupNow, ...]
     """Sorted by name, without groups that left gracefully."""
     steps_per_second: float | None
@@ -137,6 +139,7 @@ def now_view(job: Job, live: Live, now: float) -> NowView:
         participants=tuple(sorted(job.participants)),
         joining=tuple(sorted(joining)),
         waiting_for=live.waiting_for,
+        hangs=live.hangs,
         groups=tuple(
             _group_now(one, job, live) for _, one in sorted(job.groups.items()) if one.timeline.state is not State.GONE
         ),

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from keepstep_metrics.history.events import Event
+from keepstep_metrics.history.events import Event, number, reason_of
 from keepstep_metrics.history.findings.incidents import fold
 from keepstep_metrics.history.job import Job
 from keepstep_metrics.history.transfers import Transfer
@@ -49,10 +49,25 @@ class FailureView:
 
 
 @dataclass(frozen=True, slots=True)
+class EndView:
+    """Why a group ended, as its lighthouse judges (``incident``)."""
+
+    t: float
+    name: str
+    host: str
+    """Empty: unknown."""
+    verdict: str
+    reason: str
+    """The evidence, sentences with semicolons between."""
+
+
+@dataclass(frozen=True, slots=True)
 class FailuresView:
     job: str
     failures: tuple[FailureView, ...]
     """Newest first."""
+    ends: tuple[EndView, ...]
+    """Of the last day, newest first; also those that count as no failure, such as a preemption."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +179,9 @@ def _transfer(one: Transfer, live: Live) -> TransferView:
     )
 
 
-def failures(job: Job, limit: int) -> FailuresView:
+def failures(job: Job, limit: int, ends: Iterable[Event] = ()) -> FailuresView:
+    """``ends``: events ``incident``, oldest first. A later one replaces one of the same end."""
+    latest = {(one.name, number(one.detail.get("at"))): one for one in ends}
     newest = [*job.failures][::-1][:limit]
     return FailuresView(
         job.name,
@@ -178,6 +195,11 @@ def failures(job: Job, limit: int) -> FailuresView:
                 None if one.recovered_at is None else one.recovered_at - one.t,
             )
             for one in newest
+        ),
+        tuple(
+            EndView(t, name, str(one.detail.get("host", "")), str(one.detail.get("verdict", "")), reason_of(one.detail))
+            for (name, t), one in sorted(latest.items(), key=lambda item: -item[0][1])[:limit]
+            if one.detail.get("verdict") != "ordered"  # it turned out to be no incident
         ),
     )
 

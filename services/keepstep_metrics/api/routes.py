@@ -27,6 +27,7 @@ from keepstep_metrics.history.job import Job
 from keepstep_metrics.lighthouse.live_status import StateOfJob
 from keepstep_metrics.lighthouse.service_vitals import Vitals
 from keepstep_metrics.node import MetricsNode
+from keepstep_metrics.settings import DAY
 from keepstep_metrics.storage.event_store import StoreError
 
 HOUR = 3600.0
@@ -149,7 +150,7 @@ def routes(metrics: MetricsNode, all_routes: Callable[[], list[Route]]) -> list[
         ),
         Route("GET", f"{JOB}/stragglers", here.stragglers, Access.READ, "distance of each group from the median"),
         Route("GET", f"{JOB}/transfers", here.transfers, Access.READ, "heals and uploads, newest first"),
-        Route("GET", f"{JOB}/failures", here.failures, Access.READ, "failures, their causes and recoveries"),
+        Route("GET", f"{JOB}/failures", here.failures, Access.READ, "failures and recoveries, and why groups ended"),
         Route("GET", f"{JOB}/events", here.events, Access.READ, "the event log, with sentences"),
         Route("GET", f"{JOB}/incidents", here.incidents, Access.READ, "events, those of one failure together"),
         Route("GET", JOB, here.pass_on, Access.READ, "policy and bans (forwarded to the lighthouse)"),
@@ -226,7 +227,9 @@ class _Api:
         return json_answer(log_views.transfers(job, self._metrics.asker.live(job.name)))
 
     async def failures(self, request: web.Request) -> web.Response:
-        return json_answer(log_views.failures(self._job(request), number(request, "limit", LIMIT)))
+        job, limit, now = self._job(request), number(request, "limit", LIMIT), time.time()
+        ends = await self._metrics.store.events_between(job.name, now - DAY, now, MAX_LIMIT, ("incident",))
+        return json_answer(log_views.failures(job, limit, ends))
 
     async def events(self, request: web.Request) -> web.Response:
         job, limit = request.match_info["job"], min(number(request, "limit", LIMIT), MAX_LIMIT)

@@ -23,6 +23,7 @@ const FAILURES = [["when", ""], ["group", "name"], ["cause", ""], ["time to comm
   "time to return",
   "num",
 ]];
+const ENDS = [["when", ""], ["group", "name"], ["host", ""], ["verdict", ""], ["evidence", ""]];
 const STRAGGLERS = [["group", "name"], ["busy time", "num"], ["score", "num"], ["straggler since", ""]];
 
 export class JobPage {
@@ -79,6 +80,7 @@ export class JobPage {
     this.title = el("h2", {}, `Job ${this.job}`);
     this.headline = el("p", { class: "headline", role: "status" });
     this.waiting = el("p", { class: "waiting" });
+    this.hangs = el("p", { class: "waiting hangs" });
     const names = ["step", "steps/s", "loss", "last commit", "groups", "goodput"];
     this.facts = Object.fromEntries(names.map((name) => [name, el("dd")]));
     this.members = el("p", { class: "members dim" });
@@ -103,6 +105,8 @@ export class JobPage {
     this.log = new Incidents({ zoom, pick });
     const failures = table("Failures", FAILURES);
     this.failures = new Rows(failures.body, () => textRow(FAILURES, failureTexts), "none yet");
+    const ends = table("Why groups ended", ENDS);
+    this.ends = new Rows(ends.body, () => textRow(ENDS, endTexts), "no group has ended without an order");
     const stragglers = table("Stragglers", STRAGGLERS);
     this.spread = el("p", { class: "dim" });
     this.stragglers = new Rows(stragglers.body, () => textRow(STRAGGLERS, stragglerTexts), "no step times yet");
@@ -122,6 +126,7 @@ export class JobPage {
         ),
         this.headline,
         this.waiting,
+        this.hangs,
         facts,
         this.alertList,
         this.members,
@@ -146,6 +151,7 @@ export class JobPage {
         "div",
         { class: "column" },
         panel("Failures", failures.box),
+        panel("Why groups ended", ends.box),
         panel("Slowest groups", this.spread, stragglers.box),
       ),
     );
@@ -218,6 +224,7 @@ export class JobPage {
     say(this.title, `Job ${this.job}${oneCopy(now) ? ", one copy" : ""}`);
     say(this.headline, headline(now, plural));
     say(this.waiting, now.waiting_for ? `Next quorum: ${byStableNames(now.waiting_for)}.` : "");
+    say(this.hangs, now.hangs.length ? `Held up: ${byStableNames(now.hangs.join("; "))}.` : "");
     say(this.facts.step, number(now.step));
     say(this.facts["steps/s"], number(now.steps_per_second));
     say(this.facts.loss, number(now.loss));
@@ -310,6 +317,7 @@ export class JobPage {
       );
       this.heals.showTransfers(transfers.transfers);
       this.failures.show([...failures.failures].sort((a, b) => b.t - a.t), (one) => `${one.t} ${one.name}`);
+      this.ends.show(failures.ends, (one) => `${one.t} ${one.name}`);
       this.log.show(incidents);
       this.tell(null);
     } catch (error) {
@@ -383,6 +391,8 @@ const failureTexts = (one) => [
   duration(one.seconds_to_commit),
   one.recovered_at == null ? "not back yet" : duration(one.seconds_to_return),
 ];
+
+const endTexts = (one) => [clock(one.t), one.name, one.host || "–", one.verdict, byStableNames(one.reason)];
 
 const stragglerTexts = (one) => [
   one.name,

@@ -56,8 +56,7 @@ def sentence(event: str, name: str, detail: Mapping[str, Any]) -> str:
         case "let_in":
             return f"{name} may take part again, on trial: {reason}"
         case "not_parted":
-            left, needed = detail.get("left"), detail.get("needed")
-            return f"no group was kept out, because {left} would be left and a quorum needs {needed}: {reason}"
+            return f"no group was kept out: {reason}"
         case "drain":
             return f"{detail.get('by')} drained {name}: {reason}"
         case "replace":
@@ -111,8 +110,10 @@ def sentence(event: str, name: str, detail: Mapping[str, Any]) -> str:
         case "nonfinite":
             where = "in" if detail.get("committed") else "after"  # a step that was not committed has no number
             return f"{name} contributed a NaN or an infinity {where} step {detail.get('step')}"
-        case "collectives_differ" | "values_differ":
+        case "collectives_differ" | "values_differ" | "hung":
             return reason
+        case "incident":
+            return f"the verdict on {name} is {detail.get('verdict')}: {reason}"
         case "job_deleted" if detail.get("by") == "job_ttl":
             return f"the job expired, unused for {_number(detail.get('idle_seconds')):.0f} s"
         case "job_deleted":

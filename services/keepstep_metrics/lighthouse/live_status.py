@@ -124,6 +124,8 @@ class Live:
     hosts: dict[str, str] = field(default_factory=dict)
     copies: dict[str, LiveCopies] = field(default_factory=dict)
     """By stable name, as ``hosts``."""
+    hangs: tuple[str, ...] = ()
+    """Ranks that hold up the job for longer than usual, and in which line; each a sentence."""
 
 
 class LiveStatusPoller:
@@ -212,6 +214,7 @@ class LiveStatusPoller:
                 tuple(sorted({*about["evicted"], *(one["target"] for one in about["bans"])})),
                 hosts,
                 copies,
+                tuple(quorum["hangs"]),
             )
         if live != self._live.get(job, NOTHING):
             self._live[job] = live

@@ -12,7 +12,7 @@ from keepstep_mesh.config.settings import split_addresses
 from keepstep_mesh.net.http import Problem
 from keepstep_mesh.security.tokens import Access
 from keepstep_mesh.serving import openapi
-from keepstep_mesh.serving.application import CALLER, Route
+from keepstep_mesh.serving.application import CALLER, ROLE, Route
 from keepstep_mesh.serving.openapi import Shape
 from keepstep_mesh.serving.rest import bad, json_answer, number, read_body
 from keepstep_relay.api import answers, exchange, requests, torch_download
@@ -46,6 +46,8 @@ class BeginBody:
     """True: commit only if one producer reported the counting root of every rank, so that no ranks are mixed."""
     open: bool = False
     """True: never commit it. It can be read, and is dropped when a rank sends nothing for --upload-timeout."""
+    overwrite: bool = False
+    """True: begin or join the next version, which replaces a committed checkpoint when it is committed itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,11 +166,18 @@ class _Admin:
         again = request.query.get("again", "1")
         if again not in ("0", "1"):
             raise bad(f"invalid again {again[:40]!r}: expected 0 or 1")
+        key = self._relay.core.to_begin(key, overwrite=body.overwrite)
+        if body.overwrite and key.version and request[ROLE] not in Access.ADMIN.value:
+            raise Problem(
+                HTTPStatus.FORBIDDEN,
+                f"{key.at(0)} is committed, and a {request[ROLE].value} token may not overwrite it: that deletes the "
+                f"earlier one, which takes an admin token",
+            )
         new = await self._store.begin(key, facts, rank, again=again == "1")
         return self._view(key, HTTPStatus.CREATED if new else HTTPStatus.OK)
 
     async def plan(self, request: web.Request) -> web.Response:
-        key, body = requests.key(request), await read_body(request, PlanBody)
+        key, body = requests.key(request, self._relay.core), await read_body(request, PlanBody)
         root = requests.from_hex(body.root, "root", ROOT_BYTES)
         if not 0 < len(body.producer) <= MAX_TEXT:
             raise bad(f"invalid producer: expected 1 to {MAX_TEXT} characters")
@@ -176,7 +185,7 @@ class _Admin:
         return json_answer(plan_view(self._store, self._relay.core.checkpoint(key), body.rank, root))
 
     async def put_manifest(self, request: web.Request) -> web.Response:
-        key, rank = requests.key(request), requests.rank(request)
+        key, rank = requests.key(request, self._relay.core), requests.rank(request)
         self._relay.core.checkpoint(key)
         async with requests.manifest_body(request, self._relay) as manifest:
             await self._store.put_manifest(key, rank, manifest)
@@ -187,7 +196,7 @@ class _Admin:
         return json_answer(plan_view(self._store, one, rank, table.root), HTTPStatus.CREATED)
 
     async def result(self, request: web.Request) -> web.Response:
-        key, body = requests.key(request), await read_body(request, ResultBody)
+        key, body = requests.key(request, self._relay.core), await read_body(request, ResultBody)
         error = None if body.error is None else body.error[:MAX_TEXT]
         await self._store.report(RankReported(key, body.rank, error, body.part))
         if error is not None:
@@ -195,24 +204,24 @@ class _Admin:
         return self._view(key)
 
     async def commit(self, request: web.Request) -> web.Response:
-        key = requests.key(request)
+        key = requests.key(request, self._relay.core)
         await self._store.commit(key)
         return self._view(key)
 
     async def abort(self, request: web.Request) -> web.Response:
-        key, body = requests.key(request), await read_body(request, AbortBody)
+        key, body = requests.key(request, self._relay.core), await read_body(request, AbortBody)
         await self._store.abort(key, body.reason[:MAX_TEXT])
         return web.Response(status=HTTPStatus.NO_CONTENT)
 
     async def remove(self, request: web.Request) -> web.Response:
-        await self._store.remove(requests.key(request), f"removed by {request[CALLER]}")
+        await self._store.remove(requests.key(request, self._relay.core), f"removed by {request[CALLER]}")
         return web.Response(status=HTTPStatus.NO_CONTENT)
 
     # ---- reads
 
     async def list(self, request: web.Request) -> web.Response:
         job, step = requests.job(request), number(request, "step", -1)
-        found = [one for key, one in self._relay.core.checkpoints.items() if key.job == job]
+        found = [one for key, one in self._relay.core.checkpoints.items() if key.job == job and not one.replaced]
         views = sorted(
             (checkpoint_view(self._store, one) for one in found if step in (-1, one.facts.step)),
             key=lambda view: (view.step, view.begun),
@@ -223,10 +232,11 @@ class _Admin:
         return json_answer(CheckpointsView(job, latest, tuple(views), tuple(sorted(unreadable))))
 
     async def show(self, request: web.Request) -> web.Response:
-        return json_answer(detail_view(self._store, self._relay.core.checkpoint(requests.key(request))))
+        one = self._relay.core.checkpoint(requests.key(request, self._relay.core))
+        return json_answer(detail_view(self._store, one))
 
     async def get_manifest(self, request: web.Request) -> web.StreamResponse:
-        key, rank = requests.key(request), requests.rank(request)
+        key, rank = requests.key(request, self._relay.core), requests.rank(request)
         await self._relay.has_manifest(key, rank, requests.wait(request, self._relay.settings.max_wait))
         self._relay.chunks.step(ReadFrom(key))
         manifest = memoryview(self._store.manifests[key, rank])
@@ -237,11 +247,11 @@ class _Admin:
     # ---- processes that serve chunks
 
     async def holders(self, request: web.Request) -> web.Response:
-        one = self._relay.core.checkpoint(requests.key(request))
+        one = self._relay.core.checkpoint(requests.key(request, self._relay.core))
         return json_answer(holders_view(self._store, one, requests.rank(request)))
 
     async def put_holder(self, request: web.Request) -> web.Response:
-        key, body = requests.key(request), await read_body(request, HolderBody)
+        key, body = requests.key(request, self._relay.core), await read_body(request, HolderBody)
         name = requests.name(request.match_info["name"], "holder")
         try:
             (address,) = split_addresses(body.address)

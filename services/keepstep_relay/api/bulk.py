@@ -89,11 +89,11 @@ class _Bulk:
             if frames.wants_slot(request):
                 return await self._put_by_process(request, digest, data)
             try:
-                await requests.body(request, data, self._relay.settings.body_timeout)
+                found = await requests.chunk(request, data, self._relay.settings.body_timeout)
             except BaseException:
                 chunks.memory.release(length)
                 raise
-            return await self._store(digest, data)
+            return await self._store(digest, data, found)
         finally:
             self._traffic.uploads -= 1
 
@@ -116,7 +116,7 @@ class _Bulk:
             answer = problem.response()
         return await upload.answer(answer)
 
-    async def _store(self, digest: bytes, data: memoryview, found: bytes | None = None) -> web.Response:
+    async def _store(self, digest: bytes, data: memoryview, found: bytes) -> web.Response:
         self._traffic.received_bytes += data.nbytes
         try:
             await self._relay.chunks.put(digest, data, found)
@@ -126,7 +126,7 @@ class _Bulk:
 
     async def get_pack(self, request: web.Request) -> web.StreamResponse:
         """Send the pack as its chunks arrive. ``?wait=`` counts for each chunk."""
-        key, rank = requests.key(request), requests.rank_in_path(request)
+        key, rank = requests.key(request, self._relay.core), requests.rank_in_path(request)
         wait = requests.wait(request, self._relay.settings.max_wait)
         await self._relay.has_manifest(key, rank, wait)
         table = self._relay.core.checkpoint(key).tables[rank]

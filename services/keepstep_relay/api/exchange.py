@@ -79,7 +79,7 @@ class _Exchange:
         self._store = relay.checkpoints
 
     async def put_layout(self, request: web.Request) -> web.Response:
-        key, rank = requests.key(request), requests.rank(request)
+        key, rank = requests.key(request, self._relay.core), requests.rank(request)
         self._relay.core.checkpoint(key)
         async with requests.manifest_body(request, self._relay) as layout:
             await self._store.put_layout(key, rank, layout)
@@ -90,7 +90,7 @@ class _Exchange:
         return json_answer(_view(one))
 
     async def layout(self, request: web.Request) -> web.StreamResponse:
-        key, digest = requests.key(request), requests.digest(request)
+        key, digest = requests.key(request, self._relay.core), requests.digest(request)
         layout = self._store.layouts.get((key, digest))
         if layout is None:
             self._relay.core.checkpoint(key)
@@ -111,14 +111,14 @@ class _Exchange:
         try:
             one = await self._wait(request, over)
         except RefusedError:
-            if not self._relay.core.was_committed(requests.key(request)):
+            if not self._relay.core.was_committed(requests.key(request, self._relay.core)):
                 raise
             return json_answer(StateView(State.COMMITTED, reported=True, layout_wanted=False))
         return json_answer(StateView(one.state, rank in one.reported, wanted(one)))
 
     async def _wait(self, request: web.Request, over: Callable[[Checkpoint], bool]) -> Checkpoint:
         """Wait until ``over``, at most ``?wait=``. Raises ``RefusedError`` if the upload was aborted."""
-        key, rank = requests.key(request), requests.rank(request)
+        key, rank = requests.key(request, self._relay.core), requests.rank(request)
         loop = asyncio.get_running_loop()
         end = loop.time() + requests.wait(request, self._relay.settings.max_wait)
         while True:

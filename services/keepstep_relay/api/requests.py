@@ -13,9 +13,11 @@ from aiohttp import hdrs, web
 
 from keepstep_mesh.net.http import Problem
 from keepstep_mesh.protocol import names
-from keepstep_mesh.protocol.manifest import DIGEST_BYTES, MAX_MANIFEST_BYTES
+from keepstep_mesh.protocol.manifest import DIGEST_BYTES, MAX_MANIFEST_BYTES, chunk_digest
 from keepstep_mesh.serving.rest import bad
+from keepstep_relay.api.direct_bodies import body_of
 from keepstep_relay.core.events import Key
+from keepstep_relay.core.machine import RelayCore
 from keepstep_relay.node import RelayNode
 
 RAW = "application/octet-stream"
@@ -30,8 +32,15 @@ def name(text: str, what: str) -> str:
     return text
 
 
-def key(request: web.Request) -> Key:
-    return Key(job(request), name(request.match_info["id"], "checkpoint"))
+def key(request: web.Request, core: RelayCore) -> Key:
+    """Return the version of a checkpoint that ``{id}`` names: ``NAME`` the current one, ``NAME~N`` version N."""
+    text, tilde, version = request.match_info["id"].partition("~")
+    found = Key(job(request), name(text, "checkpoint"))
+    if not tilde:
+        return core.current(found)
+    if _NUMBER.fullmatch(version) is None:
+        raise bad(f"invalid version {version[:40]!r} of checkpoint {text}: expected an integer from 0")
+    return found.at(int(version))
 
 
 def job(request: web.Request) -> str:
@@ -82,7 +91,8 @@ def wait(request: web.Request, most: float) -> float:
 
 def check_length(request: web.Request, length: int, *, exactly: bool) -> int:
     """Return Content-Length. ``Problem`` unless it is ``length``, or at most ``length`` if not ``exactly``."""
-    announced = request.content_length
+    direct = body_of(request)
+    announced = request.content_length if direct is None else direct.length
     if announced is None:
         raise Problem(HTTPStatus.LENGTH_REQUIRED, "missing Content-Length")
     if announced > length:
@@ -92,6 +102,15 @@ def check_length(request: web.Request, length: int, *, exactly: bool) -> int:
     if hdrs.CONTENT_ENCODING in request.headers:
         raise bad("unsupported Content-Encoding: send the body as it is")
     return announced
+
+
+async def chunk(request: web.BaseRequest, data: memoryview, seconds: float) -> bytes:
+    """Read the body, a whole chunk, into ``data``, and return its digest. ``Problem``: see ``body``."""
+    direct = body_of(request)
+    if direct is not None:
+        return await direct.receive(data, seconds)
+    await body(request, data, seconds)
+    return chunk_digest(data)
 
 
 async def body(request: web.BaseRequest, data: memoryview, seconds: float) -> None:

@@ -30,7 +30,7 @@ from keepstep_relay.torch_view.torch_files import METADATA, TorchDirectory, Torc
 JOINED_BYTES = 64 << 10
 """Shorter parts are sent together."""
 ONE = "/v1/jobs/{job}/checkpoints/{id}"
-OF_RANK = f"{ONE}/__{{rank}}_0.distcp"
+OF_RANK = f"{ONE}/__{{rank}}_{{version}}.distcp"
 SHAPES = {
     f"GET {ONE}/": Shape(None, gives_page=True),
     f"HEAD {ONE}/{METADATA}": Shape(None),
@@ -38,7 +38,7 @@ SHAPES = {
     f"HEAD {OF_RANK}": Shape(None),
     f"GET {OF_RANK}": Shape(None, gives_bytes=True),
 }
-_RANK = re.compile(r"0|[1-9]\d{0,8}")
+_NUMBER = re.compile(r"0|[1-9]\d{0,8}")
 
 
 def routes(relay: RelayNode) -> list[Route]:
@@ -59,30 +59,36 @@ class _TorchFiles:
         self._downloads = Downloads(relay)
 
     async def list(self, request: web.Request) -> web.Response:
-        directory = await self._directory(requests.key(request))
+        directory = await self._directory(requests.key(request, self._relay.core))
         links = "".join(f'<li><a href="{name}">{name}</a> {one.size}</li>\n' for name, one in directory.files.items())
         page = f"<!DOCTYPE html>\n<title>{request.match_info['id']}</title>\n<ul>\n{links}</ul>\n"
         return web.Response(text=page, content_type="text/html")
 
     async def has_file(self, request: web.Request) -> web.Response:
-        directory, file = await self._file(request)
+        _, directory, file = await self._file(request)
         headers: dict[str, str] = {hdrs.CONTENT_LENGTH: str(file.size), hdrs.CONTENT_TYPE: requests.RAW}
         return web.Response(headers={**headers, hdrs.ACCEPT_RANGES: "bytes", **_tag(directory)})
 
     async def get_file(self, request: web.Request) -> web.StreamResponse:
-        directory, file = await self._file(request)
-        asked, key = asked_range(request, file.size), requests.key(request)
+        key, directory, file = await self._file(request)
+        asked = asked_range(request, file.size)
         parts = self._parts(key, file, asked)
         return await self._downloads.answer(request, parts, asked, file.size, _tag(directory), request.path)
 
-    async def _file(self, request: web.Request) -> tuple[TorchDirectory, TorchFile]:
-        key, text = requests.key(request), request.match_info.get("rank")
+    async def _file(self, request: web.Request) -> tuple[Key, TorchDirectory, TorchFile]:
+        key, text = requests.key(request, self._relay.core), request.match_info.get("rank")
+        name = METADATA
+        if text is not None:
+            version = request.match_info["version"]
+            if _NUMBER.fullmatch(version) is None:
+                raise Problem(HTTPStatus.NOT_FOUND, f"{key} has no version {version[:40]!r}")
+            key = key.at(int(version))
+            name = file_name(int(text), key.version) if _NUMBER.fullmatch(text) else ""
         directory = await self._directory(key)
-        name = METADATA if text is None else file_name(int(text)) if _RANK.fullmatch(text) else ""
         if name not in directory.files:
             ranks = len(directory.files) - 1
             raise Problem(HTTPStatus.NOT_FOUND, f"{key} has no rank {text!r}: expected 0 to {ranks - 1}")
-        return directory, directory.files[name]
+        return key, directory, directory.files[name]
 
     async def _parts(self, key: Key, file: TorchFile, asked: range) -> AsyncGenerator[memoryview]:
         """Yield bytes of a file. Short parts are joined, because each takes two system calls."""
@@ -117,7 +123,7 @@ class _TorchFiles:
             if found is None:
                 manifests = [self._store.manifests[key, rank] for rank in range(len(roots))]
                 try:
-                    found = await self._relay.chunks.in_thread(_compute, roots, manifests)
+                    found = await self._relay.chunks.in_thread(_compute, key.version, roots, manifests)
                 except ManifestError as error:
                     raise Problem(
                         HTTPStatus.CONFLICT,
@@ -143,9 +149,9 @@ class _TorchFiles:
             self._relay.chunks.memory.release(size)  # deleted while its directory was computed
 
 
-def _compute(roots: tuple[bytes, ...], manifests: list[bytes]) -> TorchDirectory:
+def _compute(version: int, roots: tuple[bytes, ...], manifests: list[bytes]) -> TorchDirectory:
     contents = [unpack_content(read_envelope(one).content_bytes) for one in manifests]
-    return torch_directory(roots, contents)
+    return torch_directory(roots, contents, version)
 
 
 def _tag(directory: TorchDirectory) -> dict[str, str]:

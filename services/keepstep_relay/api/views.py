@@ -50,6 +50,8 @@ class CheckpointView:
     durable: bool
     """The durable tier has all of it."""
     holders: int
+    version: int
+    """Number of the save that made it, from 0. ``ID~VERSION`` names this one also after a save that overwrites it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,7 @@ def checkpoint_view(store: CheckpointStore, one: Checkpoint) -> CheckpointView:
     tiers = [store.core.inventory.chunks[digest].tiers for digest in one.digests()]
     return CheckpointView(
         job=one.key.job,
-        id=one.key.id,
+        id=one.key.name,
         step=one.facts.step,
         kind=one.facts.kind,
         quorum_id=one.facts.quorum_id,
@@ -123,6 +125,7 @@ def checkpoint_view(store: CheckpointStore, one: Checkpoint) -> CheckpointView:
         on_disk=sum(Tier.DISK in one for one in tiers),
         durable=one.key in store.copies.complete,
         holders=len(one.holders),
+        version=one.key.version,
     )
 
 

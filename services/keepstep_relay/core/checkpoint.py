@@ -49,6 +49,8 @@ class Checkpoint:
     committed_at: float | None = None
     copied: bool = False
     """The durable tier has all of it."""
+    replaced: bool = False
+    """A later version is committed; this one is kept for those who read it."""
     read_until: float = -NEVER
     """Until then it counts as being read."""
     came_bytes: int = 0

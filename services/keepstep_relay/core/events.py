@@ -10,13 +10,26 @@ from keepstep_mesh.protocol.manifest import chunk_count, chunk_length
 
 
 class Key(NamedTuple):
-    """Names one checkpoint."""
+    """Names one version of a checkpoint. A save that overwrites makes the next version."""
 
     job: str
     id: str
+    """``NAME`` of version 0, else ``NAME~VERSION``. No name has a tilde."""
 
     def __str__(self) -> str:
         return f"checkpoint {self.id} of job {self.job}"
+
+    @property
+    def name(self) -> str:
+        return self.id.partition("~")[0]
+
+    @property
+    def version(self) -> int:
+        return int(self.id.partition("~")[2] or 0)
+
+    def at(self, version: int) -> Key:
+        """Return another version of the checkpoint."""
+        return Key(self.job, f"{self.name}~{version}" if version else self.name)
 
 
 class Kind(enum.Enum):

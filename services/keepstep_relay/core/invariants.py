@@ -15,6 +15,8 @@ def check_invariants(core: RelayCore) -> None:
         assert key not in core.ended, "a checkpoint both exists and has ended"
         assert set(one.tables) == set(one.missing) <= set(range(one.facts.ranks))
         assert one.reported <= set(one.tables), "a rank reported without a table"
+        assert one.replaced == (key.version < core.current(key).version), "a replaced version is not marked"
+        assert one.committed_at is not None or not one.replaced, "a later version was committed before an open one"
         assert one.facts.kind is Kind.LIVE or not one.part, "a durable checkpoint is partial"
         if one.committed_at is None:
             incomplete = any(one.missing[rank] for rank in one.reported)

@@ -16,6 +16,8 @@ Rules:
   error gets the reason, once; it does not begin the upload again, which the others have left.
 * Several relays may share a live state, a part each. When all ranks report that the rest is at other relays, the
   upload is over; the part is dropped once no process has read it for ``reading_seconds``.
+* A checkpoint may have several versions. A version that is committed replaces those before it in one step; they are
+  dropped once no process has read them for ``reading_seconds``, or if memory runs short.
 * Only these committed checkpoints are dropped unasked: those beyond the count or age of their kind. Never the newest of
   a job and kind, and never one that was read within ``reading_seconds``. If memory runs short, live checkpoints beyond
   the count go as soon as no process reads them. If the disk or the number of checkpoints runs short, the longest unused
@@ -80,7 +82,7 @@ from keepstep_relay.core.events import (
 from keepstep_relay.core.eviction import evictions
 from keepstep_relay.core.expiry import expired
 from keepstep_relay.core.relay_state import RelayState
-from keepstep_relay.core.retention import longest_unused, retirements, used_until
+from keepstep_relay.core.retention import OVERWRITTEN, longest_unused, retirements, used_until
 
 
 class RelayCore(RelayState):
@@ -148,10 +150,22 @@ class RelayCore(RelayState):
         A commit after ``now``, by a clock that was set back since, counts as one of ``now``: it would never be old.
         """
         one = Checkpoint(key, facts, now)
-        self.checkpoints[key] = one
+        self._add(one)
         for rank, table in tables.items():
             self._use(one, rank, table)
         one.committed_at = None if committed_at is None else min(committed_at, now)
+        self._replace(key)
+
+    def _add(self, one: Checkpoint) -> None:
+        self.checkpoints[one.key] = one
+        self._versions.setdefault(one.key.at(0), set()).add(one.key.version)
+
+    def _remove(self, key: Key) -> None:
+        del self.checkpoints[key]
+        versions = self._versions[key.at(0)]
+        versions.discard(key.version)
+        if not versions:
+            del self._versions[key.at(0)]
 
     # ---- an upload
 
@@ -185,7 +199,7 @@ class RelayCore(RelayState):
                 f"checkpoint rm) or keep fewer (--keep-live, --keep-durable, --durable-ttl)",
             )
         self.ended.pop(key, None)
-        self.checkpoints[key] = one
+        self._add(one)
         return [*room, Keep(key), Wake((key,))]
 
     def _rank_begins(self, one: Checkpoint, rank: int | None, now: float) -> None:
@@ -333,7 +347,34 @@ class RelayCore(RelayState):
         one = self.upload(key)
         one.sealing, one.committed_at = False, now
         one.heard.clear()
-        return [one.ended(0), Wake((key,)), *self._retire(now, fresh=one)]
+        self._replace(key)
+        return [one.ended(0), Wake((key,)), *self._retire(now, fresh=one), *self._make_reusable(one, now)]
+
+    def _make_reusable(self, fresh: Checkpoint, now: float) -> list[Decision]:
+        """Evict the chunks of earlier durable checkpoints of a job that the disk has: the next save needs the memory.
+
+        Fresh memory costs more processor time than to receive, verify and write the bytes. Live states stay in memory:
+        joiners may be reading them.
+        """
+        if fresh.facts.kind is not Kind.DURABLE or fresh.key not in self.checkpoints:
+            return []
+        chunks, kept = self.inventory.chunks, set(fresh.digests())
+        chosen = []
+        for one in self.checkpoints.values():
+            if one.key.job != fresh.key.job or one.facts.kind is not Kind.DURABLE or one.committed_at is None:
+                continue
+            for digest in one.digests():
+                chunk = chunks[digest]
+                if digest not in kept and not chunk.readers and {Tier.MEMORY, Tier.DISK} <= chunk.tiers:
+                    self._lost(digest, Tier.MEMORY, now)
+                    chosen.append(digest)
+        return [Evict(tuple(chosen))] if chosen else []
+
+    def _replace(self, key: Key) -> None:
+        """Let the last committed version of a checkpoint replace those before it."""
+        current = self.current(key).version
+        for one in self.versions(key):
+            one.replaced = one.key.version < current
 
     def _seal_failed(self, key: Key, now: float) -> list[Decision]:
         one = self.upload(key)
@@ -358,7 +399,12 @@ class RelayCore(RelayState):
             raise RefusedError(Cause.CONFLICT, f"{one.key} is being committed; ask again")
         reported = one.committed_at is not None or one.is_part
         ended = [] if reported else [one.ended(self.missing_bytes(one), reason if is_fault else "")]
-        del self.checkpoints[one.key]
+        before: list[Decision] = []
+        if self.current(one.key) == one.key:
+            for version in self.versions(one.key):
+                if version.replaced:  # it must not come back
+                    before += self._end(version, OVERWRITTEN, State.COMMITTED, now)
+        self._remove(one.key)
         self.ended[one.key] = Ended(reason, state, absent, now)
         while len(self.ended) > MAX_ENDED:
             self.ended.popitem(last=False)
@@ -370,7 +416,7 @@ class RelayCore(RelayState):
                 if not any(self.checkpoints[key].copied for key, _ in chunks[digest].users):
                     self._lost(digest, Tier.DURABLE, now)  # deleted with its copy
         unused = [digest for digest in one.digests() if not chunks[digest].users]
-        return [*ended, Forget(one.key, reason), *self._dropped(unused), Wake((one.key, *unused))]
+        return [*before, *ended, Forget(one.key, reason), *self._dropped(unused), Wake((one.key, *unused))]
 
     def _dropped(self, digests: Iterable[bytes]) -> list[Decision]:
         dropped = self.inventory.drop_unused(digests)
@@ -384,7 +430,7 @@ class RelayCore(RelayState):
         decisions: list[Decision] = []
         known = [one for one in self.checkpoints.values() if fresh is None or one.key.job == fresh.key.job]
         for due in list(retirements(known, self.limits)):
-            if due.at <= now:
+            if due.at <= now and due.checkpoint.key in self.checkpoints:
                 state = None if due.checkpoint is fresh else State.COMMITTED
                 decisions += self._end(due.checkpoint, due.reason, state, now)
         return decisions
@@ -440,6 +486,8 @@ class RelayCore(RelayState):
         decisions: list[Decision] = [Evict(tuple(chosen))] if chosen else []
         for due in list(retirements(self.checkpoints.values(), self.limits)):
             one, held = due.checkpoint, self.inventory.tier_bytes[Tier.MEMORY]
+            if one.key not in self.checkpoints:
+                continue
             if size > 0 and due.spare and not any(self.inventory.chunks[digest].readers for digest in one.digests()):
                 decisions += self._end(one, f"{due.reason}; memory ran short", State.COMMITTED, now)
                 size -= held - self.inventory.tier_bytes[Tier.MEMORY]

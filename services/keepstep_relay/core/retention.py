@@ -9,6 +9,7 @@ from keepstep_relay.core.checkpoint import Checkpoint
 from keepstep_relay.core.events import Kind, Limits
 
 DAY_SECONDS = 86_400.0
+OVERWRITTEN = "overwritten by a later save"
 LEAST_DURABLE_TTL_SECONDS = DAY_SECONDS
 """Shortest ``durable_ttl_seconds``, and how long a relay that starts waits before it applies any: its clock may have
 jumped while it was down."""
@@ -39,6 +40,7 @@ def longest_unused(checkpoints: Iterable[Checkpoint], limits: Limits, now: float
         if one.facts.kind is Kind.LIVE
         and one.facts.of_manager
         and one.committed_at is not None
+        and not one.replaced
         and max(one.committed_at + limits.reading_seconds, one.read_until) <= now
     )
     return min(unused, key=used_until, default=None)
@@ -63,7 +65,9 @@ def retirements(checkpoints: Iterable[Checkpoint], limits: Limits) -> Iterator[D
     ends = ends_of_jobs(checkpoints, limits.durable_ttl_seconds) if limits.durable_ttl_seconds else {}
     groups: dict[tuple[str, Kind, bool], list[tuple[tuple[int, int], float, Checkpoint]]] = {}
     for one in checkpoints:
-        if one.committed_at is not None:
+        if one.replaced:
+            yield Due(one.read_until, one, OVERWRITTEN, spare=True)
+        elif one.committed_at is not None:
             group_key = (one.key.job, one.facts.kind, one.facts.of_manager)
             groups.setdefault(group_key, []).append((one.facts.age_order, one.committed_at, one))
     for (job, kind, of_manager), group in groups.items():

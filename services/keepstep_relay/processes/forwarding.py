@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import re
 from collections.abc import AsyncIterator, Iterator
-from concurrent.futures import Executor
 from http import HTTPStatus
 from urllib.parse import quote
 
@@ -17,19 +15,22 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
 from keepstep_mesh.net.http import Problem
-from keepstep_mesh.protocol.manifest import CHUNK_BYTES, DIGEST_BYTES, chunk_digest
+from keepstep_mesh.protocol.manifest import CHUNK_BYTES
 from keepstep_mesh.serving.application import certificate_name
-from keepstep_relay.api import answers, frames, requests
+from keepstep_relay.api import answers, frames
+from keepstep_relay.api.direct_bodies import BODY, Body, body_of
 from keepstep_relay.node import RETRY_AFTER_SECONDS
 from keepstep_relay.tiers.shared_slots import SharedSlots
 
-_CHUNK = re.compile(rf"/v1/chunks/[0-9a-f]{{{2 * DIGEST_BYTES}}}")
+WITHOUT_SLOT = 4
+"""Chunks that this process receives into memory of its own at a time."""
 _OF_ONE_CONNECTION = frozenset(
     one.lower()
     for one in (
         *(hdrs.CONNECTION, hdrs.KEEP_ALIVE, hdrs.PROXY_AUTHENTICATE, hdrs.PROXY_AUTHORIZATION, hdrs.TE, hdrs.TRAILER),
         *(hdrs.TRANSFER_ENCODING, hdrs.UPGRADE, hdrs.EXPECT, "Proxy-Connection"),
         *frames.FIELDS,
+        BODY,
     )
 )
 """Fields that are not passed on."""
@@ -41,34 +42,39 @@ class Forwarding:
     ``body_seconds``: limit of the transfer of one chunk.
     """
 
-    def __init__(
-        self, owner: aiohttp.ClientSession, slots: SharedSlots, threads: Executor, body_seconds: float
-    ) -> None:
+    def __init__(self, owner: aiohttp.ClientSession, slots: SharedSlots, body_seconds: float) -> None:
         self._owner = owner
         self._slots = slots
-        self._threads = threads
         self._body_seconds = body_seconds
+        self._without_slot = asyncio.Semaphore(WITHOUT_SLOT)
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         if request.headers.get(hdrs.EXPECT, "").lower() == "100-continue":
             await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             request.writer.output_size = 0  # aiohttp counts the bytes of the answer
         try:
-            if _is_full_chunk(request):
-                answer = await self._put_chunk(request)
+            body = body_of(request)
+            if body is None:
+                return await self._forward(request, request.content if request.body_exists else None)
+            if body.length == CHUNK_BYTES:
+                answer = await self._put_chunk(request, body)
                 if answer is not None:
                     return answer
-            return await self._forward(request)
+            async with self._without_slot:
+                data = bytearray(body.length)
+                await body.receive(memoryview(data), self._body_seconds)
+                return await self._forward(request, data)
         except Problem as problem:
             return problem.response()
         except aiohttp.ClientError as error:
             reason = f"the main process of the relay did not answer: {error}; retry"
             return Problem(HTTPStatus.SERVICE_UNAVAILABLE, reason, retry_after=RETRY_AFTER_SECONDS).response()
 
-    async def _forward(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def _forward(
+        self, request: web.BaseRequest, body: aiohttp.StreamReader | bytearray | None
+    ) -> web.StreamResponse:
         headers = _headers(request)
-        if request.method != hdrs.METH_GET or request.body_exists:
-            body = request.content if request.body_exists else None
+        if request.method != hdrs.METH_GET or body is not None:
             async with self._owner.request(
                 request.method, _url(request), headers=headers, data=body, allow_redirects=False
             ) as answer:
@@ -132,11 +138,10 @@ class Forwarding:
 
     # ---- uploads
 
-    async def _put_chunk(self, request: web.BaseRequest) -> web.StreamResponse | None:
+    async def _put_chunk(self, request: web.BaseRequest, body: Body) -> web.StreamResponse | None:
         """Receive a full chunk into a slot. Return None if the main process has none."""
         said: asyncio.Queue[bytes] = asyncio.Queue()
         headers = _headers(request)
-        headers.popall(hdrs.CONTENT_LENGTH)
         headers[frames.SLOT] = frames.WANTED
         async with self._owner.put(_url(request), headers=headers, data=_all(said), allow_redirects=False) as answer:
             slot = answer.headers.get(frames.SLOT)
@@ -148,22 +153,12 @@ class Forwarding:
                 return response
             await answer.content.readline()
             data = self._slots.view(int(slot), lambda: None)
-            await requests.body(request, data, self._body_seconds)
-            digest = await asyncio.get_running_loop().run_in_executor(self._threads, chunk_digest, data)
+            digest = await body.receive(data, self._body_seconds)
             said.put_nowait(digest.hex().encode() + b"\n")
             said.put_nowait(b"")
             status, fields, text = json.loads(await answer.content.read())
             await answer.wait_for_close()
         return web.Response(status=status, headers=fields, body=text.encode())
-
-
-def _is_full_chunk(request: web.BaseRequest) -> bool:
-    return (
-        request.method == hdrs.METH_PUT
-        and request.content_length == CHUNK_BYTES
-        and hdrs.CONTENT_ENCODING not in request.headers
-        and _CHUNK.fullmatch(request.rel_url.raw_path) is not None
-    )
 
 
 async def _pass_on(request: web.BaseRequest, answer: aiohttp.ClientResponse) -> web.StreamResponse:

@@ -26,7 +26,7 @@ from keepstep_mesh.net.event_loop import new_event_loop
 from keepstep_mesh.net.malformed_requests import server_log
 from keepstep_mesh.security.tls import TlsError, TlsFiles
 from keepstep_mesh.serving.open_port import LINGER_SECONDS, FirstRequestLimit, adopt
-from keepstep_mesh.threads.starting import ThreadPoolExecutor
+from keepstep_relay.api.direct_bodies import direct, drop_unread
 from keepstep_relay.processes.control import MAX_MESSAGE_BYTES, Control, Message
 from keepstep_relay.processes.forwarding import Forwarding
 from keepstep_relay.tiers.allocator import keep_freed_memory
@@ -35,8 +35,8 @@ from keepstep_relay.tiers.shared_slots import SharedSlots
 PR_SET_PDEATHSIG = 1
 FINISH_SECONDS = 2.0
 """For open requests after ``Message.STOP``."""
-THREADS = 2
-"""For hashing."""
+READ_AHEAD_BYTES = 1 << 20
+"""Bytes of a body that are buffered before reading from a connection pauses."""
 
 log = logging.get_logger("keepstep.relay.process")
 
@@ -50,7 +50,6 @@ class FurtherSettings:
     """Of the shared memory."""
     body_seconds: float
     first_request_seconds: float
-    read_ahead_bytes: int
     cert: str | None = None
     key: str | None = None
     ca: str | None = None
@@ -64,7 +63,6 @@ class FurtherSettings:
         tls: TlsFiles,
         body_seconds: float,
         first_request_seconds: float,
-        read_ahead_bytes: int,
         logs: tuple[str, bool | None],
     ) -> FurtherSettings:
         cert, key, ca = (None if one is None else str(one) for one in (tls.cert, tls.key, tls.ca))
@@ -73,7 +71,6 @@ class FurtherSettings:
             descriptor=slots.descriptor,
             body_seconds=body_seconds,
             first_request_seconds=first_request_seconds,
-            read_ahead_bytes=read_ahead_bytes,
             cert=cert,
             key=key,
             ca=ca,
@@ -132,35 +129,34 @@ class FurtherProcess:
         settings = self._settings
         slots = SharedSlots(settings.slots, settings.descriptor)
         limit = FirstRequestLimit(settings.first_request_seconds)
-        with ThreadPoolExecutor(THREADS, thread_name_prefix="keepstep-relay") as threads:
-            async with aiohttp.ClientSession(
-                connector=OwnerConnector(self._control),
-                timeout=aiohttp.ClientTimeout(total=None),
-                cookie_jar=aiohttp.DummyCookieJar(),
+        async with aiohttp.ClientSession(
+            connector=OwnerConnector(self._control),
+            timeout=aiohttp.ClientTimeout(total=None),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            read_bufsize=READ_AHEAD_BYTES,
+            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+        ) as owner:
+            forwarding = Forwarding(owner, slots, settings.body_seconds)
+            limited = limit.middleware
+            server = CountedServer(
+                lambda request: limited(request, lambda one: drop_unread(one, forwarding.handle)),
+                on_closed=lambda: self._control.send(Message.CLOSED),
+                access_log=None,
+                logger=server_log,
+                lingering_time=LINGER_SECONDS,
+                read_bufsize=READ_AHEAD_BYTES,
                 auto_decompress=False,
-                read_bufsize=settings.read_ahead_bytes,
-                skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
-            ) as owner:
-                forwarding = Forwarding(owner, slots, threads, settings.body_seconds)
-                limited = limit.middleware
-                server = CountedServer(
-                    lambda request: limited(request, forwarding.handle),
-                    on_closed=lambda: self._control.send(Message.CLOSED),
-                    access_log=None,
-                    logger=server_log,
-                    lingering_time=LINGER_SECONDS,
-                    read_bufsize=settings.read_ahead_bytes,
-                    auto_decompress=False,
-                )
-                runner = web.ServerRunner(server, handle_signals=False, shutdown_timeout=FINISH_SECONDS)
-                await runner.setup()
-                try:
-                    self._accept = limit.acceptor(runner)
-                    self._control.listen(self._on_message, self._stop.set)
-                    self._control.send(Message.READY)
-                    await self._stop.wait()
-                finally:
-                    await runner.cleanup()
+            )
+            runner = web.ServerRunner(server, handle_signals=False, shutdown_timeout=FINISH_SECONDS)
+            await runner.setup()
+            try:
+                self._accept = direct(limit.acceptor(runner))
+                self._control.listen(self._on_message, self._stop.set)
+                self._control.send(Message.READY)
+                await self._stop.wait()
+            finally:
+                await runner.cleanup()
         self._control.close()
 
     def _on_message(self, message: Message, passed: socket.socket | None) -> None:

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from keepstep_mesh.config.log_limiter import LogLimiter
 from keepstep_mesh.config.logging import get_logger
-from keepstep_mesh.protocol.manifest import CHUNK_BYTES, chunk_digest
+from keepstep_mesh.protocol.manifest import CHUNK_BYTES
 from keepstep_mesh.serving.notifier import Notifier
 from keepstep_mesh.threads.starting import ThreadPoolExecutor
 from keepstep_relay.core.events import (
@@ -33,6 +33,7 @@ from keepstep_relay.core.events import (
     Forget,
     HolderReported,
     Key,
+    Kind,
     Tier,
     Wake,
 )
@@ -45,9 +46,10 @@ from keepstep_relay.tiers.memory_tier import MemoryTier
 
 T = TypeVar("T")
 
-THREADS = 4
-"""For reading, writing and hashing."""
-WRITERS = 2
+WRITERS = 4
+"""Chunks that are written at a time. More do not make a disk quicker, and fewer wait for its syncs."""
+THREADS = WRITERS + 4
+"""For writing, and for reading and hashing."""
 FLUSH_SECONDS = 5.0
 """At the end, for accepted chunks that are not on disk yet."""
 ROOM_SECONDS = 5.0
@@ -197,24 +199,18 @@ class ChunkStore:
 
     # ---- uploads
 
-    async def put(self, digest: bytes, data: memoryview, found: bytes | None = None) -> None:
+    async def put(self, digest: bytes, data: memoryview, found: bytes) -> None:
         """Store a chunk for which memory was reserved.
 
         Args:
             digest: Name of the chunk.
             data: Its bytes.
-            found: Digest of ``data``; None: compute it.
+            found: Digest of ``data``.
 
         Raises:
             DamagedError: The digest is wrong. The chunk is not kept.
             DiskError: The chunk is in memory and readers get it, but writing it to disk failed.
         """
-        try:
-            if found is None:
-                found = await self.in_thread(chunk_digest, data)
-        except BaseException:
-            self.memory.release(data.nbytes)
-            raise
         if found != digest:
             self.memory.release(data.nbytes)
             self.damaged["upload"] += 1
@@ -251,7 +247,7 @@ class ChunkStore:
             if chunk is None or data is None or Tier.DISK in chunk.tiers:
                 return
             try:
-                await self.to_disk(self.disk.write, digest, data)
+                await self.to_disk(self.disk.write, digest, data, self._is_durable(chunk))
             except DiskError as error:
                 self.disk_trouble = str(error)
                 raise
@@ -262,6 +258,10 @@ class ChunkStore:
                 self.memory.look_again()
             else:
                 self._to_sweep.put_nowait(Drop((digest,)))
+
+    def _is_durable(self, chunk: Chunk) -> bool:
+        """Whether a commit will sync it: then it is synced when it is written, while the next chunks arrive."""
+        return any(self.core.checkpoints[key].facts.kind is Kind.DURABLE for key, _ in chunk.users)
 
     async def persist(self, digests: tuple[bytes, ...]) -> None:
         """Return when all chunks are on disk, verified and synced. Raises ``DamagedError`` or ``DiskError``."""

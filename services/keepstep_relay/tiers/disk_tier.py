@@ -5,7 +5,8 @@
     checkpoints/JOB/ID/manifest-N  manifest of rank N
     partial/                       files that are being written
 
-A file gets its name when it is complete. Only a commit syncs, and it syncs everything that it needs. Files and folders
+A file gets its name when it is complete. A commit syncs everything that it needs; chunks of a durable checkpoint are
+synced when they are written, so that little is left for it. Files and folders
 with other names are not the relay's: it neither reads nor deletes them.
 """
 
@@ -144,10 +145,10 @@ class DiskTier:
 
     # ---- chunks
 
-    def write(self, digest: bytes, data: memoryview) -> None:
-        """Write a chunk. Raises ``DiskError``; then no file is left."""
+    def write(self, digest: bytes, data: memoryview, sync: bool) -> None:
+        """Write a chunk; ``sync``: its bytes to the device, too. Raises ``DiskError``; then no file is left."""
         with _explained(f"cannot write chunk {digest.hex()} to {self.folder}", self.folder):
-            self._place(data, self._file(digest), sync=False)
+            self._place(data, self._file(digest), sync=sync)
 
     def read(self, digest: bytes, data: memoryview) -> None:
         """Read a chunk into ``data`` and verify it. Raises ``DamagedError`` or ``DiskError``."""

@@ -10,7 +10,7 @@ from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.net.backoff import Backoff
 from keepstep_relay.core.checkpoint import Checkpoint
-from keepstep_relay.core.events import Key
+from keepstep_relay.core.events import Key, Kind
 from keepstep_relay.tiers.chunks import ChunkStore, GoneError
 from keepstep_relay.tiers.disk_tier import Record
 from keepstep_relay.tiers.durable_tier import DurableError
@@ -53,6 +53,8 @@ class DurableCopies:
         """Note that the durable tier has all of a checkpoint."""
         self._stored.add(key)
         self.complete.add(key)
+        for one in self._before(key):
+            self._to_follow.put_nowait(one)  # it was kept until now
         self._on_copied(key)
 
     def outdated(self, key: Key) -> None:
@@ -71,7 +73,7 @@ class DurableCopies:
             while True:
                 one = self._checkpoints.get(key)
                 try:
-                    if one is None and key in self._stored:
+                    if one is None and self._may_delete(key):
                         await self._delete(key)
                     elif one is not None and one.committed_at is not None and key not in self.complete:
                         await self.copy(one, *source(key))
@@ -140,15 +142,32 @@ class DurableCopies:
         self.complete.discard(key)
 
     async def forget(self, key: Key) -> None:
-        """Delete a dropped checkpoint from the durable tier. Raises ``DurableError``; ``run`` then retries."""
-        try:
-            await self._delete(key)
-        except DurableError:
-            self._to_follow.put_nowait(key)
-            raise
+        """Delete a dropped checkpoint from the durable tier, and what was kept until its copy was complete.
+
+        Raises ``DurableError``; ``run`` then retries.
+        """
+        for one in (*self._before(key), key):
+            try:
+                await self._delete(one)
+            except DurableError:
+                self._to_follow.put_nowait(one)
+                raise
 
     async def _delete(self, key: Key) -> None:
         async with self._chunks.locks((key, "durable")):
-            if self._chunks.durable is not None and key in self._stored and key not in self._checkpoints:
+            if self._chunks.durable is not None and self._may_delete(key) and key not in self._checkpoints:
                 await self._chunks.in_thread(self._chunks.durable.forget, key)
                 self._stored.discard(key)
+
+    def _before(self, key: Key) -> list[Key]:
+        """Return the earlier versions that have a copy, the oldest first."""
+        found = (one for one in self._stored if one.at(0) == key.at(0) and one.version < key.version)
+        return sorted(found, key=lambda one: one.version)
+
+    def _may_delete(self, key: Key) -> bool:
+        """Whether a dropped checkpoint has a copy, and no later version of it still waits to be copied."""
+        later = (one for one in self._chunks.core.versions(key) if one.key.version > key.version)
+        return key in self._stored and not any(
+            one.committed_at is not None and one.key not in self.complete and one.facts.kind is Kind.DURABLE
+            for one in later
+        )

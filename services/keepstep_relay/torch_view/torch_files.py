@@ -38,9 +38,9 @@ _MODULE = "torch.distributed.checkpoint.metadata"
 _POSITION = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
 
 
-def file_name(rank: int) -> str:
-    """Return the name of the file of a rank, as torch names it."""
-    return f"__{rank}_0.distcp"
+def file_name(rank: int, version: int) -> str:
+    """Return the name of the file of a rank, as torch names it; torch has the number of a file for ``version``."""
+    return f"__{rank}_{version}.distcp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,25 +70,27 @@ class TorchDirectory:
     digest: bytes
 
 
-def torch_directory(roots: Sequence[bytes], contents: Sequence[Content]) -> TorchDirectory:
+def torch_directory(roots: Sequence[bytes], contents: Sequence[Content], version: int = 0) -> TorchDirectory:
     """Return the directory of a checkpoint.
 
     Args:
         roots: root digest of the manifest of each rank.
         contents: content of the manifest of each rank.
+        version: of the checkpoint. The files are named for it: a reader never mixes those of two versions.
 
     Raises:
         ManifestError: see ``read_keys``; or a value is invalid.
     """
-    writing = _Writing(contents)
+    writing = _Writing(contents, version)
     files = {name: TorchFile(tuple(one.segments()), one.size) for name, one in writing.files().items()}
     literal = sum(len(part) for one in files.values() for part in one.segments if isinstance(part, bytes))
-    return TorchDirectory(files, literal, chunk_digest(b"torch files 1" + b"".join(roots)))
+    return TorchDirectory(files, literal, chunk_digest(b"torch files 1 %d" % version + b"".join(roots)))
 
 
 class _Writing:
-    def __init__(self, contents: Sequence[Content]) -> None:
+    def __init__(self, contents: Sequence[Content], version: int) -> None:
         self._contents = contents
+        self._names = [file_name(rank, version) for rank in range(len(contents))]
         self._keys = read_keys(contents, read_key)
         self._writers = [SegmentWriter() for _ in contents]
         self._where: list[tuple[Instance, Instance]] = []
@@ -110,7 +112,7 @@ class _Writing:
             self._item(stored.rank, key, None, value, values.storages)
         metadata = SegmentWriter()
         write_pickle(metadata, self._metadata(described))
-        return {METADATA: metadata, **{file_name(rank): one for rank, one in enumerate(self._writers)}}
+        return {METADATA: metadata, **dict(zip(self._names, self._writers, strict=True))}
 
     def _tensor(self, key: str, tensor: TensorShards) -> Instance:
         for box, shard in tensor.by_box.items():
@@ -138,7 +140,7 @@ class _Writing:
             file.write(struct.pack("<q", where.length))
             file.refer(where)
         index = Instance(Global(_MODULE, "MetadataIndex"), {"fqn": key, "offset": offset, "index": None})
-        position = {"relative_path": file_name(rank), "offset": start, "length": file.size - start}
+        position = {"relative_path": self._names[rank], "offset": start, "length": file.size - start}
         self._where.append((index, Instance(_POSITION, position)))
 
     def _metadata(self, described: Mapping[str, Any]) -> Instance:

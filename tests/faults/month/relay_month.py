@@ -39,7 +39,7 @@ async def upload(one: Relay, key: Key, facts: Facts, data: bytes, *, dies: bool 
     await chunks.memory.reserve(len(data), ROOM_SECONDS)
     buffer = chunks.memory.buffer(len(data))
     buffer[:] = data
-    await chunks.put(digest, buffer)
+    await chunks.put(digest, buffer, digest)
     await store.report(RankReported(key, 0, None))
 
 

@@ -2,6 +2,7 @@
 
 make soak SECONDS=3600 SEED=1
 make soak SECONDS=600 SEED=2 SOAK="--keep --groups 3"
+make soak SECONDS=3600 SOAK=--slow
 python -m tests.faults.soak --total
 
 Four groups train with an ElasticSampler, under two lighthouses with an etcd, a relay and a metrics service with a small
@@ -11,8 +12,10 @@ folder of ``.soak``; ``--total`` adds them up.
 Trainers are forked from a process that has imported torch. A start of Python takes seconds of processor time, and most
 faults would wait for one. Their memory is bounded where it is not ours: see ``BOUNDS``.
 
-Exit code: that of ``keepstep chaos`` (7: the job is wedged), or 1 if the job did not finish, or a sample was counted
-twice or not at all.
+``--slow`` brings no faults: instead, some steps of the groups take up to 200 s (``SLOW`` in ``trainer.py``).
+
+Exit code: that of ``keepstep chaos`` (7: the job is wedged), or 1 if the job did not finish, a sample was counted twice
+or not at all, or a group was ended for a hang that was none.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -35,7 +39,7 @@ from keepstep_chaos.histories.reading import check_files
 from keepstep_chaos.histories.report import summary_lines, verdict, violation_lines
 from keepstep_mesh.faults import CHAOS_ENV
 from tests.faults.soak import accounting, total
-from tests.faults.soak.accounting import problems
+from tests.faults.soak.accounting import UNTIL_TOLD, false_verdicts, problems
 from tests.support.network import namespaces
 from tests.support.network.namespaces import Host, Namespaces
 from tests.support.network.ports import free_port
@@ -53,7 +57,8 @@ RELAY_BYTES, METRICS_BYTES = 16 << 20, 64 << 20
 BOUNDS = {"TORCH_FR_BUFFER_SIZE": "100", "MALLOC_ARENA_MAX": "2"}
 """Variables of all processes. torch keeps a record of its last 2000 collectives, a KiB each, and glibc up to eight
 arenas for each processor: a trainer would grow until it has both."""
-UNTIL_TOLD = 10**9
+SLOW_STEPS = 0.002
+"""Part of the steps of a group that take long with ``--slow``."""
 LAST_STEPS = 200
 """After the last fault."""
 FINISH_SECONDS = 180.0
@@ -90,7 +95,7 @@ class Soak:
         self.start(name, host, *KEEPSTEP, kind, "--bind", bind, "--insecure", "--log-level", "warning", *flags)
         return f"http://{bind}"
 
-    def start_all(self, etcd: EtcdCluster, disks: Mapping[str, Path]) -> subprocess.Popen[bytes]:
+    def start_all(self, etcd: EtcdCluster, disks: Mapping[str, Path], slow_steps: float) -> subprocess.Popen[bytes]:
         """Start the services and the groups; return the ``keepstep run``."""
         limits = ("--store", f"{etcd.address}/soak", "--lease", "3", "--min-replicas", "2")
         for number in range(2):
@@ -106,7 +111,7 @@ class Soak:
         limits = ("--max-restarts", "1000000", "--max-restart-pause", "0.2")
         run = ("run", "--replicas", str(self._groups), *limits, "--job", JOB, *known)
         variables = {"SOAK_FOLDER": str(self.folder), "KEEPSTEP_STEP_LOG": str(self.logs / "steps.jsonl")}
-        variables |= {"SOAK_HOSTS": f"{prefix}group-", forked.FORKS: "yes"}
+        variables |= {"SOAK_HOSTS": f"{prefix}group-", "SOAK_SLOW": str(slow_steps), forked.FORKS: "yes"}
         command = (*KEEPSTEP, *run, "--", sys.executable, "-u", "-m", "tests.faults.soak.trainer")
         return self.start("run", namespaces.LOOPBACK, *command, **variables)
 
@@ -157,21 +162,40 @@ def chaos_command(soak: Soak, etcd: EtcdCluster, options: argparse.Namespace) ->
     ]
 
 
-def check(soak: Soak, run: subprocess.Popen[bytes]) -> tuple[int, list[str]]:
+def check(
+    soak: Soak, run: subprocess.Popen[bytes], results: Path, finish_seconds: float = FINISH_SECONDS
+) -> tuple[int, list[str]]:
     """Let the job finish, and return the number of checked samples, and the broken promises."""
     broken = []
     write_steps(soak.folder, soak.step() + LAST_STEPS)
     try:
-        if code := run.wait(FINISH_SECONDS):
+        if code := run.wait(finish_seconds):
             broken.append(f"keepstep run ended with {code}")
     except subprocess.TimeoutExpired:
-        broken.append(f"the job did not finish within {FINISH_SECONDS:g} s")
+        broken.append(f"the job did not finish within {finish_seconds:g} s")
     counted, wrong = problems(accounting.read(soak.folder), SAMPLES)
     print(f"samples: {counted:,} counted, {len(wrong)} problems")
     report = check_files([soak.logs])
     print(*summary_lines(report), *violation_lines(report), verdict(report), sep="\n")
     broken += wrong if counted else ["no samples were counted"]
+    events = [json.loads(line) for log in soak.logs.glob("events-*.jsonl") for line in log.read_text().splitlines()]
+    faults = json.loads(results.read_text())["each"] if results.exists() else []
+    ended = false_verdicts(events, faults)
+    print(f"verdicts on groups that hang: {sum(one['kind'] == 'hung' for one in events)}, {len(ended)} false")
+    broken += ended
     return counted, broken if report.fine else [*broken, verdict(report)]
+
+
+def train_slowly(soak: Soak, run: subprocess.Popen[bytes], options: argparse.Namespace) -> int:
+    """Let the job train without faults; return the exit code."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        run.wait(options.seconds)
+    _, broken = check(soak, run, options.results / "results.json", FINISH_SECONDS + 240)
+    slow = [json.loads(line) for log in soak.folder.glob("*.slow") for line in log.read_text().splitlines()]
+    kinds = Counter(one["kind"] for one in slow)
+    print(f"slow steps: {len(slow)}, {sum(one['seconds'] for one in slow):.0f} s: {dict(kinds)}")
+    print(*(f"BROKEN: {sentence}" for sentence in broken), sep="\n")
+    return 1 if broken else 0
 
 
 def play(options: argparse.Namespace, folder: Path, stack: ExitStack) -> int:
@@ -181,13 +205,15 @@ def play(options: argparse.Namespace, folder: Path, stack: ExitStack) -> int:
     stack.callback(soak.end)
     sizes = {"relay": RELAY_BYTES, "metrics": METRICS_BYTES}
     disks = {name: stack.enter_context(small_disk(folder / f"{name}-data", size)) for name, size in sizes.items()}
-    run = soak.start_all(etcd, disks)
+    run = soak.start_all(etcd, disks, SLOW_STEPS if options.slow else 0.0)
     soak.wait_for_commits()
+    if options.slow:
+        return train_slowly(soak, run, options)
     code = forked.UsualPopen(chaos_command(soak, etcd, options), cwd=ROOT).wait()
-    counted, broken = check(soak, run)
+    results = options.results / "results.json"
+    counted, broken = check(soak, run, results)
     for sentence in broken:
         print(f"BROKEN: {sentence}")
-    results = options.results / "results.json"
     if results.exists():
         found = {**json.loads(results.read_text()), "samples": counted, "soak_broken": broken}
         results.write_text(json.dumps(found, indent=1) + "\n")
@@ -204,6 +230,7 @@ def main() -> int:
     parser.add_argument("--longest", type=float, default=6.0, help="longest fault, in seconds")
     parser.add_argument("--wedge", type=float, default=60.0, help="seconds without a commit; more on a busy machine")
     parser.add_argument("--results", type=Path, default=RESULTS, help="each run has a folder in it")
+    parser.add_argument("--slow", action="store_true", help="no faults, and groups with slow steps")
     parser.add_argument("--total", action="store_true", help="add up the results of all runs, and run nothing")
     parser.add_argument("--keep", action="store_true", help="keep all logs, also if no promise was broken")
     options = parser.parse_args()

@@ -11,6 +11,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+UNTIL_TOLD = 10**9
+"""The last step, as long as the training shall go on."""
+
 
 def read(folder: Path) -> list[dict[str, Any]]:
     """Return the lines of all ``*.samples``; a line that a kill cut off is skipped."""
@@ -65,3 +68,21 @@ def problems(records: Iterable[dict[str, Any]], samples: int) -> tuple[int, list
     if committed and (gaps := max(committed) - min(committed) + 1 - len(committed)):
         wrong.append(f"{gaps} steps are not in the logs")
     return sum(sum(counts.values()) for counts in epochs.values()), wrong
+
+
+def false_verdicts(events: Iterable[dict[str, Any]], faults: Iterable[dict[str, Any]]) -> list[str]:
+    """Return a sentence for each group that was ended for a hang, although no fault let it hang for that long.
+
+    Args:
+        events: of the lighthouses.
+        faults: of ``keepstep chaos``, as in its ``results.json``.
+    """
+    hung = [(one["target"], one["seconds"]) for one in faults if one["kind"] in ("hang", "hang-loop")]
+    found = []
+    for event in events:
+        if event["kind"] != "hung" or not event["detail"]["ended"]:
+            continue
+        name, detail = event["replica_id"].partition(":")[0], event["detail"]
+        if not any(target == name and lasted >= detail["seconds"] - 1.0 for target, lasted in hung):
+            found.append(f"false verdict: {detail['reason']}")
+    return found

@@ -6,6 +6,8 @@ from tests.mutants.mutations import (
     divergence,
     elastic_data,
     finishing,
+    hangs,
+    incidents,
     jobs,
     leadership,
     local_sgd,
@@ -21,3 +23,4 @@ from tests.mutants.mutations import (
 MUTATIONS = leadership.MUTATIONS + quorum.MUTATIONS + jobs.MUTATIONS + mesh.MUTATIONS + worker.MUTATIONS
 MUTATIONS += local_sgd.MUTATIONS + retries.MUTATIONS + elastic_data.MUTATIONS + spares.MUTATIONS
 MUTATIONS += probation.MUTATIONS + finishing.MUTATIONS + divergence.MUTATIONS + one_copy.MUTATIONS
+MUTATIONS += hangs.MUTATIONS + incidents.MUTATIONS

@@ -12,9 +12,81 @@ CORE = "libs/keepstep/one_copy/core"
 TESTS = "tests/unit/keepstep/one_copy/core"
 PLANS = f"{TESTS}/test_recovery_plan.py"
 LEDGER = f"{TESTS}/test_copy_ledger.py"
+CUT = Test(
+    "tests/scenarios/test_scenarios.py::test_the_lighthouse_decides_as_the_scenario_says[56_cut_between_two_shards]"
+)
 MOMENTS = f"{TESTS}/test_commit_rule.py::test_members_lost_between_any_two_messages_lose_no_step[in a later step]"
 
 MUTATIONS = (
+    Mutation(
+        "ranks whose loaders take other samples commit steps together",
+        "libs/keepstep/one_copy/job.py",
+        "values[3] == -values[4], values[7] in (-values[8], NO_LOADER)\n",
+        "values[3] == -values[4], True\n",
+        Test(
+            "tests/training/one_copy/test_refusals_of_one_copy.py"
+            "::test_a_member_whose_loader_takes_other_samples_is_refused_and_no_step_is_committed_with_it"
+        ),
+    ),
+    Mutation(
+        "a lighthouse that took over does not know who keeps the shards of a member that is gone",
+        f"{QUORUM}/groups/shard_sources.py",
+        "                self._note(owner, (*self._of.get(owner, ()), member))\n",
+        "                pass\n",
+        SHARDS,
+    ),
+    Mutation(
+        "a keeper is believed although the owner says that it has no copies",
+        f"{QUORUM}/groups/shard_sources.py",
+        "            if owner not in self._told:\n",
+        "            if owner:\n",
+        SHARDS,
+    ),
+    Mutation(
+        "two members that name each other are not believed at once",
+        f"{QUORUM}/probation/evidence.py",
+        "strike.round < number or one in believed",
+        "strike.round < number",
+        CUT,
+    ),
+    Mutation(
+        "a member without which shards are lost is parted",
+        f"{QUORUM}/probation/probation.py",
+        "return self._shards.complete_without({name}), name not in proven, arrived, name",
+        "return True, name not in proven, arrived, name",
+        CUT,
+    ),
+    Mutation(
+        "a member and its keeper are parted together",
+        f"{QUORUM}/probation/probation.py",
+        "            if self._shards.complete_without({*parted, name}):\n",
+        "            if self._shards.complete_without({name}):\n",
+        CUT,
+    ),
+    Mutation(
+        "the only member that knows of a commit is parted",
+        f"{QUORUM}/shards.py",
+        "        return any(worth(one) == newest for one in kept)\n",
+        "        return True\n",
+        CUT,
+    ),
+    Mutation(
+        "no spare takes the place of a parted member before the next quorum",
+        f"{QUORUM}/settling.py",
+        "                features.spares.settle(now)  # a spare takes the place of a group that is parted\n",
+        "                pass\n",
+        CUT,
+    ),
+    Mutation(
+        "a step goes on to its timeout when a member of it is cut off",
+        "libs/keepstep/step/evidence/failure_evidence.py",
+        "                    cut, step.doubted = step.doubted & silent, silent\n",
+        "                    cut, step.doubted = step.doubted & silent, set()\n",
+        Test(
+            "tests/unit/keepstep/step/test_failure_evidence.py"
+            "::test_a_group_without_an_answer_to_two_probes_of_one_stall_is_cut_off"
+        ),
+    ),
     Mutation(
         "the base of a dead member does not show that it has committed a step",
         f"{CORE}/recovery_plan.py",
@@ -87,16 +159,9 @@ MUTATIONS = (
         Test(f"{PLANS}::test_a_job_without_a_committed_step_begins_again"),
     ),
     Mutation(
-        "a newcomer does not send its keeper a base",
-        f"{CORE}/recovery_plan.py",
-        "if rank in building or not _keeps",
-        "if not _keeps",
-        Test(f"{PLANS}::test_a_spare_takes_the_empty_seat_and_reads_the_shard_from_its_keeper"),
-    ),
-    Mutation(
         "a newcomer gets no base of the rank that it keeps",
         f"{CORE}/recovery_plan.py",
-        "if rank in building or not _keeps(holdings[holder[keeper]], world.number, rank, target)",
+        "if not _keeps(holdings[holder[keeper]], world.number, rank, target)",
         "if rank in building",
         Test(f"{PLANS}::test_a_spare_takes_the_empty_seat_and_reads_the_shard_from_its_keeper"),
     ),

@@ -20,6 +20,20 @@ LOSSES = "tests/unit/keepstep_lighthouse/quorum/presence/test_losses.py"
 
 MUTATIONS = (
     Mutation(
+        "products of machines of different kinds are compared",
+        f"{LIGHTHOUSE}/quorum/agreement/agreements.py",
+        '                return its if conditions == kind else ""\n',
+        "                return its\n",
+        Test(f"{SCENARIO}[57_products_of_machines]"),
+    ),
+    Mutation(
+        "only members decide which product is right",
+        f"{LIGHTHOUSE}/quorum/agreement/agreements.py",
+        ", members_decide=False)",
+        ")",
+        Test(f"{SCENARIO}[57_products_of_machines]"),
+    ),
+    Mutation(
         "groups on the machine of the lighthouse are refused if one of them uses loopback",
         f"{LIGHTHOUSE}/quorum/agreement/agreements.py",
         "        if near.local and far.local:\n",

@@ -23,6 +23,13 @@ MUTATIONS = (
         Test(SCENARIO),
     ),
     Mutation(
+        "a retry of a group that follows the others is denied, as if they had committed the step",
+        LIGHTHOUSE,
+        "    lineages = {lineage, following(lineage)} if heals else {lineage}\n",
+        "    lineages = {lineage}\n",
+        Test(SCENARIO),
+    ),
+    Mutation(
         "a group that was behind retries with gradients of other weights",
         f"{RETRYING}/retry_rules.py",
         "    if failed.behind:\n",

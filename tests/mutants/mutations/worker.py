@@ -6,6 +6,7 @@ from tests.mutants.mutation import Mutation, Seeds, Test, Trace
 
 BUFFERS = "tests/services/manager/models/test_synced_buffers.py"
 GROUPS = "tests/services/manager/agreement/test_verification.py"
+SHARDED = "tests/services/manager/models/test_sharded_models.py"
 SYNCHRONIZED = "tests/services/manager/agreement/test_synchronized.py"
 HISTORIES = "tests/unit/keepstep_mesh/protocol/test_lineage_model.py::test_no_short_history_breaks_a_rule"
 CHANGES = "tests/services/manager/steps/test_commit_and_change.py"
@@ -55,10 +56,19 @@ MUTATIONS = (
     ),
     Mutation(
         "the schedule of the learning rate is not replayed",
-        "libs/keepstep/step/catching_up/catch_up.py",
-        "        for act in self._after_commit:\n            act()\n",
-        "",
+        "libs/keepstep/optim.py",
+        "            return self._follower.advance(self._step)\n",
+        "            return self._follower.advance(lambda: self.optim.step() and None)\n",
         Test(f"{JOINS}::test_a_group_that_catches_up_is_equal_bit_for_bit"),
+    ),
+    Mutation(
+        "weights of a replay that were not compared count as those of the others",
+        "libs/keepstep/step/catching_up/gradient_log.py",
+        "        lineage = step.lineage if self._doubted is None else self._doubted\n",
+        "        lineage = step.lineage\n",
+        Test(
+            "tests/unit/keepstep/step/test_gradient_log.py::test_weights_of_a_replay_in_doubt_have_a_lineage_of_their_own"
+        ),
     ),
     Mutation(
         "groups at an equal step count as equal in any lineage",
@@ -239,6 +249,23 @@ MUTATIONS = (
         "        self._count += 1\n",
         Test(
             "tests/unit/keepstep/step/test_repeated_error.py::test_steps_that_commit_or_fail_for_another_reason_do_not"
+        ),
+    ),
+    Mutation(
+        "groups average other sharded modules than each other in silence",
+        "libs/keepstep/script_checks/common_values.py",
+        "        self._reductions.append(what)\n",
+        "        self._reductions.append('')\n",
+        Test(f"{SHARDED}::test_a_group_whose_steps_use_another_expert_of_the_same_size_is_refused_with_both_names"),
+    ),
+    Mutation(
+        "the ranks of a group wait for each other for ever after one of its torchruns was replaced",
+        "libs/keepstep/runtime/environment.py",
+        ' and launchers == "1" else 0\n',
+        " else 0\n",
+        Test(
+            "tests/unit/keepstep/runtime/test_environment.py"
+            "::test_counts_of_several_torchruns_of_one_group_are_not_compared"
         ),
     ),
 )

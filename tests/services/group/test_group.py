@@ -343,6 +343,31 @@ async def test_the_first_difference_of_two_layouts_is_named(pair):
     assert "does not answer" in (await first_layout_difference("http://127.0.0.1:9", None, ["a (2,)"]))[1]
 
 
+async def test_a_rank_is_compared_with_the_same_rank_of_another_group(pair):
+    address, rank_1 = pair.server.address, pair.clients[0]
+    pair.server.layout_lines, rank_1.layout_lines = ["stage 0"], ["stage 1", "b (3,)"]
+    rank_1.step_values.add(1, 4, (("all-reduce", "1\texpert 2"),))
+
+    async def difference(lines: list[str], rank: int = 1) -> tuple[list[str], str, bool]:
+        return await first_layout_difference(
+            address, None, lines, values={"1/4": {"all-reduce 1": "expert 1"}}, rank=rank
+        )
+
+    assert await difference(["stage 1", "b (4,)"]) == (
+        ["stage 1", "b (3,)"],
+        "first difference, entry 1: here 'b (4,)', in a 'b (3,)'",
+        False,
+    )
+    pair.server.layout_changed = True
+    assert (await difference(["stage 1", "b (4,)"]))[2], "the layout of the group has changed since its first step"
+    assert (await difference(["stage 1", "b (3,)"]))[1] == "all-reduce 1: expert 1 here, expert 2 in a"
+    assert (await difference(["stage 1"], rank=5))[0] == []
+    assert "rank 5 of a:1 does not answer" in (await difference(["stage 1"], rank=5))[1]
+    rank_1.layout_lines = ["b" * 5000] * 1000
+    assert (await difference(["stage 1"]))[0] == [], "more than a message may have"
+    assert not pair.failed
+
+
 async def assert_not_failed_by_the_end_of_a_rank(group: Group) -> None:
     idle = len(group.server._tasks._running)
     group.clients[0]._session.disconnect("test")  # a process that ends says no goodbye

@@ -156,9 +156,9 @@ async def test_room_that_a_relay_makes_for_one_write_is_there_for_another(
         assert disk is not None
         write, delete = disk.write, disk.delete
 
-        def count(digest: bytes, data: memoryview) -> None:
+        def count(digest: bytes, data: memoryview, sync: bool) -> None:
             try:
-                write(digest, data)
+                write(digest, data, sync)
             except DiskError:
                 failed.release()
                 raise

@@ -223,6 +223,8 @@ FIRING = {
         'keepstep_job_groups{job="j",state="training"} 1x60',
     ],
     "CheckpointWasSkipped": ['keepstep_job_durable_skipped_total{job="j"} _x44 1x15'],
+    "GroupHangs": ['keepstep_events_total{job="j",kind="hung"} 0+1x60'],
+    "GroupEnded": ['keepstep_incidents_total{job="j",verdict="machine"} 0+1x60'],
     "CollectivesDiffer": ['keepstep_events_total{job="j",kind="collectives_differ"} 0+1x60'],
     "OptimizersDiffer": ['keepstep_events_total{job="j",kind="values_differ"} 0+1x60'],
     "PortsMislead": ['keepstep_events_total{job="j",kind="port_misled"} 0+1x60'],

@@ -53,8 +53,8 @@ ACCESS = {
     ("GET", f"{ID}/"): ALL,
     ("HEAD", f"{ID}/.metadata"): ALL,
     ("GET", f"{ID}/.metadata"): ALL,
-    ("HEAD", f"{ID}/__{{rank}}_0.distcp"): ALL,
-    ("GET", f"{ID}/__{{rank}}_0.distcp"): ALL,
+    ("HEAD", f"{ID}/__{{rank}}_{{version}}.distcp"): ALL,
+    ("GET", f"{ID}/__{{rank}}_{{version}}.distcp"): ALL,
     ("HEAD", "/v1/chunks/{digest}"): ALL,
     ("GET", "/v1/chunks/{digest}"): ALL,
     ("PUT", "/v1/chunks/{digest}"): "worker admin",
@@ -62,7 +62,7 @@ ACCESS = {
 
 
 def url_of(path: str) -> str:
-    return path.format(job="job", id="c1", name="r7", rank=0, digest=ONE.digests[0])
+    return path.format(job="job", id="c1", name="r7", rank=0, version=0, digest=ONE.digests[0])
 
 
 def test_the_table_has_every_route() -> None:

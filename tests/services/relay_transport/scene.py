@@ -116,6 +116,10 @@ async def mortal_relay(*flags: str) -> AsyncIterator[tuple[Callable[[], None], s
 
 
 async def sent_mib(url: str) -> float:
+    """Return what a relay has sent. It counts a chunk after it has sent it, when a joiner may have healed already."""
+    async with asyncio.timeout(60):
+        while await metric(url, "downloads"):  # noqa: ASYNC110 - nothing to wait on
+            await asyncio.sleep(0.01)
     return await metric(url, "sent_bytes_total") / MIB
 
 

@@ -22,6 +22,10 @@ ACCESS = {
     ("GET", "/v1/jobs/{job}/replicas/{replica_id}"): "worker service admin",
     ("GET", "/v1/jobs/{job}/events"): "worker service admin",
     ("GET", "/v1/jobs/{job}/transfers"): "worker service admin",
+    ("GET", "/v1/jobs/{job}/stacks"): "admin",
+    ("GET", "/v1/jobs/{job}/incidents"): "worker service admin",
+    ("GET", "/v1/jobs/{job}/incidents/{number}"): "admin",
+    ("POST", "/v1/jobs/{job}/incidents"): "worker admin",
     ("GET", "/v1/jobs/{job}/session"): "worker admin",
     ("GET", "/v1/lighthouses/session"): "service admin",
     ("GET", "/v1/lighthouses/events"): "service admin",
@@ -41,6 +45,7 @@ BODIES: dict[tuple[str, str], Any] = {
     ("PATCH", "/v1/jobs/{job}"): {"min_replicas": 1, "drain_straggler_after": 1},
     ("POST", "/v1/jobs/{job}/verify"): None,
     ("POST", "/v1/jobs/{job}/reopen"): None,
+    ("POST", "/v1/jobs/{job}/incidents"): {"replica_id": "r1:1", "rank": 0, "code": 1},
     ("POST", f"{ONE}/straggler"): {"steps": 1, "seconds": 0.5, "median_seconds": 0.1},
     ("POST", f"{ONE}/evict"): {"reason": "x", "ban_seconds": 5},
     ("POST", f"{ONE}/drain"): {"reason": "x"},
@@ -54,4 +59,4 @@ SESSIONS = {("GET", "/v1/jobs/{job}/session"), ("GET", "/v1/lighthouses/session"
 
 
 def url_of(path: str, job: str = "job", replica_id: str = "r1") -> str:
-    return path.format(job=job, replica_id=replica_id, kind="relay", name="relay-1")
+    return path.format(job=job, replica_id=replica_id, kind="relay", name="relay-1", number=1)

@@ -94,6 +94,7 @@ async def test_shards_of_a_model_that_exists_once_are_shown_with_their_keepers_a
             "went_back": 0,
             "formed": True,
             "exposed": [{"keeper": members[1].replica_id, "reason": "no memory"}],
+            "keeps": [],
         }
         sentence = f"{members[0].replica_id} is exposed: its keeper {members[1].replica_id} has no copies: no memory"
         for view in (await rest.get(JOB), await rest.get(f"{JOB}/quorum")):

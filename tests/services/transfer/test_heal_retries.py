@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from keepstep.checkpointing import HTTPTransport, RelayTransport
+from keepstep.state.values.tensors_in_containers import tensors_in
 from tests.support.checkpoints.checkpoint_ends import MIB, Proxy, address, blank, same, weights
 from tests.support.checkpoints.checkpoint_peer import MINUTE, exchange, state_of
 
@@ -101,3 +102,23 @@ def test_one_of_several_joiners_keeps_it_too(source: Any) -> None:
         assert joiner.via == "direct"
     finally:
         joiner.shutdown()
+
+
+def elsewhere(state: Any) -> Any:
+    """Return the state in tensors with gaps, whose memory is not received into: as that of a device."""
+    if isinstance(state, dict):
+        return {key: elsewhere(value) for key, value in state.items()}
+    if not isinstance(state, torch.Tensor):
+        return state
+    return torch.empty((*state.shape, 2), dtype=state.dtype)[..., 0].copy_(state)
+
+
+@pytest.mark.parametrize("place", [lambda state: state, elsewhere], ids=["in place", "elsewhere"])
+def test_a_state_that_is_there_already_is_not_fetched(source: Any, joiner: Any, place: Any) -> None:
+    joiner.keep_present()
+    assert fetched_mib(joiner, source, place(state_of(1, SIZE))) < 1
+    other = place(state_of(1, SIZE))
+    next(one for one in tensors_in(other) if one.numel() > 1).view(-1)[:1].zero_()
+    joiner.keep_present()
+    assert CHUNK_MIB - 1 < fetched_mib(joiner, source, other) < CHUNK_MIB + 1
+    assert fetched_mib(joiner, source, place(blank(SIZE))) > SIZE, "the next transfer compares nothing"

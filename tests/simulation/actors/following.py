@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.step.catching_up.gradient_log import FollowedStep, GradientLog, HeldState, Phase
 from keepstep_mesh.protocol.lineage import followed
+from keepstep_mesh.protocol.membership import Lineage
 
 if TYPE_CHECKING:
     from tests.simulation.actors.worker import Worker
@@ -25,12 +26,20 @@ class Following:
         self._failed = False
         self._number = 0
         """Of the catch-up."""
+        self._automatic = worker.sim.replays_unasked
+        """Whether the group heals after a replay, which may give other weights than those of the others."""
+        self._doubted: Lineage | None = None
+        self._replayed = 0
         self.caught_up = 0
         """Number of catch-ups that ended with the weights of the others."""
 
     @property
     def active(self) -> bool:
         return self._log.phase is not Phase.IDLE
+
+    @property
+    def doubts(self) -> bool:
+        return self._doubted is not None and self._worker.lineage == self._doubted
 
     def check(self, plan: QuorumPlan) -> bool:
         """Return whether the step may commit. Give up if the others took another step than this group followed."""
@@ -45,7 +54,8 @@ class Following:
         worker, progress = self._worker, self._worker.progress
         assert plan.source is not None
         held = HeldState(progress.step, progress.lineage, progress.batches_committed)
-        self._log.begin(held, HeldState(plan.max_step, plan.lineage, 0))
+        self._doubted, self._replayed = progress.fall_behind() if self._automatic else None, 0
+        self._log.begin(held, HeldState(plan.max_step, plan.lineage, 0), self._doubted)
         progress.follow(plan.max_step, plan.lineage, 0)
         worker.sim.logs.step(worker, "follows", lineage=worker.lineage)
         self._number += 1
@@ -74,10 +84,13 @@ class Following:
             worker.state, worker.flipped = self._arrived, False
             log.arrive(0)
         for _ in range(REPLAYED_AT_ONCE if log.phase is Phase.REPLAYING else 0):
-            worker.state = hash((worker.state, log.next().gradients))
+            step, self._replayed = log.next(), self._replayed + 1
+            alone = self._replayed == 1 == len(log)  # taken as by a group that has healed in it
+            exact = alone or not self._automatic or worker.random.random() < 0.5
+            worker.state = hash((worker.state, step.gradients if exact else worker.name))
             held = log.replayed()
             if not self.active:
-                worker.progress.hold(*held)
+                worker.progress.hold(*(held._replace(lineage=step.lineage) if alone else held))
                 worker.sim.logs.step(worker, "caught_up", lineage=worker.lineage)
                 worker.sim.states.check_state(worker)
                 self.caught_up += 1

@@ -104,6 +104,14 @@ class Node:
             return f"{self.name}: {job.core.reason(self.loop.time()).sentence}"
         return f"{self.name}: {self.lighthouse.trouble}"
 
+    def spared_hangs(self) -> tuple[str, list[str]]:
+        """Return what it says about groups that hang and are not ended, and which groups are its spares."""
+        job = self.lighthouse.jobs.get("job") if self.leads else None
+        if job is None:
+            return "", []
+        said = "; ".join(one for one in job.core.hang_sentences() if "not ended" in one)
+        return said, job.core._groups.spares()
+
     # ---- life
 
     def kill(self) -> None:

@@ -479,5 +479,5 @@ class Trainer:
             self.covered = result > 1
             self.may_leave = bool(all_leave) or (self.covered and first == self._seat)
             self.shards.committed(self, world)
-            self.reports.committed()
+            self.reports.committed(covered=self.covered)
         self._rest()

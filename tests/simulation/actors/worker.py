@@ -6,6 +6,7 @@ whether sockets report the death of a peer, which result arrives first, whether 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from keepstep.group.quorum_plan import QuorumPlan, make_plan
@@ -38,9 +39,11 @@ from keepstep_mesh.protocol.messages import (
     Refused,
     RoundBroken,
 )
+from keepstep_mesh.protocol.stack_messages import Hung, StacksRequest
 from tests.simulation.actors.collectives import TIMEOUT_SECONDS, Collective
 from tests.simulation.actors.following import Following
 from tests.simulation.actors.incarnation import Incarnation
+from tests.simulation.actors.training_thread import TrainingThread
 from tests.simulation.actors.troubles import TROUBLES_TIMEOUT_SECONDS, Trouble, Troubles
 from tests.simulation.checks.states import Checkpoint
 
@@ -70,6 +73,7 @@ class Worker(Incarnation):
         self.fail_next = False
         self.plan: QuorumPlan | None = None
         self.following = Following(self)
+        self.thread = TrainingThread(self)
         self.failure: StepFailure | None = None
         """Evidence about the last step, for the next request."""
         self.snapshot: tuple[int, int, Lineage, int] | None = None
@@ -165,6 +169,12 @@ class Worker(Incarnation):
                     self._abort()
             case Drain(reason):
                 self.leaving, self.sent_home = True, reason.startswith("the job finished")
+            case StacksRequest(number):
+                self.session.send(self.thread.stacks(number))
+            case Hung():
+                if self.sim.hangs is not None:
+                    self.sim.hangs.on_ended(self)
+                self._exit()
             case Evicted() | Goodbye() | Refused("banned"):
                 self._exit()
 
@@ -179,6 +189,8 @@ class Worker(Incarnation):
     def ask(self, *, retry: bool = False) -> None:
         session = self.session
         if session.core.open is not None or self.plan is not None or self.finished:
+            return
+        if self.thread.trouble is not None and self.thread.holds(partial(self.ask, retry=retry)):
             return
         if self.leaving and not retry:
             session.send(Leave("told to"))
@@ -239,7 +251,7 @@ class Worker(Incarnation):
         self._errored = objects or self._errored
         self._behind = plan.heal and not plan.allow_heal
         self._follows = plan.heal and plan.allow_heal and self.sim.catches_up and plan.max_step > 0
-        self._follows = self._follows and not plan.finishing
+        self._follows = self._follows and not plan.finishing and not self.following.doubts
         waits = plan.heal and plan.allow_heal and not self._follows and not objects
         self._healed, self._fetched = None if waits else True, None
         if self._configured[0] != plan.quorum_id:
@@ -257,7 +269,8 @@ class Worker(Incarnation):
             if self._healed is not None:
                 self._end_finishing()
         elif asked.retry:
-            if plan.behind or self._gradient is None or self._gradient[1] != self.state:
+            others = self._gradient is None or self._gradient[1] != self.state
+            if not plan.follows and (plan.behind or others):
                 self.sim.violated(f"{self.replica_id} retries the step after {plan.max_step} with other gradients")
             self._reduce(self._attempt)
         elif self._healed or not self._heals_first(plan):
@@ -315,6 +328,8 @@ class Worker(Incarnation):
         plan = self.plan
         if plan is None or attempt != self._attempt:
             return
+        if self.thread.trouble is not None and self.thread.holds(self._reduce, attempt):
+            return
         self._backward_done = True
         if self._errored:
             self._vote()
@@ -362,7 +377,8 @@ class Worker(Incarnation):
         if self._errored or not self._healed or self._result is None:
             if self._troubles is not None:
                 self.failure = self._troubles.evidence(self, plan, own=self._own_error)
-            failed = FailedTry(self._retries, self._own_error, plan.behind, ending=False, unrepeatable="")
+            behind = plan.behind and not plan.follows
+            failed = FailedTry(self._retries, self._own_error, behind, ending=False, unrepeatable="")
             if self.sim.retries and self._gradient is not None and not obstacle(failed):
                 self.sim.logs.step(self, "retried")
                 self.plan, self._retries = None, self._retries + 1
@@ -428,6 +444,11 @@ class Worker(Incarnation):
     def contributed(self) -> bool:
         """Whether the group waits for the result of an all-reduce."""
         return self._collective is not None and self._result is None
+
+    @property
+    def waits_for_state(self) -> bool:
+        """Whether the group waits for the state of another one."""
+        return self.plan is not None and self._healed is None
 
     def lose_a_rank(self) -> None:
         """Rank 0 reports the death of another rank, and all ranks exit."""

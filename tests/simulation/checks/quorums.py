@@ -126,7 +126,7 @@ class QuorumChecks:
             if not isinstance(decision, Announce):
                 continue
             if self._sim.shards is not None:
-                self._sim.shards.announced(decision.quorum_id, job.core._groups)
+                self._sim.shards.decided(job.term.epoch, decision.quorum_id, job.core._groups)
             for number, request in decision.to:
                 if number not in job.sessions or (job, number) in self._closed:
                     self._violated(f"session {number} is over, and in quorum {decision.quorum_id}")
@@ -141,6 +141,8 @@ class QuorumChecks:
         if len(announce.to) != len(members) or round_ == self._last_round:
             return  # a repeated answer
         self._last_round = round_
+        if self._sim.shards is not None:
+            self._sim.shards.announced(job.term.epoch, quorum_id)
         node = self._sim.node_of(job)
         self.rounds += 1
         self.announced_by = node.name

@@ -46,8 +46,11 @@ class ShardChecks:
         self._domains = random.choice((1, 1, 2))
         self._sim = sim
         self._plans: dict[int, tuple[Recovery, list[Rank]]] = {}
+        self._decided: dict[tuple[int, int], set[str]] = {}
+        """By epoch and quorum: the groups that the lighthouse could have waited for. A lighthouse announces no quorum
+        if it is deposed before it has stored it."""
         self._left_out: dict[int, set[str]] = {}
-        """By quorum: the groups that the lighthouse could have waited for."""
+        """Of the quorums that were announced."""
         self._histories: dict[State, History] = {}
         self._learned: dict[State, set[int]] = {}
         """By a committed state: the ranks that have learned of it."""
@@ -97,12 +100,16 @@ class ShardChecks:
             self._check_left_out(quorum_id, ranks)
         return recovery
 
-    def announced(self, quorum_id: int, groups: Groups) -> None:
-        """A quorum forms. Note the groups that the lighthouse left out, if it knows the keepers of all members."""
+    def decided(self, epoch: int, quorum_id: int, groups: Groups) -> None:
+        """A lighthouse forms a quorum. Note the groups that are there, if it knows the keepers of all members."""
         sources = groups.sources._of.values()
-        if quorum_id not in self._left_out and sources and all(len(one) > 1 for one in sources):
+        if (epoch, quorum_id) not in self._decided and sources and all(len(one) > 1 for one in sources):
             there = (one for one in groups if one.session is not None and one.excluded is None)
-            self._left_out[quorum_id] = {one.replica_id for one in there}
+            self._decided[epoch, quorum_id] = {one.replica_id for one in there}
+
+    def announced(self, epoch: int, quorum_id: int) -> None:
+        """A lighthouse has stored a quorum, and tells the members."""
+        self._left_out.setdefault(quorum_id, self._decided.get((epoch, quorum_id), set()))
 
     def _check_left_out(self, quorum_id: int, ranks: list[Rank]) -> None:
         """Shards are lost to a quorum. Check that no group that was there has them."""

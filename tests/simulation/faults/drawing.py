@@ -46,19 +46,36 @@ ALONE: Mapping[Act, int] = {**groups.WEIGHTS, **lighthouses.WEIGHTS}
 """Faults of a job that has one lighthouse, and how often each is drawn."""
 SEVERAL: Mapping[Act, int] = {**ALONE, **lighthouses.STANDBY_WEIGHTS}
 """Faults of a job that has several lighthouses."""
-ACTS = {act.__name__: act for act in (*SEVERAL, *groups.REPLACING, *groups.TROUBLE_WEIGHTS, *groups.ONE_COPY_WEIGHTS)}
+ACTS = {
+    act.__name__: act
+    for act in (
+        *SEVERAL,
+        *groups.REPLACING,
+        *groups.TROUBLE_WEIGHTS,
+        *groups.HANG_WEIGHTS,
+        *groups.ONE_COPY_WEIGHTS,
+    )
+}
 
 
 MAX_REPLACEMENTS = 4
 
 
 def draw_faults(
-    seed: int, lighthouses: int, *, spares: bool = False, troubles: bool = False, one_copy: bool = False
+    seed: int,
+    lighthouses: int,
+    *,
+    spares: bool = False,
+    troubles: bool = False,
+    hangs: bool = False,
+    one_copy: bool = False,
 ) -> tuple[Fault, ...]:
     random = Random(f"faults {seed}")
     weights = ALONE if lighthouses == 1 else SEVERAL
     if troubles:
         weights = {**weights, **groups.TROUBLE_WEIGHTS}
+    if hangs:
+        weights = {**weights, **groups.HANG_WEIGHTS}
     if one_copy:
         weights = {act: weight for act, weight in weights.items() if act not in groups.OF_FULL_COPIES}
         weights |= groups.ONE_COPY_WEIGHTS

@@ -114,6 +114,26 @@ def hang(sim: Simulation, worker: Any, fault: Fault) -> None:
         one.hangs_until = sim.time.now + 2 * fault.seconds
 
 
+# ---- training threads
+
+
+def hang_for_ever(_: Simulation, worker: Worker, fault: Fault) -> None:
+    worker.thread.begins("hangs", fault.seconds)
+
+
+def work_on(_: Simulation, worker: Worker, fault: Fault) -> None:
+    """Take long, and longer than the limit of a hang, in a stack that changes."""
+    worker.thread.begins("works", 2 * fault.seconds)
+
+
+def read_on(_: Simulation, worker: Worker, fault: Fault) -> None:
+    worker.thread.begins("reads", 2 * fault.seconds)
+
+
+def evaluate(_: Simulation, worker: Worker, fault: Fault) -> None:
+    worker.thread.begins("evaluates", 2 * fault.seconds)
+
+
 # ---- the network
 
 
@@ -161,7 +181,14 @@ def change_the_policy(sim: Simulation, _: Worker, fault: Fault) -> None:
     old = sim.policy
     sim.order(
         PolicyOrdered(
-            Policy(minimum, old.max_replicas, join_timeout=old.join_timeout, heal_timeout=old.heal_timeout), "ann"
+            Policy(
+                minimum,
+                old.max_replicas,
+                join_timeout=old.join_timeout,
+                heal_timeout=old.heal_timeout,
+                hang_after=old.hang_after,
+            ),
+            "ann",
         )
     )
 
@@ -222,3 +249,5 @@ TROUBLE_WEIGHTS: dict[Act, int] = {
     partition_two_groups: 10,
 }
 """The same where groups keep others from committing."""
+HANG_WEIGHTS: dict[Act, int] = {hang_for_ever: 8, work_on: 4, read_on: 3, evaluate: 3, freeze: 4}
+"""The same where training threads hang, or are slow."""

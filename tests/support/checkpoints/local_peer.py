@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import itertools
 import json
 import multiprocessing
 import pickle
@@ -24,6 +25,9 @@ import torch.distributed as dist
 
 library, size, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 package = "megatron.core.dist_checkpointing" if library == "megatron" else "keepstep.sharded"
+
+STRICT = ("assume_ok_unexpected", "log_unexpected", "log_all", "raise_unexpected", "raise_all", "return_unexpected",
+          "return_all", "ignore_all")  # fmt: skip
 
 
 def on_cpu(function: Any) -> Any:
@@ -99,7 +103,23 @@ class World:
             for exchange in ("broadcast", "gather_object"):
                 found[f"{algo} {exchange}"] = plain(hollow.to_state_dict(self.state(is_save=False), algo, exchange))
             found[f"{algo} common"] = plain(hollow.to_state_dict({}))
+        for strict, extra in itertools.product(STRICT, (False, True)):  # with fully_parallel, Megatron Core hangs
+            found[f"{strict}, {extra=}"] = self.strictly(strict, extra=extra)
         return found
+
+    def strictly(self, strict: str, *, extra: bool) -> Any:
+        """Return the keys that only one side has, or whether an error names the one that only the request has."""
+        local, _ = self.local.from_state_dict(self.state(is_save=True), "atomic")
+        request = self.state(is_save=False)
+        del request["half"]
+        if extra:
+            whole = self.mapping.ShardedTensor.from_rank_offsets("extra", torch.zeros(1), replica_id=self.rank)
+            request["extra"] = whole
+        try:
+            _, *keys = local.to_state_dict(request, strict=strict, return_mismatch_keys=True)
+        except Exception as error:  # noqa: BLE001  an outcome too
+            return ["error", "extra" in str(error)]
+        return list(map(sorted, keys))
 
     def stored(self) -> dict[str, Any]:
         """Save with the manager of nvidia-resiliency-ext, lose the files of rank 0, and load."""

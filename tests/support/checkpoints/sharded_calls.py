@@ -20,6 +20,7 @@ from pkgutil import walk_packages
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint
 
 KINDS = ("tensor", "object", "factory", "local")
 EXTRACTS = (
@@ -282,6 +283,19 @@ class Calls:
 
     def has(self, module: str, name: str) -> bool:
         return hasattr(import_module(f"{self.package}.{module}"), name)
+
+    def by_dcp(self, folder: str, action: str, count: int) -> Any:
+        """Save a tensor of 12 elements in ``count`` parts, or load it into such, with DCP."""
+        kinds = import_module(f"{self.package}.strategies.checkpointable")
+        values = torch.arange(12.0) if action == "save" else torch.zeros(12)
+        cut = [
+            self.mapping.ShardedTensor.from_rank_offsets("w", one, (0, at, count))
+            for at, one in enumerate(values.chunk(count))
+        ]
+        made = [kinds.CheckpointableShardedTensor.from_sh_ten(one) for one in cut]
+        state = {"w": made[0] if count == 1 else kinds.LocalShardsContainer(made)}
+        getattr(torch.distributed.checkpoint, action)(state, checkpoint_id=folder)
+        return [list(state["w"].shape), torch.cat([one.data for one in cut]).tolist()]
 
     def own_strategies(self, folder: str, strict: str, requested: list[str], version: int) -> Any:
         """Save and load with strategies of a script. Return how they were called, and the outcome."""

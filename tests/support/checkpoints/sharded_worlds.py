@@ -16,13 +16,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from keepstep.checkpoint.planning import RankLayout, plan
 from keepstep.checkpoint.reading import Wanted
 from keepstep.checkpoint.saving import written
+from keepstep.one_copy.world.world_groups import forget_sharding
 from keepstep.state.errors import CheckpointNotFound
 from keepstep.state.flattening import flatten
 from keepstep.state.local_parts import Part, local_parts
@@ -39,7 +39,7 @@ def fake_rank(rank: int, world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # it has results with the mesh of this rank
+        forget_sharding()
 
 
 # ---- layouts: each replaces the parameters of a module

@@ -35,10 +35,16 @@ def rendered(overlay: str) -> list[Manifest]:
 
 @cache
 def written() -> list[Manifest]:
-    """Return the manifests of base and components as they are in the files, without patches."""
+    """Return the manifests of base, components and groups as they are in the files, without patches; group 3."""
     files = sorted([*KUBERNETES.glob("base/*.yaml"), *KUBERNETES.glob("components/*/*.yaml")])
     found = [one for file in files for one in yaml.safe_load_all(file.read_text())]
-    return [one for one in found if one["kind"] not in ("Kustomization", "Component")]
+    of_groups = [one for file in sorted(KUBERNETES.glob("groups/*.yaml")) for one in of_group(file, 3)]
+    return [one for one in found if one["kind"] not in ("Kustomization", "Component")] + of_groups
+
+
+def of_group(file: Path, group: int) -> list[Manifest]:
+    """Return the manifests of a file of ``groups``, as the command at its top makes them."""
+    return list(yaml.safe_load_all(file.read_text().replace("NUMBER", str(group))))
 
 
 def named(manifests: list[Manifest], kind: str) -> dict[str, Manifest]:
@@ -46,16 +52,20 @@ def named(manifests: list[Manifest], kind: str) -> dict[str, Manifest]:
 
 
 def template(manifest: Manifest) -> Manifest:
-    """Return the pod template of a StatefulSet or JobSet."""
-    if manifest["kind"] == "JobSet":
-        (jobs,) = manifest["spec"]["replicatedJobs"]
-        manifest = jobs["template"]
-    pod: Manifest = manifest["spec"]["template"]
+    """Return the pod template of a StatefulSet, JobSet, or TrainingRuntime."""
+    pod: Manifest = (manifest if manifest["kind"] == "StatefulSet" else job_of(manifest))["spec"]["template"]
     return pod
 
 
+def job_of(manifest: Manifest) -> Manifest:
+    """Return the Job of a JobSet or TrainingRuntime, as Kubernetes gets it."""
+    job_set = manifest["spec"]["template"] if manifest["kind"] == "TrainingRuntime" else manifest
+    (jobs,) = job_set["spec"]["replicatedJobs"]
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "group"}, **jobs["template"]}
+
+
 def workloads(manifests: list[Manifest]) -> list[Manifest]:
-    return [one for one in manifests if one["kind"] in ("StatefulSet", "JobSet")]
+    return [one for one in manifests if one["kind"] in ("StatefulSet", "JobSet", "TrainingRuntime")]
 
 
 def container(manifest: Manifest) -> Manifest:

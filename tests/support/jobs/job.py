@@ -39,6 +39,8 @@ ONE_COPY = Path(__file__).with_name("one_copy_trainer.py")
 """In place of ``TRAINER`` for a group with TRAINER_ONE_COPY in its environment."""
 ELASTIC = Path(__file__).with_name("elastic_trainer.py")
 """In place of ``TRAINER`` for a group with TRAINER_ELASTIC in its environment."""
+HANGING = Path(__file__).with_name("hanging_trainer.py")
+"""In place of ``TRAINER`` for a group with TRAINER_HANG in its environment."""
 
 
 class Rank:
@@ -56,6 +58,7 @@ class Rank:
     ) -> None:
         others = {
             "SCRIPTS": SCRIPTS,
+            "TRAINER_HANG": HANGING,
             "TRAINER_SHARDED": SHARDED,
             "TRAINER_ELASTIC": ELASTIC,
             "TRAINER_ONE_COPY": ONE_COPY,
@@ -164,11 +167,12 @@ class Job:
     At its end the logs of the lighthouse and of all trainers are checked: ``keepstep check-history``.
     """
 
-    def __init__(self, *flags: str, min_replicas: int = 1, address: str | None = None) -> None:
+    def __init__(self, *flags: str, min_replicas: int = 1, address: str | None = None, bind: str = "127.0.0.1") -> None:
         self._flags = flags
         self._min_replicas = min_replicas
         self.port = free_port()
-        self.address = address or f"http://127.0.0.1:{self.port}"
+        self.address = address or f"http://{bind}:{self.port}"
+        self._bind = bind
         self.groups: dict[str, Group] = {}
         self._changed = asyncio.Condition()
         self._directory = tempfile.TemporaryDirectory(prefix="keepstep-test-")
@@ -215,11 +219,15 @@ class Job:
         """The host on which the processes of a group run."""
         return LOOPBACK
 
+    def host_of_rank(self, group: str, _rank: int) -> Host:
+        """The host on which this rank of a group runs."""
+        return self.host_of(group)
+
     async def start_lighthouse(self) -> None:
         log = (self.directory / "lighthouse.log").open("ab")
         with log:
             self.lighthouse = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "keepstep_cli", "lighthouse", "--bind", f"127.0.0.1:{self.port}",
+                sys.executable, "-m", "keepstep_cli", "lighthouse", "--bind", f"{self._bind}:{self.port}",
                 "--store", f"sqlite:///{self.directory}/lighthouse.db", "--min-replicas", str(self._min_replicas),
                 "--event-log", str(self.logs / "events.jsonl"), *self._flags, stdout=log, stderr=log,
             )  # fmt: skip
@@ -256,14 +264,15 @@ class Job:
                 "REPLICA_GROUP_ID": name,
                 "RANK": str(rank),
                 "WORLD_SIZE": str(ranks),
-                "MASTER_ADDR": "127.0.0.1",
+                **({"LOCAL_RANK": str(rank)} if ranks > 1 else {}),
+                "MASTER_ADDR": self.host_of_rank(name, 0).address,
                 "MASTER_PORT": str(port),
                 "TORCHELASTIC_RESTART_COUNT": str(restart),
                 "PYTHONUNBUFFERED": "1",
                 "KEEPSTEP_STEP_LOG": str(self.logs / f"{name}.jsonl"),
                 **environment,
             }
-            one = Rank(variables, partial(self._heard, group), self.host_of(name), launcher)
+            one = Rank(variables, partial(self._heard, group), self.host_of_rank(name, rank), launcher)
             group.ranks.insert(0 if backwards else rank, one)
             if backwards:
                 await self.until(partial(group.has, "started", one.pid), f"rank {rank} of {name} starts")

@@ -73,6 +73,23 @@ class OneCopyJob(Job):
         await self.until(lambda: frozen() and step in self.losses(), "the others go on", SECONDS)
         frozen()[0].kill(number=signal.SIGCONT)
 
+    async def until_asking(self, enough: Callable[[set[str]], bool]) -> None:
+        """Wait until ``enough`` is true of the names of the groups whose requests the lighthouse has."""
+        async with asyncio.timeout(SECONDS):
+            while True:
+                groups = (await self.order("GET", "/replicas"))["replicas"]
+                if enough({one["name"] for one in groups if one["state"] in ("asking", "spare")}):
+                    return
+                await asyncio.sleep(0.05)  # a state of the lighthouse, which no member prints
+
+    async def go_on_with_all(self, members: int, step: int) -> None:
+        """Let the members that wait after ``step`` (``holds``) go on, when all others ask for a quorum."""
+        await self.until(lambda: step in self.losses(), f"step {step}", SECONDS)
+        committed = [event for group in self.groups.values() for event in group.lines if event["event"] == "committed"]
+        waiting = next(event["world"] for event in committed if event["step"] == step)
+        await self.until_asking(lambda names: len(names) == members - waiting)
+        (self.directory / f"go.{step}").touch()
+
     def losses(self) -> dict[int, float]:
         """The loss of each committed step, which all ranks agree on."""
         return self._agreed("loss", lambda event: event["step"])

@@ -125,8 +125,9 @@ class Members:
         """Return the exit code of all ranks of a member, when they have ended."""
         own = self.ranks_of(name)
         await self.until(lambda: all(one.poll() is not None for one in own), f"the end of {name}")
-        (code,) = {one.wait() for one in own}
-        return code
+        codes = [one.wait() for one in own]
+        assert len(set(codes)) == 1, f"ranks of {name} end with {codes}\n{self.output()}"
+        return codes[0]
 
     async def order(self, event: Any) -> None:
         """Give an order, as over REST."""

@@ -33,6 +33,8 @@ from keepstep.one_copy.world.world_groups import WorldGroups
 STEPS = os.environ.get("ONE_COPY_STEPS", "8")
 """Number of the last step, or a file that has it, which may change."""
 KIND = os.environ.get("ONE_COPY_KIND", "plain")
+if KIND == "torch 2.12":
+    del FSDPModule.reset_iter_state  # new in torch 2.13
 FAULTS = [one.split(":") for one in os.environ.get("ONE_COPY_FAULTS", "").split(",") if one]
 DIRECTORY = Path(os.environ["ONE_COPY_DIRECTORY"])
 BATCH = 16
@@ -205,11 +207,20 @@ send = CopySender._send_state
 
 def send_and_count(self: Any, part: str, state: Any, *args: Any, **kwargs: Any) -> None:
     send(self, part, state, *args, **kwargs)
-    if part in ("early", "gradients"):
+    if part == "gradients":
         fault("copy")
 
 
+send_early = CopySender._send_early
+
+
+def send_early_and_count(self: Any, *args: Any) -> None:
+    send_early(self, *args)
+    fault("copy")
+
+
 CopySender._send_state = send_and_count  # type: ignore[method-assign]
+CopySender._send_early = send_early_and_count  # type: ignore[method-assign, assignment]
 vote = WorldGroups.vote
 
 

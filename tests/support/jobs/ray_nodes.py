@@ -1,13 +1,15 @@
 """Run a script on a Ray cluster of several nodes on this machine: python -u ray_nodes.py NODES SCRIPT
 
-Each node has one CPU. Lines on standard input change the cluster:
+Each node has one CPU, or as many as ``CPUS`` says. Lines on standard input change the cluster:
 
     drain NODE SECONDS     tell Ray that the node ends in so many seconds
     end NODE               end the node
+    add                    start a node more
 """
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 import threading
@@ -17,14 +19,20 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.core.generated import autoscaler_pb2
 
-NODE = {"num_cpus": 1, "object_store_memory": 80_000_000, "include_dashboard": False}
+CPUS = int(os.environ.get("CPUS", "1"))
+NODE = {"num_cpus": CPUS, "object_store_memory": 80_000_000, "include_dashboard": False}
 TRIES = 5
 
 
 def obey(cluster: Cluster) -> None:
     """Execute the lines of standard input until its end."""
     for line in sys.stdin:
-        order, node, *seconds = line.split()
+        order, *words = line.split()
+        if order == "add":
+            cluster._shutdown_at_exit = False  # else it sets signal handlers, which only the main thread may
+            add_node(cluster)
+            continue
+        node, *seconds = words
         if order == "drain":
             client = ray._raylet.GcsClient(address=cluster.address)
             reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")

@@ -16,7 +16,7 @@ TRAINER_HOLD_AT          step after which to print "holding" in the next forward
                          exists; the quorum has formed
 TRAINER_CHUNK_SECONDS    heal directly, and sleep so long after each chunk
 TRAINER_HOLD_HEAL_AT     bytes of a direct heal after which to wait until TRAINER_PAUSE_FILE exists
-TRAINER_CATCH_UP=1       join without a stall; an event "followed" for each step without weights
+TRAINER_CATCH_UP=1, 0    catch up, or heal, whatever the state is; an event "followed" for each step without weights
 TRAINER_WORKERS          forked DataLoader processes that draw the batches; they start after the first committed step,
                          and an event "workers" has their pids
 TRAINER_TIMEOUT          seconds of a collective; default 30
@@ -154,7 +154,9 @@ def main() -> None:
         quorum_timeout=timedelta(seconds=60),
     )
     ddp = DistributedDataParallel(manager, model)
-    wrapped = Optimizer(manager, optimizer, catch_up="TRAINER_CATCH_UP" in os.environ)
+    wrapped = Optimizer(
+        manager, optimizer, catch_up={"1": True, "0": False}.get(os.environ.get("TRAINER_CATCH_UP", ""))
+    )
     say("started", name=name, replica_id=manager.replica_id())
     data = load_digits()
     inputs = torch.tensor(data.data, dtype=torch.float32) / 16

@@ -30,6 +30,7 @@ from keepstep_lighthouse.quorum.events import (
     ReopenOrdered,
     ReplaceOrdered,
     ShardsReported,
+    StacksReported,
     StragglerFound,
     Tell,
     Tick,
@@ -41,17 +42,21 @@ from keepstep_lighthouse.quorum.views.replicas import ReplicaState
 from keepstep_mesh.protocol.membership import HeldAnswer, Lineage, MemberInfo, StateRoot, StepFailure, StepReport
 from keepstep_mesh.protocol.messages import Exposure, Healing, QuorumRequest, ShardReport, ToWorker
 from keepstep_mesh.protocol.policy import Policy
+from keepstep_mesh.protocol.stack_messages import RankStacks
 
 BEAT_SECONDS = 0.5
 UNIX_AT_START = 1_000_000.0
 
 
 class Driver:
-    """Drive a JobCore: each method feeds one event and returns the decisions."""
+    """Drive a JobCore: each method feeds one event and returns the decisions.
+
+    Without a policy that says so, no group is asked for its stacks.
+    """
 
     def __init__(self, policy: Policy | None = None, record: JobRecord | None = None, **limits: Any) -> None:
         self.now = 100.0
-        self.record = record or JobRecord(policy=policy or Policy(**limits))
+        self.record = record or JobRecord(policy=policy or Policy(**{"hang_after": 0.0, **limits}))
         self.core = JobCore("job", self.record, self.now, self.unix, restarted=False)
         self.session_of: dict[str, int] = {}
         self.replica_of: dict[int, str] = {}
@@ -196,12 +201,28 @@ class Driver:
         return self.feed(HealProgress(self.session_of[replica_id], told))
 
     def tells_shards(
-        self, replica_id: str, world: int, keepers: tuple[str, ...] = (), *, without: tuple[str, ...] = ()
+        self,
+        replica_id: str,
+        world: int,
+        keepers: tuple[str, ...] = (),
+        *,
+        without: tuple[str, ...] = (),
+        keeps: tuple[str, ...] = (),
     ) -> list[Decision]:
-        """Report the shards of a member of ``world``. ``without``: its keepers that have no copies."""
+        """Report the shards of a member of ``world``.
+
+        Args:
+            keepers: groups that keep copies of it, or should.
+            without: those of them that have no copies.
+            keeps: groups of which it has copies.
+        """
         exposed = tuple(Exposure(one, "they are on their way") for one in without)
-        report = ShardReport(world, 0, 0, 0, "replaced", 0, 0.1, 0, keepers, exposed, formed=True)
+        report = ShardReport(world, 0, 0, 0, "replaced", 0, 0.1, 0, keepers, exposed, formed=True, keeps=keeps)
         return self.feed(ShardsReported(self.session_of[replica_id], report))
+
+    def stacks(self, replica_id: str, found: RankStacks) -> list[Decision]:
+        """Answer a request for the stacks of a rank."""
+        return self.feed(StacksReported(self.session_of[replica_id], found))
 
     def leaves(
         self, replica_id: str, reason: str = "told to", *, cause: str = "", step: int | None = None

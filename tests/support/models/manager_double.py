@@ -33,7 +33,10 @@ class ManagerDouble:
     def steps(self) -> Self:
         return self
 
-    background = steps
+    background = joining = steps
+
+    def follow_if_possible(self, *_: object) -> None:
+        """Return that the group heals."""
 
     def should_commit(self) -> bool:
         """Return whether the step commits."""

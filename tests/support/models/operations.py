@@ -19,6 +19,7 @@ def operations(work: Callable[[], object]) -> int:
         return trace
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 has no such events unless a frame asked for them before
     sys.settrace(trace)
     try:
         work()

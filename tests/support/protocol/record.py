@@ -2,7 +2,7 @@
 
 Record a version before the first change after it, and keep the file while that version is supported:
 
-PYTHONPATH=libs python tests/support/protocol/record.py > tests/support/protocol/version_5.json
+PYTHONPATH=libs python tests/support/protocol/record.py > tests/support/protocol/version_7.json
 """
 
 from __future__ import annotations

@@ -14,6 +14,8 @@ from pathlib import Path
 from queue import Queue
 from typing import Any
 
+from tests.support.processes.forked import FORKS
+
 START_SECONDS = 60.0
 
 
@@ -58,11 +60,19 @@ async def service_process(
 
 
 class Command:
-    """A `keepstep` command whose stdout and stderr are read as they come. The caller closes it."""
+    """A `keepstep` command whose stdout and stderr are read as they come. The caller closes it.
 
-    def __init__(self, folder: Path, *arguments: str, deadline: float, **variables: str) -> None:
+    ``prefix``: a program that starts the command. With ``FORKS`` in ``variables``, the ranks of `keepstep run` are
+    forked in each start, so `--cold` spares the template the same imports.
+    """
+
+    def __init__(
+        self, folder: Path, *arguments: str, deadline: float, prefix: tuple[str, ...] = (), **variables: str
+    ) -> None:
+        if arguments[0] == "run" and variables.get(FORKS) and "--cold" not in arguments:
+            arguments = ("run", "--cold", *arguments[1:])
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "keepstep_cli", *arguments],
+            [*prefix, sys.executable, "-m", "keepstep_cli", *arguments],
             cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from keepstep_mesh.exit_codes import EXIT_DIVERGED
+from tests.support.processes.forked import FORKS
 from tests.support.services.command import Command
 
 pytestmark = [pytest.mark.training, pytest.mark.timeout(300)]
@@ -41,7 +42,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
     def start(groups: int, other: int, steps: int) -> Command:
         (tmp_path / "script.py").write_text(SCRIPT)
         flags = ("--replicas", str(groups), "--min-replicas", "2")
-        variables = {"STEPS": str(steps), "OTHER": str(other)}
+        variables = {"STEPS": str(steps), "OTHER": str(other), FORKS: "1"}
         commands.append(Command(tmp_path, "run", *flags, "--", "script.py", deadline=200.0, **variables))
         return commands[-1]
 

@@ -6,9 +6,11 @@ Slow: each test trains in several processes, some of which start again.
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,6 +83,36 @@ async def test_a_build_that_gives_another_model_after_a_loss_waits_for_the_lost_
         await job.finish("m0", "m1", "m2")
 
 
+@pytest.mark.parametrize("spares", [0, 1])
+async def test_a_build_that_takes_longer_than_the_timeout_is_waited_for(tmp_path: Path, spares: int) -> None:
+    built, count = tmp_path / "built", 3 - spares
+    more = {"KEEPSTEP_TIMEOUT_SEC": "4", "BUILD_TIMEOUT": "600" if spares else "6"}
+    async with members(tmp_path) as job:
+        job.start("m0", "m1", count=count, spares=spares, **more)
+        if spares:
+            await job.trains("m0", "m1")
+        job.start("m2", count=count, spares=spares, BUILD=str(built), **more)
+        waiting = ["m0", "m1"]
+        if spares:
+            await job.until(lambda: job.asks("m2"), "a spare that asks")
+            job.kill("m1")
+            waiting.remove("m1")
+        said = "build() takes longer than timeout; waiting for it"
+        await job.until(lambda: all(said in job.text(one) for one in waiting), "they say so")
+        if spares:
+            await job.change_policy(hang_after=20.0)
+            await job.until(lambda: any("section 'build()'" in one for one in job.core.hang_sentences()), "its status")
+            await job.change_policy(hang_after=0.0)
+        else:
+            reason = "from m2 (rank 0), which is in build(); raise build_timeout"
+            await job.until(lambda: any(reason in job.text(one) for one in waiting), "they try again")
+        built.touch()
+        await job.trains(*waiting, "m2")
+        if spares:
+            assert [one.detail["how"] for one in job.events("world_formed")] == ["fresh", "replaced"]
+        await job.finish(*waiting, "m2")
+
+
 async def test_members_that_do_not_fill_the_mesh_wait_and_say_for_what(tmp_path: Path) -> None:
     async with members(tmp_path) as job:
         mesh = '{"fsdp": -1, "tp": 2}'
@@ -110,6 +142,31 @@ async def test_a_keeper_without_memory_leaves_its_owner_exposed_until_it_has_mem
         await job.finish("m1")
 
 
+@pytest.mark.parametrize("where", ["inside", "at the end", "outside"])
+async def test_a_member_that_dies_during_a_save_ends_only_a_save_outside_of_an_attempt(
+    tmp_path: Path, where: str
+) -> None:
+    go = tmp_path / "go"
+    async with members(tmp_path) as job:
+        job.start("m0", "m1", "m2", count=3, SAVES=where, SAVE=str(go))
+        if where == "at the end":
+            await job.trains("m0", "m1", "m2")
+            await job.change_policy(finish_grace=0.0)
+            (tmp_path / "stop").touch()
+        await job.until(lambda: len([*tmp_path.glob("go.*")]) == 3, "all save")
+        job.kill("m1")
+        go.touch()
+        if where == "outside":
+            assert await job.code("m0") == 1
+            assert "outside of `with job.attempt()`" in job.text("m0")
+            return
+        if where == "inside":
+            await job.trains("m0", "m2")
+        await job.finish("m0", "m2")
+        saves = [json.loads(line) for line in job.text("m0").splitlines() if line.startswith('{"saved"')]
+        assert [one["elements"] for one in saves] == ([544] if where == "at the end" else [])
+
+
 class NetworkedJob(OneCopyJob):
     """Each member, and the lighthouse, on a host of its own."""
 
@@ -132,14 +189,9 @@ class NetworkedJob(OneCopyJob):
                 stderr=log,
             )
 
-    async def asks(self, name: str) -> None:
-        """Wait until the lighthouse has a request of this member."""
-        async with asyncio.timeout(DEADLINE):
-            while True:
-                replicas = (await self.order("GET", "/replicas"))["replicas"]
-                if any(one["name"] == name and one["state"] in ("asking", "spare") for one in replicas):
-                    return
-                await asyncio.sleep(0.05)  # a state of the lighthouse, which no member prints
+    async def events(self, kind: str) -> list[dict[str, Any]]:
+        """Return the events of this kind."""
+        return [one for one in (await self.order("GET", "/events"))["events"] if one["kind"] == kind]
 
     def isolate(self, name: str) -> None:
         for other in ("lighthouse", *(one for one in self.groups if one != name)):
@@ -151,18 +203,53 @@ async def test_a_member_that_is_cut_off_is_replaced_and_comes_back() -> None:
         pytest.skip(reason)
     _, shards, losses = await undisturbed(3, kind="clip", steps=12)
     with Namespaces() as network:
-        async with NetworkedJob(network, "--heartbeat-timeout", "2", min_replicas=3) as job:
-            training = asyncio.create_task(job.train(3, 1, kind="clip", steps=12, holds="4,10"))
+        async with (
+            NetworkedJob(network, "--heartbeat-timeout", "2", min_replicas=3) as job,
+            asyncio.TaskGroup() as tasks,
+        ):
+            training = tasks.create_task(job.train(3, 1, kind="clip", steps=12, holds="4,10"))
             await job.until(lambda: sum(key[0] == 4 for key in job.shards()) == 3, "four steps", DEADLINE)
             name = next(n for n, one in job.groups.items() if any(e["event"] == "committed" for e in one.lines))
             job.isolate(name)
             (job.directory / "go.4").touch()
             await job.until(lambda: sum(key[0] == 10 for key in job.shards()) == 3, "the others go on", DEADLINE)
             network.mend()
-            await job.asks(name)
+            await job.until_asking(lambda names: name in names)
             (job.directory / "go.10").touch()
             await training
             assert {key: value for key, value in job.shards().items() if key[0] <= 10} == {
                 key: value for key, value in shards.items() if key[0] <= 10
             }
             assert job.losses() == pytest.approx(losses, rel=1e-5), "it is a fourth member from then on"
+
+
+@pytest.mark.parametrize("spares", [0, 1])
+async def test_one_of_two_members_that_cannot_reach_each_other_is_replaced_or_left_out(
+    monkeypatch: pytest.MonkeyPatch, spares: int
+) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    monkeypatch.setenv("KEEPSTEP_TIMEOUT_SEC", "20")
+    _, shards, losses = await undisturbed(3, kind="clip", steps=12)
+    with Namespaces() as network:
+        async with NetworkedJob(network, min_replicas=2 + spares) as job, asyncio.TaskGroup() as tasks:
+            training = tasks.create_task(job.train(3, spares, kind="clip", steps=12, holds="4,8"))
+            await job.until(lambda: sum(key[0] == 4 for key in job.shards()) == 3, "four steps", DEADLINE)
+            ranks = {e["rank"]: n for n, one in job.groups.items() for e in one.lines if e["event"] == "committed"}
+            network.cut(ranks[1], ranks[2])
+            (job.directory / "go.4").touch()
+            await job.until(lambda: sum(key[0] == 8 for key in job.shards()) == 2 + spares, "others go on", DEADLINE)
+            (reason,) = [one["detail"]["reason"] for one in await job.events("parted")]
+            assert "cannot reach each other" in reason
+            out = reason.partition(" ")[0]
+            assert out in (ranks[1], ranks[2])
+            network.mend()
+            await job.order("POST", f"/replicas/{out}/readmit")
+            await job.until_asking(lambda names: out in names)
+            (job.directory / "go.8").touch()
+            await training
+            if spares:
+                assert {key: value for key, value in job.shards().items() if key[0] <= 8} == {
+                    key: value for key, value in shards.items() if key[0] <= 8
+                }
+            assert job.losses() == pytest.approx(losses, rel=1e-5)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import signal
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -15,6 +16,8 @@ import pytest
 import torch
 
 from keepstep.checkpoint import load
+from keepstep_mesh.exit_codes import EXIT_STATE_MISMATCH
+from tests.support.jobs.job import Group
 from tests.support.jobs.one_copy_job import SECONDS, OneCopyJob, told, undisturbed
 from tests.support.services.relay_driver import relay_process
 
@@ -98,3 +101,30 @@ async def test_a_job_that_is_started_again_resumes_with_another_number_of_ranks(
         assert [one["how"] for one in job.events("world_formed")] == ["fresh", "resumed"]
         (back,) = job.events("went_back")
         assert (back["from"], back["to"]) == (7, 4)
+
+
+async def test_a_job_that_is_stopped_after_a_step_that_is_stored_resumes_at_this_step_with_the_same_model() -> None:
+    async with durable_job(members=3) as job:
+
+        async def start(kind: str) -> list[Group]:
+            variables = job.variables(3, kind=kind, steps=500, every=1)
+            return [await job.start(f"m{number}", **variables) for number in range(3)]
+
+        groups = await start("clip")
+        await job.until(lambda: max(job.losses(), default=0) >= 4, "steps", SECONDS)
+        for one in groups:
+            one.kill(number=signal.SIGTERM)
+        for one in groups:
+            assert await one.exit_codes() == [0], job.report()
+        last = max(job.losses())
+        for one in groups:
+            await one.gone()
+            one.lines.clear()
+        for one in await start("plain"):
+            assert await one.exit_codes() == [EXIT_STATE_MISMATCH], job.report()
+            await one.gone()
+        assert "durable checkpoint does not fit: build() returns another model" in job.report()
+        await job.train(3, kind="clip", steps=last + 2, every=1)
+        assert not job.events("went_back")
+        (resumed,) = [one for one in job.events("world_formed") if one["how"] == "resumed"]
+        assert resumed["step"] == last

@@ -5,6 +5,10 @@ Slow: each test trains in several processes.
 
 from __future__ import annotations
 
+import asyncio
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -60,8 +64,8 @@ async def test_a_member_that_leaves_loses_no_step_and_a_spare_takes_its_seat(
 ) -> None:
     async with members(tmp_path) as job:
         others = ("m0", "m2") if ranks == 1 else ("m0",)
-        count = len(others) + 1
-        job.start("m1", *others, count=count, spares=1, ranks=ranks)
+        count, late = len(others) + 1, tmp_path / "late"
+        job.start("m1", *others, count=count, spares=1, ranks=ranks, LATE=str(late))
         await job.trains("m1", *others)
         job.start("m3", count=count, spares=1, ranks=ranks)
         await job.until(lambda: job.asks("m3"), "a spare that asks")
@@ -75,6 +79,8 @@ async def test_a_member_that_leaves_loses_no_step_and_a_spare_takes_its_seat(
                 await job.order(EvictOrdered("m1", "a test", 0.0, "test"))
             case _:
                 job.terminate("m1")
+        await job.until(lambda: job.processes["m1"].poll() is not None, "the end of its rank 0")
+        late.touch()
         assert await job.code("m1") == (EXIT_EVICTED if how == "evict" else 0), job.output()
         await job.trains(*others, "m3")
         assert job.views()["m3"].shards.seat == seat
@@ -150,3 +156,39 @@ async def test_min_replicas_of_all_members_waits_for_a_replacement(tmp_path: Pat
         await job.trains("m0", "m1", "m2")
         assert {one["ranks"] for name in ("m0", "m1", "m2") for one in job.steps(name)} == {3}
         await job.finish("m0", "m1", "m2")
+
+
+def inject(address: str, kind: str) -> subprocess.CompletedProcess[str]:
+    """Run `keepstep inject` against the process at an address."""
+    words = ("inject", kind, "--at", address.removeprefix("http://"), "--seconds", "1")
+    command = [sys.executable, "-m", "keepstep_cli", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+async def test_each_fault_of_inject_hits_a_member_and_costs_no_committed_step(tmp_path: Path) -> None:
+    """A NaN is refused, a stopped or slow member goes on, and the others train on when one ends."""
+    sockets = tmp_path / "s"
+    sockets.mkdir()
+    async with members(tmp_path) as job:
+        job.start("m0", "m1", "m2", "m3", count=4, KEEPSTEP_CHAOS=str(sockets), REFUSE="1")
+        everyone = ["m0", "m1", "m2", "m3"]
+        await job.trains(*everyone)
+
+        async def hit(name: str, kind: str) -> None:
+            done = await asyncio.to_thread(inject, job.views()[name].address, kind)
+            assert done.returncode == 0, done.stderr
+
+        for kind in ("nan", "gil", "clock", "slow", "freeze"):
+            await hit("m1", kind)
+            await job.trains(*everyone)
+        assert "gradients of this rank are not finite" in job.text("m1"), job.output()
+        for name, kind, code in (("m3", "exception", 1), ("m2", "kill", -signal.SIGKILL)):
+            await hit(name, kind)
+            assert await job.code(name) == code, job.output()
+            everyone.remove(name)
+            await job.trains(*everyone)
+        assert "InjectedError" in job.text("m3")
+        await hit("m1", "memory")
+        job.kill("m1")  # perhaps it has not noticed the fault
+        await job.trains("m0")
+        await job.finish("m0")

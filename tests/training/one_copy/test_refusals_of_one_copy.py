@@ -46,6 +46,7 @@ async def test_a_member_that_differs_from_the_job_is_refused_by_name_and_the_job
             ("copies", {"COPIES": "2"}, "setting copies: 2 in copies, 1 in m0"),
             ("mesh", {"MESH": '{"fsdp": -1, "tp": 1}'}, "setting mesh: fsdp=-1,tp=1 in mesh, fsdp=-1 in m0"),
             ("width", {"WIDTH": "24"}, "build() returns another model than before: parameter '0.weight' of shape (24,"),
+            ("state", {"REGISTER": "ema"}, "states: none in m0, m1, ema in state"),
             ("sgd", {"OPTIMIZER": "SGD"}, "optimizer: AdamW in m0, m1, SGD in sgd"),
         ):
             assert (await refused(job, name, **variables)).startswith(difference), job.output()
@@ -53,6 +54,22 @@ async def test_a_member_that_differs_from_the_job_is_refused_by_name_and_the_job
         assert (await refusal(job, "r0")).startswith("setting script: Manager in r0, OneCopy in m0"), job.output()
         await job.trains("m0", "m1")
         await job.finish("m0", "m1")
+
+
+async def test_a_member_whose_loader_takes_other_samples_is_refused_and_no_step_is_committed_with_it(
+    tmp_path: Path,
+) -> None:
+    async with members(tmp_path) as job:
+        job.start("m0", "m1", count=4, SEED="1")
+        job.start("odd", count=4, SEED="2")
+        job.start("m2", count=4)  # as a stage of a pipeline that loads nothing
+        difference = (await refusal(job, "odd")).partition(";")[0]
+        assert difference.startswith("data loader: "), difference
+        assert "seed=2, drop_last=False in odd" in difference
+        assert "seed=1, drop_last=False in m0, m1" in difference
+        assert job.steps("odd") == []
+        await job.trains("m0", "m1", "m2")
+        await job.finish("m0", "m1", "m2")
 
 
 async def test_an_odd_optimizer_is_refused_at_the_start_and_in_the_step_in_which_it_changes(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.processes.forked import FORKS
 from tests.support.services.lighthouse_driver import lighthouse
 
 pytestmark = [pytest.mark.training, pytest.mark.timeout(300)]
@@ -28,7 +29,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 
 async def printed(*command: str, **variables: str) -> str:
     """Return the output of a command that succeeds."""
-    environment = {**os.environ, "STEPS": "20", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **variables}
+    environment = {**os.environ, "STEPS": "20", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", FORKS: "1", **variables}
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
         *command, env=environment, stdout=pipe, stderr=asyncio.subprocess.STDOUT
@@ -63,6 +64,7 @@ async def test_each_launcher_with_two_ranks_in_each_member_trains_as_plain_fsdp2
                 {
                     "REPLICA_GROUP_ID": str(number),
                     "NUM_REPLICA_GROUPS": "2",
+                    "SLURM_ARRAY_JOB_ID": "77",
                     "SLURM_ARRAY_TASK_ID": str(number),
                     "SLURM_ARRAY_TASK_COUNT": "2",
                 }

@@ -1,4 +1,4 @@
-"""examples/train_ray.py with Ray from PyPI, on several nodes: groups are killed, a node is drained, all end alike."""
+"""Examples with Ray from PyPI, on several nodes: groups are killed, nodes come and go, all groups end alike."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ DEADLINE = 1500.0
 
 
 class Run:
-    """The example in a process with a Ray cluster of several nodes. ``variables``: further ones of its environment."""
+    """An example in a process with a Ray cluster of several nodes. ``variables``: further ones of its environment."""
 
-    def __init__(self, nodes: int, **variables: str) -> None:
+    def __init__(self, nodes: int, script: str = "train_ray.py", **variables: str) -> None:
         self.lines: list[str] = []
-        self._nodes, self._variables = nodes, variables
+        self._nodes, self._script, self._variables = nodes, ROOT / "examples" / script, variables
         self._changed = asyncio.Condition()
         self._folder = tempfile.TemporaryDirectory(prefix="ray-")  # a path of sockets must be short
 
@@ -57,7 +57,7 @@ class Run:
             **self._variables,
         )
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-u", str(NODES), str(self._nodes), str(ROOT / "examples" / "train_ray.py")),
+            *(sys.executable, "-u", str(NODES), str(self._nodes), str(self._script)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
@@ -113,9 +113,10 @@ class Run:
         """All lines with the pattern. Ray writes the name and pid of the worker before each."""
         return [match for line in self.lines if (match := re.search(pattern, line))]
 
-    def starts(self, group: int) -> list[tuple[int, str, str]]:
-        """The pid, node and lighthouse of each start of a group. Ray may write a line twice."""
-        pattern = rf"group {group} process (\d+) node (\w+) lighthouse (\S+)"
+    def starts(self, group: int, rank: int | None = None) -> list[tuple[int, str, str]]:
+        """The pid, node and lighthouse of each start of a group, or of a rank of it. Ray may write a line twice."""
+        of_rank = "" if rank is None else f" rank {rank}"
+        pattern = rf"group {group}{of_rank} process (\d+) node (\w+) lighthouse (\S+)"
         return list(dict.fromkeys((int(one[1]), one[2], one[3]) for one in self.found(pattern)))
 
     def step(self, group: int, groups: int = 3) -> int:
@@ -197,3 +198,62 @@ async def test_a_spare_takes_the_place_of_a_killed_worker_with_a_lighthouse_that
         ends = {match[1]: match[2] for match in run.found(r"group (\d) (ends at step 600 weights \w+)")}
         assert ends.keys() >= {str(other), str(spare)}
         assert len(set(ends.values())) == 1, "equal weights"
+
+
+def equal_ends(run: Run, ends: int) -> None:
+    """Check that so many ranks have ended, all with the same weights."""
+    found = {(one[1], one[2]): one[3] for one in run.found(r"group (\d) rank (\d) ends at step 600 weights (\w+)")}
+    assert len(found) == ends
+    assert len(set(found.values())) == 1, "equal weights"
+    assert float(run.found(r"'accuracy': ([\d.]+)")[0][1]) > 0.8
+
+
+@pytest.mark.timeout(3600)
+async def test_a_group_of_two_ranks_starts_again_as_a_whole_while_the_other_one_trains() -> None:
+    """Slow: a Ray cluster of two nodes, and six workers that import Ray and torch."""
+    async with Run(2, "train_ray_groups.py", CPUS="2") as run:
+        await run.until(lambda: all(run.step(group, groups=2) for group in range(2)), "both groups train")
+        places = [{run.starts(group, rank)[0][1] for rank in range(2)} for group in range(2)]
+        assert [len(nodes) for nodes in places] == [1, 1], "the ranks of a group are on one node"
+        lighthouse, before = run.starts(0, 0)[0][2], run.step(0, groups=2)
+        os.kill(run.starts(1, 1)[0][0], signal.SIGKILL)
+        await run.until(lambda: run.step(0, groups=1) > before, "the other group goes on")
+        await ask(lighthouse, "PATCH", min_replicas=2)  # it waits for the one that starts, however long that takes
+        await run.until(lambda: [len(run.starts(1, rank)) for rank in range(2)] == [2, 2], "both ranks start again")
+        healed = run.step(0, groups=1)
+        await run.until(lambda: min(run.step(group, groups=2) for group in range(2)) > healed, "it heals and trains")
+        assert await run.exit_code() == 0, "\n".join(run.lines[-60:])
+        assert [len(run.starts(0, rank)) for rank in range(2)] == [1, 1], "the other group did not start again"
+        equal_ends(run, 4)
+
+
+@pytest.mark.timeout(3600)
+async def test_groups_come_and_go_with_nodes_and_two_that_die_at_once_start_again_together() -> None:
+    """Slow: a Ray cluster of up to three nodes, and ten workers that import Ray and torch."""
+    async with Run(2, "train_ray_groups.py", CPUS="2", LEAST="2", MOST="6") as run:
+
+        def lives() -> list[int]:
+            return [len(run.starts(group, rank)) for group in range(3) for rank in range(2)]
+
+        await run.until(lambda: all(run.step(group, groups=2) for group in range(2)), "two groups have room")
+        lighthouse = run.starts(0, 0)[0][2]
+        run.say("add")
+        await ask(lighthouse, "PATCH", min_replicas=3)  # they wait for the new group, however long its imports take
+        await run.until(lambda: all(run.step(group) for group in range(3)), "a third group trains too")
+        assert lives() == [1] * 6, "the others did not start again"
+
+        await ask(lighthouse, "PATCH", min_replicas=1)
+        for group in (1, 2):
+            os.kill(run.starts(group, 1)[0][0], signal.SIGKILL)
+        await run.until(lambda: run.step(0, groups=1), "the first group goes on")
+        await ask(lighthouse, "PATCH", min_replicas=3)
+        before = run.step(0, groups=1)
+        await run.until(lambda: min(run.step(group) for group in range(3)) > before, "the two have started and healed")
+        assert lives() == [1, 1, 2, 2, 2, 2]
+
+        await ask(lighthouse, "PATCH", min_replicas=1)
+        run.say(f"end {run.starts(2, 0)[-1][1]}")
+        before = run.step(0)
+        await run.until(lambda: min(run.step(group, groups=2) for group in range(2)) > before, "two train on")
+        assert await run.exit_code() == 0, "\n".join(run.lines[-60:])
+        equal_ends(run, 4)

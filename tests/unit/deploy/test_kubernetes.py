@@ -22,7 +22,9 @@ from tests.support.deploy.manifests import (
     OVERLAYS,
     Manifest,
     container,
+    job_of,
     named,
+    of_group,
     render_command,
     rendered,
     selects,
@@ -36,7 +38,10 @@ SERVICES = {"lighthouse": LighthouseSettings().bind, "relay": RelaySettings().bi
 """Their default addresses."""
 MANIFESTS = written()
 FROM_FILES = {f"{one['kind']} {one['metadata']['name']}": one for one in workloads(MANIFESTS)}
-TRAINERS = [name for name in FROM_FILES if name.endswith(" trainer")]
+ROLES = {name: template(one)["metadata"]["labels"][NAME] for name, one in FROM_FILES.items()}
+TRAINERS = [name for name, role in ROLES.items() if role == "trainer"]
+GROUPS = [name for name in TRAINERS if not name.startswith("StatefulSet")]
+"""Those of several pods."""
 SETTINGS = named(MANIFESTS, "ConfigMap")["keepstep"]["data"]
 SECRETS = {"keepstep-tokens": "tokens", "keepstep-worker-token": "token", "keepstep-service-token": "token"}
 """Secrets that the operator creates, with the key of each."""
@@ -48,7 +53,7 @@ needs_renderer = pytest.mark.skipif(
 def words(workload: Manifest) -> list[str]:
     """The command line, with values for its variables."""
     of_it = container(workload)
-    values = {"POD": "lighthouse-0", "REPLICA_GROUP_ID": "3", **SETTINGS}
+    values = {"POD": "lighthouse-0", "REPLICA_GROUP_ID": "3", "NODE_RANK": "1", **SETTINGS}
     args: list[str] = [*of_it.get("command", ["keepstep"]), *of_it.get("args", [])]
     return [re.sub(r"\$\((\w+)\)", lambda found: values[found[1]], word) for word in args]
 
@@ -96,9 +101,16 @@ def test_every_flag_and_value_is_one_that_the_command_takes(name: str) -> None:
 @pytest.mark.parametrize("name", FROM_FILES)
 def test_every_variable_is_one_that_the_code_reads_or_the_command_line_names(name: str) -> None:
     known = {*variables.OF_CLIENTS, *variables.OF_TRAINERS, *variables.OF_LAUNCHERS, *variables.OF_SERVICES}
-    assert expanded(FROM_FILES[name]) <= set(environment(FROM_FILES[name]))
+    of_job = {"REPLICA_GROUP_ID"} if name.startswith("TrainingRuntime") else set()  # its TrainJob sets it
+    assert expanded(FROM_FILES[name]) <= set(environment(FROM_FILES[name])) | of_job
     in_commands = set().union(*map(expanded, FROM_FILES.values()))
-    assert not [one for one in environment(FROM_FILES[name]) if one not in known | in_commands]
+    for one in set(environment(FROM_FILES[name])) - known - in_commands:
+        assert f'os.environ.get("{one}"' in script_of(FROM_FILES[name]).read_text(), "else the script reads it"
+
+
+def script_of(workload: Manifest) -> Path:
+    (script,) = (word for word in words(workload) if word.endswith(".py"))
+    return ROOT / script.removeprefix("/opt/keepstep/")
 
 
 def test_the_variables_of_the_tls_component_are_flags_of_the_services() -> None:
@@ -157,7 +169,7 @@ def test_every_service_and_disruption_budget_selects_the_pods_of_its_name() -> N
     for kind in ("PodDisruptionBudget", "NetworkPolicy"):
         for name, one in named(MANIFESTS, kind).items():
             selector = one["spec"].get("selector") or one["spec"]["podSelector"]
-            matched = {pod.split()[1] for pod, labels in pods.items() if selects(selector, labels)}
+            matched = {labels[NAME] for labels in pods.values() if selects(selector, labels)}
             assert matched == {name}
     for name, workload in FROM_FILES.items():
         if name.startswith("StatefulSet"):
@@ -184,7 +196,7 @@ def test_a_network_policy_opens_the_port_of_the_service_to_its_clients_only(serv
     assert rule["ports"] == [{"port": port["port"]}]
     assert port["port"] in [one["containerPort"] for one in container(FROM_FILES[f"StatefulSet {server}"])["ports"]]
     clients = {
-        name.split()[1]
+        ROLES[name]
         for name, one in FROM_FILES.items()
         for source in rule["from"]
         if selects(source.get("podSelector", {"matchLabels": {NAME: "-"}}), template(one)["metadata"]["labels"])
@@ -197,35 +209,95 @@ def test_a_network_policy_opens_the_port_of_the_service_to_its_clients_only(serv
     assert free == ([[own]] if server == "trainer" else []), "gradients and live state use free ports"
 
 
-@pytest.mark.parametrize("name", TRAINERS)
-def test_trainers_are_as_many_as_the_job_has_groups_and_one_at_a_time_may_be_evicted(name: str) -> None:
-    workload = FROM_FILES[name]
-    jobs = workload["kind"] == "JobSet"
-    count = workload["spec"]["replicatedJobs"][0]["replicas"] if jobs else workload["spec"]["replicas"]
-    assert f"--replicas-in-job={count}" in words(workload)
-    folder = KUBERNETES / "components" / workload["kind"].lower()
-    budget = re.search(r"^  (m\w+): (\d+)", (folder / "trainer.yaml").read_text(), re.MULTILINE)
-    assert budget is not None
-    assert budget.groups() == (("minAvailable", str(count - 1)) if jobs else ("maxUnavailable", "1"))
+def flag(workload: Manifest, name: str) -> str:
+    """The value of a flag of a trainer."""
+    (found,) = (word.partition("=")[2] for word in words(workload) if word.startswith(f"--{name}="))
+    return found
 
 
-def test_both_kinds_of_trainers_have_the_same_pod() -> None:
-    of_set, of_jobs = (template(FROM_FILES[name])["spec"] for name in sorted(TRAINERS, reverse=True))
-    labels = [pod["containers"][0]["env"].pop(0)["valueFrom"]["fieldRef"]["fieldPath"] for pod in (of_set, of_jobs)]
-    assert labels == [
-        "metadata.labels['apps.kubernetes.io/pod-index']",
-        "metadata.labels['jobset.sigs.k8s.io/job-index']",
+def test_a_statefulset_has_as_many_pods_as_the_job_has_groups_and_one_at_a_time_may_be_evicted() -> None:
+    workload = FROM_FILES["StatefulSet trainer"]
+    assert flag(workload, "replicas-in-job") == str(workload["spec"]["replicas"])
+    text = (KUBERNETES / "components" / "statefulset" / "trainer.yaml").read_text()
+    assert re.search(r"^  maxUnavailable: 1$", text, re.MULTILINE)
+
+
+def test_a_budget_keeps_the_pods_of_all_groups_but_one() -> None:
+    workload, (budget,) = FROM_FILES["JobSet group-3"], of_group(KUBERNETES / "groups" / "budget.yaml", 3)
+    groups, pods = int(flag(workload, "replicas-in-job")), int(flag(workload, "nnodes"))
+    assert budget["spec"]["minAvailable"] == (groups - 1) * pods
+    assert selects(budget["spec"]["selector"], template(workload)["metadata"]["labels"])
+
+
+def test_the_pods_of_a_group_find_its_first_pod_and_are_near_each_other_on_machines_of_their_own() -> None:
+    workload = FROM_FILES["JobSet group-3"]
+    job, name = job_of(workload)["spec"], workload["metadata"]["name"]
+    (replicated,) = workload["spec"]["replicatedJobs"]
+    assert (job["completionMode"], replicated["replicas"]) == ("Indexed", 1)
+    assert {str(job["completions"]), str(job["parallelism"])} == {flag(workload, "nnodes")}
+    # the names that the JobSet controller gives: SET-JOB-NUMBER-INDEX, in the service SET
+    assert flag(workload, "master-addr") == f"{name}-{replicated['name']}-0-0.{name}"
+    pod = template(workload)["spec"]
+    (near,) = pod["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    (apart,) = pod["topologySpreadConstraints"]
+    for rule in (near, apart):
+        assert rule["labelSelector"] == {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": name}}
+    assert (apart["topologyKey"], apart["maxSkew"]) == ("kubernetes.io/hostname", 1)
+
+
+def test_a_trainjob_gives_its_runtime_what_differs_between_groups() -> None:
+    (runtime, job) = of_group(KUBERNETES / "groups" / "trainjob.yaml", 3)
+    assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    nodes = runtime["spec"]["mlPolicy"]["numNodes"]
+    assert {str(nodes), str(job["spec"]["trainer"]["numNodes"])} == {flag(runtime, "nnodes")}
+    assert job["spec"]["trainer"]["env"] == [{"name": "REPLICA_GROUP_ID", "value": "3"}]
+    (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    assert replicated["name"] == container(runtime)["name"] == "node", "the names that Kubeflow Trainer looks for"
+    name = job["metadata"]["name"]
+    assert flag(runtime, "master-addr") == f"{name}-node-0-0.{name}"
+
+
+def test_a_quota_of_kueue_has_room_for_all_groups_of_its_queue() -> None:
+    kinds = {one["kind"]: one for one in of_group(KUBERNETES / "groups" / "kueue.yaml", 3)}
+    cluster, local = kinds["ClusterQueue"], kinds["LocalQueue"]
+    assert local["spec"]["clusterQueue"] == cluster["metadata"]["name"]
+    assert cluster["spec"]["namespaceSelector"]["matchLabels"].popitem()[1] == local["metadata"]["namespace"]
+    workload = FROM_FILES["JobSet group-3"]
+    assert workload["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": local["metadata"]["name"]}
+    (group,) = cluster["spec"]["resourceGroups"]
+    (flavor,) = group["flavors"]
+    assert flavor["name"] == kinds["ResourceFlavor"]["metadata"]["name"]
+    pods = int(flag(workload, "replicas-in-job")) * int(flag(workload, "nnodes"))
+    requests = container(workload)["resources"]["requests"]
+    assert group["coveredResources"] == [one["name"] for one in flavor["resources"]] == list(requests)
+    for resource in flavor["resources"]:
+        each, unit = re.fullmatch(r"(\d+)(\w*)", requests[resource["name"]]).groups()
+        assert str(resource["nominalQuota"]) == f"{int(each) * pods}{unit}"
+
+
+def test_all_kinds_of_trainers_have_the_same_pod() -> None:
+    pods = [template(FROM_FILES[name])["spec"] for name in TRAINERS]
+    own = ("name", "image", "args", "env")
+    assert len(pods) == 3
+    shown = [
+        {
+            **{key: value for key, value in pod.items() if key not in ("affinity", "topologySpreadConstraints")},
+            "restartPolicy": "",
+            "containers": [{key: value for key, value in pod["containers"][0].items() if key not in own}],
+        }
+        for pod in pods
     ]
-    assert of_jobs.pop("restartPolicy") == "Never"
-    assert of_set == of_jobs
+    assert shown[0] == shown[1] == shown[2]
 
 
-def test_a_job_is_not_started_again_after_a_code_that_would_come_again() -> None:
-    (group,) = FROM_FILES["JobSet trainer"]["spec"]["replicatedJobs"]
-    (rule,) = group["template"]["spec"]["podFailurePolicy"]["rules"]
-    assert rule["action"] == "FailJob"
-    assert set(rule["onExitCodes"]["values"]) >= ENDS_THE_SAME
-    assert rule["onExitCodes"]["containerName"] == container(FROM_FILES["JobSet trainer"])["name"]
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_job_is_not_started_again_after_a_code_that_would_come_again(name: str) -> None:
+    ends, lost = job_of(FROM_FILES[name])["spec"]["podFailurePolicy"]["rules"]
+    assert (ends["action"], lost["action"]) == ("FailJob", "Ignore")
+    assert set(ends["onExitCodes"]["values"]) == ENDS_THE_SAME
+    assert ends["onExitCodes"]["containerName"] == container(FROM_FILES[name])["name"]
+    assert [one["type"] for one in lost["onPodConditions"]] == ["DisruptionTarget"]
+    assert template(FROM_FILES[name])["spec"]["restartPolicy"] == "Never", "as podFailurePolicy requires"
 
 
 @pytest.mark.parametrize("name", TRAINERS)
@@ -235,8 +307,8 @@ def test_the_group_server_listens_where_lighthouses_may_connect_and_the_script_e
     assert environment(workload)["KEEPSTEP_MANAGER_PORT"] == str(port["containerPort"])
     for file in re.findall(r"/opt/keepstep/(\S+\.py)", str(container(workload))):
         assert (ROOT / file).is_file(), file
-    script = next(word for word in words(workload) if word.endswith("train_ddp.py"))
-    assert 'add_argument("--steps"' in (ROOT / "examples" / Path(script).name).read_text()
+    for option in re.findall(r"--\w+", " ".join(words(workload)[words(workload).index("--") + 2 :])):
+        assert f'add_argument("{option}"' in script_of(workload).read_text()
 
 
 def secrets_of(workload: Manifest) -> set[str]:
@@ -325,9 +397,50 @@ def test_kubernetes_accepts_every_manifest(overlay: str) -> None:
 
 
 def built_in(manifest: Manifest) -> Manifest | None:
-    """Return a manifest whose schema Kubernetes has: the Job of a JobSet, and None for those of other operators."""
-    if manifest["kind"] == "JobSet":
-        (jobs,) = manifest["spec"]["replicatedJobs"]
-        return {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "group"}, **jobs["template"]}
+    """Return a manifest whose schema Kubernetes has, and None for those of other operators."""
     group = manifest["apiVersion"].partition("/")[0]
     return manifest if "." not in group or group.endswith(".k8s.io") else None
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_kubernetes_accepts_the_job_of_a_group_and_its_budget(name: str) -> None:
+    validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed").validate
+    validate(job_of(FROM_FILES[name]), "1.32", strict=True)  # raises
+    budgets = of_group(KUBERNETES / "groups" / "budget.yaml", 3)
+    assert budgets
+    for budget in budgets:
+        validate(budget, "1.32", strict=True)
+
+
+MODELS = {
+    "JobSet": "JobsetV1alpha2JobSet",
+    "TrainingRuntime": "TrainerV1alpha1TrainingRuntime",
+    "TrainJob": "TrainerV1alpha1TrainJob",
+}
+
+
+@pytest.mark.parametrize("file", ["group", "trainjob"])
+def test_jobset_and_kubeflow_trainer_know_every_field(file: str) -> None:
+    """The classes of the package drop a field that they do not know, so all of a manifest must come back."""
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="kubeflow-trainer-api is not installed")
+    for one in of_group(KUBERNETES / "groups" / f"{file}.yaml", 3):
+        known = getattr(models, MODELS[one["kind"]])
+        assert holds(known.from_dict(one).to_dict(), one)
+        misspelled = {**one, "spec": {**one["spec"], "suspended": True}}
+        assert not holds(known.from_dict(misspelled).to_dict(), misspelled)
+
+
+def holds(found: Any, given: Any) -> bool:
+    """Whether a value has all parts of another; it may have more fields, such as default values."""
+    if isinstance(given, dict):
+        return all(key in found and holds(found[key], value) for key, value in given.items())
+    if isinstance(given, list):
+        return len(found) == len(given) and all(holds(*pair) for pair in zip(found, given, strict=True))
+    return bool(found == given)
+
+
+def test_the_page_begins_with_the_manifest_of_a_group() -> None:
+    page = (ROOT / "docs" / "kubernetes.md").read_text()
+    manifest = (KUBERNETES / "groups" / "group.yaml").read_text()
+    (first, *_) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    assert first == manifest

@@ -47,9 +47,9 @@ def directives() -> dict[str, str]:
 
 
 def words_of_run() -> list[str]:
-    line = re.search(r"^keepstep (.*?) &$", SCRIPT.read_text().replace("\\\n", ""), re.MULTILINE)
+    line = re.search(r"^run=\(keepstep (.*?)\)$", SCRIPT.read_text(), re.MULTILINE | re.DOTALL)
     assert line is not None
-    return line[1].split()
+    return re.sub(r"\$\(\(.*?\)\)", '"count"', line[1]).split()
 
 
 @contextmanager
@@ -61,15 +61,19 @@ def started(folder: Path, keepstep: str) -> Iterator[subprocess.Popen[str]]:
     variables = {
         "PATH": f"{folder}:/usr/bin:/bin",
         "KEEPSTEP_LIGHTHOUSE": "http://l1:29510",
+        "KEEPSTEP_SPARES": "1",
         "SLURM_ARRAY_TASK_ID": "2",
         "SLURM_ARRAY_TASK_COUNT": "4",
-        "SLURM_JOB_ID": "77",
+        "SLURM_ARRAY_JOB_ID": "77",
+        "SLURM_JOB_ID": "77",  # of the last task; the others have one of their own
     }
     words = ["bash", str(SCRIPT), "train.py", "--epochs", "10"]
     with subprocess.Popen(words, env=variables, stdout=subprocess.PIPE, text=True, start_new_session=True) as task:
         assert task.stdout is not None
-        expected = "run --replicas 1 --first-replica 2 --replicas-in-job 4 --nproc-per-replica 1 --grace 60 -- train.py"
-        assert task.stdout.readline() == f"started {expected} --epochs 10\n"
+        expected = (
+            "--replicas 1 --first-replica 2 --grace 60 --replicas-in-job 3 --spares-in-job 1 --nproc-per-replica 1"
+        )
+        assert task.stdout.readline() == f"started run {expected} -- train.py --epochs 10\n"
         yield task
 
 
@@ -87,7 +91,7 @@ def test_a_task_goes_back_into_the_queue_only_when_its_time_limit_drained_it(
     with started(tmp_path, RUN.format(at_sigterm=at_sigterm)) as task:
         task.send_signal(signal.SIGUSR1)
         rest, _ = task.communicate(timeout=30)
-    assert rest == ("scontrol requeue 77\n" if requeued else "")
+    assert rest == ("scontrol requeue 77_2\n" if requeued else "")
     assert task.returncode == at_sigterm
 
 
@@ -107,7 +111,7 @@ def test_without_a_lighthouse_it_says_what_to_set(tmp_path: Path) -> None:
 
 
 def test_slurm_warns_long_enough_before_the_time_limit_for_the_grace_of_the_groups() -> None:
-    words = ["2" if '"' in word else word for word in words_of_run()[1:]]
+    words = ["2" if '"' in word else word for word in words_of_run()[1:]] + ["train.py"]
     with main.all_commands()["run"].make_context("run", words) as context:
         grace = context.params["grace"]
     where, seconds = directives()["signal"].split("@")

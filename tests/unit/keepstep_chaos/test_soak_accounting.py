@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.faults.soak.accounting import problems
+from tests.faults.soak.accounting import false_verdicts, problems
 
 
 def share(event: str, step: int, rank: int, indices: list[int], lineage: object = 1, **other: Any) -> dict[str, Any]:
@@ -41,3 +41,22 @@ def test_of_a_step_that_committed_again_the_later_quorum_counts():
     lost = [share("committed", 2, 0, [0, 1, 2], 1), share("committed", 2, 1, [3, 4, 5], 1)]
     again = [{**one, "lineage": 2} for one in STEPS[2:4]]
     assert problems([*STEPS[:2], *lost, *again, *STEPS[4:]], 6) == (10, [])
+
+
+def test_a_verdict_on_a_group_that_no_fault_let_hang_is_false():
+    def hung(group: str, seconds: float, *, ended: bool = True) -> dict[str, Any]:
+        detail = {"ended": ended, "seconds": seconds, "reason": f"{group} waits for {seconds} s"}
+        return {"kind": "hung", "replica_id": f"{group}:7", "detail": detail}
+
+    def fault(kind: str, target: str, seconds: float) -> dict[str, Any]:
+        return {"kind": kind, "target": target, "seconds": seconds}
+
+    faults = [fault("hang", "r1", 70.0), fault("slow", "r2", 70.0), fault("hang-loop", "r3", 6.0)]
+    right = [hung("r1", 60.5), hung("r2", 60.5, ended=False), {"kind": "lost", "replica_id": "r2", "detail": {}}]
+    assert false_verdicts(right, faults) == []
+    wrong = [hung("r2", 60.5), hung("r3", 60.5), hung("r1", 90.0)]
+    assert false_verdicts(wrong, faults) == [
+        "false verdict: r2 waits for 60.5 s",
+        "false verdict: r3 waits for 60.5 s",
+        "false verdict: r1 waits for 90.0 s",
+    ]

@@ -262,3 +262,72 @@ async def test_ranks_with_plans_of_different_saves_save_together(tmp_path):
             into = {"w": torch.zeros(3)}
             await asyncio.to_thread(checkpoint.load, into, place)
             assert into["w"].equal(torch.ones(3))
+
+
+class NamesItsPlace(DefaultSavePlanner):
+    """A planner that asks where its save goes, as one that writes files of its own beside it does."""
+
+    def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
+        self.place = storage_meta.checkpoint_id
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+
+
+def test_planners_are_told_the_place_as_by_the_storage_of_torch(tmp_path):
+    places, metas = [], []
+    for name, writer, reader in (
+        ("torch", dcp.FileSystemWriter, dcp.FileSystemReader),
+        ("keepstep", RelayWriter, RelayReader),
+    ):
+        planner, loading = NamesItsPlace(), DefaultLoadPlanner()
+        dcp.save({"w": torch.ones(3)}, storage_writer=writer(tmp_path / name), planner=planner)
+        dcp.load({"w": torch.zeros(3)}, storage_reader=reader(tmp_path / name), planner=loading)
+        places.append(planner.place.name)
+        metas.append(str(loading.metadata.storage_meta.checkpoint_id))
+    assert places == ["torch", "keepstep"]
+    assert metas == [str(tmp_path / "torch"), str(tmp_path / "keepstep")]
+
+
+def test_an_unknown_place_is_the_error_of_torch_before_any_rank_plans():
+    for save, load in (
+        (lambda: dcp.save({"w": 1}, checkpoint_id="abc://x"), lambda: dcp.load({"w": 1}, checkpoint_id="abc://x")),
+        (
+            lambda: dcp.save({"w": 1}, storage_writer=RelayWriter("abc://x")),
+            lambda: dcp.load({"w": 1}, storage_reader=RelayReader("abc://x")),
+        ),
+    ):
+        for call in (save, load):
+            with pytest.raises(RuntimeError, match="Cannot detect"):
+                call()
+
+
+def test_a_save_with_a_planner_returns_the_metadata_of_torch(tmp_path):
+    state = {"w": torch.ones(3), "inner": {"x": [1]}}
+    theirs = dcp.save(state, checkpoint_id=tmp_path / "torch")
+    ours = checkpoint.save(state, tmp_path / "keepstep", planner=DefaultSavePlanner())
+    assert ours is not None
+    assert ours.state_dict_metadata.keys() == theirs.state_dict_metadata.keys()
+    assert ours.state_dict_metadata["w"] == theirs.state_dict_metadata["w"]
+
+
+@pytest.mark.parametrize("how", ["save", "async_save"])
+async def test_a_writer_that_overwrites_replaces_what_a_relay_has(tmp_path, how):
+    async with relay(data_dir=tmp_path / "relay") as one:
+        place = f"{one.address}/v1/jobs/j/checkpoints/c"
+
+        def save(value, *, overwrite):
+            state, writer = {"w": torch.full((5,), value), "step": value}, RelayWriter(place, overwrite=overwrite)
+            if how == "save":
+                dcp.save(state, storage_writer=writer)
+            else:
+                dcp.async_save(state, storage_writer=writer).result(60)
+
+        def save_again():
+            for value in (1.0, 2.0, 3.0):
+                save(value, overwrite=True)
+                into = {"w": torch.zeros(5), "step": 0.0}
+                dcp.load(into, storage_reader=RelayReader(place))
+                assert (into["w"].tolist(), into["step"]) == ([value] * 5, value)
+            with pytest.raises(CheckpointException, match="already exists"):
+                save(4.0, overwrite=False)
+
+        await asyncio.to_thread(save_again)

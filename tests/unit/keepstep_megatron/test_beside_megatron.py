@@ -247,6 +247,15 @@ def test_every_public_name_can_be_imported_from_where_megatron_core_has_it(peer)
     assert [one for one in places if not peer.own("has", *one)] == []
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("parts", [1, 3])
+def test_parts_that_dcp_saves_are_loaded_with_the_classes_of_the_other_library(peer, tmp_path, parts) -> None:
+    for number, (saver, loader) in enumerate(itertools.product((peer.own, peer.theirs), repeat=2)):
+        place = str(tmp_path / str(number))
+        saved = saver("by_dcp", place, "save", parts)
+        assert saved == loader("by_dcp", place, "load", 4) == [[12], [float(one) for one in range(12)]]
+
+
 NOT_RAISED = ("log_unexpected", "log_all", "return_unexpected", "return_all", "ignore_all")
 
 

@@ -15,6 +15,7 @@ import torch
 
 from keepstep.sharded import CheckpointingException, LocalNonpersistentObject, ShardedObject, ShardedTensor
 from keepstep.sharded.tensor_aware_state_dict import MCoreTensorAwareStateDict
+from keepstep.sharded.validation import StrictHandling
 from tests.support import checkpoints
 
 PYTHONS = [one for one in os.environ.get("KEEPSTEP_MEGATRON_PYTHON", "").split(os.pathsep) if one]
@@ -114,16 +115,21 @@ def test_tensors_of_another_device_return_to_it() -> None:
 
 
 @pytest.mark.parametrize("algo", ["atomic", "fully_parallel"])
-def test_keys_that_only_one_side_has_are_named_as_by_a_load(algo) -> None:
-    request = {**state(0.0), "extra": whole("extra", torch.zeros(1))}
+def test_a_key_that_only_the_local_checkpoint_has_is_treated_as_by_a_load(algo) -> None:
+    request = state(0.0)
     del request["w"]
     found = made(5.0, algo).to_state_dict(request, algo, strict="return_all", return_mismatch_keys=True)
-    assert (found[0]["o"], found[1:]) == ({"seed": 5.0}, ({"w"}, {"extra"}))
-    assert "extra" not in made(5.0, algo).to_state_dict(request, algo, strict="log_all")
-    with pytest.raises(CheckpointingException, match="the local checkpoint was not loaded: Unexpected keys"):
+    assert (found[0]["o"], found[1:]) == ({"seed": 5.0}, ({"w"}, set()))
+    with pytest.raises(CheckpointingException, match="the local checkpoint was not loaded: Missing keys"):
         made(5.0, algo).to_state_dict(request, algo, strict="raise_all")
+
+
+@pytest.mark.parametrize("strict", StrictHandling)
+@pytest.mark.parametrize("algo", ["atomic", "fully_parallel"])
+def test_a_key_that_only_the_request_has_is_an_error_whatever_strict_says(algo, strict) -> None:
+    request = {**state(0.0), "extra": whole("extra", torch.zeros(1))}
     with pytest.raises(CheckpointingException, match="extra") as failed:
-        made(5.0, algo).to_state_dict(request, algo)
+        made(5.0, algo).to_state_dict(request, algo, strict=strict)
     assert isinstance(failed.value, AssertionError), "as that of Megatron Core"
 
 

@@ -1,7 +1,7 @@
 """Background writer of durable checkpoints: stages the state, uploads one checkpoint at a time, keeps the outcome.
 
-Only the staging copy happens on the calling thread. The thread of the writer ends when nothing is left to upload. It is
-a daemon, so that a script that fails does not wait for it.
+The calling thread stages the state, and waits before the next change for what is still copied beside it. The thread of
+the writer ends when nothing is left to upload. It is a daemon, so that a script that fails does not wait for it.
 """
 
 from __future__ import annotations
@@ -101,13 +101,14 @@ class DurableWriter:
         self._closed = False
         self._health = RelayHealth()
 
-    def offer(self, ticket: Ticket, relays: Sequence[Endpoint], state: Any) -> None:
+    def offer(self, ticket: Ticket, relays: Sequence[Endpoint], state: Any, *, late: bool = False) -> None:
         """Stage the state and upload it in the background, or follow the upload of other groups.
 
         Args:
             ticket: of the checkpoint.
             relays: to store it, at least one.
             state: copied before this returns, if this group uploads.
+            late: tensors that no pass writes to may be copied until ``settle``.
 
         Raises:
             TimeoutError: an earlier checkpoint is still being uploaded.
@@ -116,7 +117,7 @@ class DurableWriter:
         snapshot = None
         if ticket.uploads:
             self._make_room(ticket)
-            snapshot = self._area.stage(ticket.step, state)
+            snapshot = self._area.stage(ticket.step, state, late=late)
             snapshot.hold()
         with self._changed:
             if snapshot is None and self._next is not None and self._next.snapshot is not None:
@@ -126,6 +127,10 @@ class DurableWriter:
             if self._running is not None and self._running.snapshot is None:
                 self._withdraw(self._running, "")  # a newer checkpoint is more interesting than that outcome
             self._start()
+
+    def settle(self) -> None:
+        """Wait until nothing is copied any more. Call it on the training thread, before the state changes."""
+        self._area.settle()
 
     def _start(self) -> None:
         if self._thread is None and not self._closed:
@@ -202,7 +207,7 @@ class DurableWriter:
             thread = self._thread
         if thread is not None:
             thread.join(WRITER_END_SECONDS)
-        self._area.drop()
+        self._area.close()
 
     def _withdraw(self, work: _Work, reason: str) -> None:
         work.withdrawn = reason or "a newer checkpoint is due"
@@ -236,6 +241,12 @@ class DurableWriter:
 
     def _write(self, work: _Work) -> None:
         started, ticket = time.monotonic(), work.ticket
+        if work.snapshot is not None and (torn := work.snapshot.torn()):
+            self.failed(ticket.step, torn)
+            if len(ticket.uploaders) == 1:  # else other groups may store it
+                work.withdrawn = torn
+                self._tell_failures([work])
+            return
         packed = None if work.snapshot is None else _packed(work.snapshot, ticket)
         with self._changed:
             work.uploads = [DurableUpload(ticket, relay, packed, self._seconds, self._limiter) for relay in work.relays]

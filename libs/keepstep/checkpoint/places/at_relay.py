@@ -45,26 +45,23 @@ class RelayTarget:
         self._facts = facts
         self._link = link_to(location, deadline, token)
         self._checkpoint = RelayCheckpoint(location.job, location.id, facts.rank, facts.producer)
-        begins = {"step": facts.step, "kind": facts.kind, "ranks": facts.world_size}
+        begins = {"step": facts.step, "kind": facts.kind, "ranks": facts.world_size, "overwrite": facts.overwrite}
         self._upload = RelayUpload(self._link, self._checkpoint, begins, streams=STREAMS)
         self._layout = b""
         self._packed: Packed | None = None
         self._ended = False
-        """The relay has told this rank that the upload ended, by another rank or its timeout."""
+        """The upload ended, by another rank or its timeout, or it is not that of this save."""
 
     def begin(self) -> None:
         """See ``CheckpointTarget``."""
-        if self._facts.overwrite:
-            raise CheckpointError(
-                f"{self._location} cannot be overwritten: a committed checkpoint at a relay never changes; use another "
-                f"id, or delete it first (keepstep checkpoint rm)"
-            )
         with self._explained():
             state = self._upload.begin()["state"]
+        if state == "committed" and self._facts.overwrite:
+            raise CheckpointError(f"{self._location} was overwritten by another save just now: save again")
         if state == "committed":
             raise CheckpointError(
-                f"Checkpoint already exists: {self._location} is committed, and a committed checkpoint never changes: "
-                f"use another id. {AFTER_GOING_BACK} (keepstep checkpoint rm)"
+                f"Checkpoint already exists: {self._location} is committed: use another id, or pass overwrite=True. "
+                f"{AFTER_GOING_BACK} (keepstep checkpoint rm)"
             )
 
     def exchange(self, layout: bytes) -> Exchanged:
@@ -168,6 +165,7 @@ class RelayTarget:
         try:
             yield
         except StatesDiffer as error:
+            self._ended = self._facts.overwrite and self._facts.world_size == 1  # the upload is that of another save
             raise CheckpointError(
                 f"rank {self._facts.rank} of {self._location} has another state already, of a process that ended or of "
                 f"another save: abort it, wait until it expires (--upload-timeout), or use another id"
@@ -202,6 +200,7 @@ class RelaySource:
             facts = self._link.ask(self._checkpoint.show)
         if facts["state"] != "committed":
             raise CheckpointNotFound(f"{self._location} is not committed: its state is {facts['state']}")
+        self._checkpoint.pin(facts)
 
         def manifest(rank: int) -> bytes:
             with self._explained():
@@ -241,6 +240,8 @@ class RelaySource:
         try:
             self._link.ask(ask)
         except Refusal as refusal:
+            with self._explained():
+                self._link.ask(self._checkpoint.show)  # raises if the checkpoint was overwritten or deleted since
             raise CheckpointDamaged(f"chunk {chunk} of {self.name(rank)} cannot be read: {refusal}") from refusal
 
     def name(self, rank: int) -> str:

@@ -28,7 +28,6 @@ from dataclasses import replace
 
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.protocol.group_messages import RankAsk, RankDecision, RankVote
-from keepstep_mesh.protocol.job_settings import differ, difference
 from keepstep_mesh.protocol.lineage import TORN, is_torn, worth
 from keepstep_mesh.protocol.membership import (
     MAX_PEERS,
@@ -39,6 +38,8 @@ from keepstep_mesh.protocol.membership import (
     StateRoot,
     StepFailure,
     StepReport,
+    differ,
+    difference,
 )
 from keepstep_mesh.protocol.messages import MAX_HEAL_ERROR, Healing, ShardReport
 
@@ -211,6 +212,7 @@ def merge_shards(of_ranks: Mapping[int, ShardReport], world_size: int) -> ShardR
         copies_bytes=sum(one.copies_bytes for one in reports),
         exposed=tuple(hole for _, hole in sorted(exposed.items())),
         formed=any(one.formed for one in reports),
+        keeps=tuple(sorted(set(reports[0].keeps).intersection(*(one.keeps for one in reports)))),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import urllib.parse
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -17,11 +17,14 @@ from keepstep.group.ranks.rank_lists import ListKeeper
 from keepstep.rendezvous.key_value_server import KeyValueServer
 from keepstep.session.session import Session
 from keepstep.session.session_events import Push
+from keepstep.stacks.activity import Activity
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError, ProtocolError, SessionClosed
 from keepstep_mesh.net.http import connector
 from keepstep_mesh.protocol import codec
 from keepstep_mesh.protocol.group_messages import (
+    Compared,
+    ComparedRequest,
     RankAsk,
     RankDecision,
     RankDenied,
@@ -33,6 +36,7 @@ from keepstep_mesh.protocol.group_messages import (
 from keepstep_mesh.protocol.messages import (
     PROTOCOL_VERSION,
     CancelRequest,
+    Drain,
     Failed,
     Goodbye,
     Healing,
@@ -44,6 +48,7 @@ from keepstep_mesh.protocol.messages import (
     ShardReport,
     Timing,
 )
+from keepstep_mesh.protocol.stack_messages import RankStacks
 from keepstep_mesh.security.tokens import ClientToken
 
 log = get_logger("keepstep.group")
@@ -60,6 +65,7 @@ class RankClient:
         token: of the job.
         on_failed: called once when the server ends without a goodbye, or reports that the group is lost.
         on_push: called with each message that the lighthouse pushes to the group.
+        activity: of the training thread; None: this thread.
         quorum_retries: number of times that rank 0 asks again.
     """
 
@@ -72,13 +78,17 @@ class RankClient:
         token: str | ClientToken | None,
         on_failed: Callable[[str], None],
         on_push: Callable[[Push], None],
+        activity: Activity | None = None,
         quorum_retries: int = 0,
     ) -> None:
         self._tries = 1 + quorum_retries
         self.replica_id = ""
+        self.activity = activity or Activity()
         self.address = address
         self.layout_lines: list[str] = []
+        self.layout_changed = False
         self.step_values = StepValues()
+        self.joins = ""
         self.key_values: KeyValueServer | None = None
         self.live_step = 0
         self.services: tuple[ServiceAddress, ...] = ()
@@ -148,6 +158,8 @@ class RankClient:
                 self._session.requests.answer(key_of(message), message.ok)
             case Heartbeat():
                 pass
+            case ComparedRequest(number):
+                self._session.send(compared(number, self.layout_lines, self.step_values.lines()))
             case RankDenied():
                 self._session.requests.fail(message.request, denial(message))
             case RankReady() if not self._session.is_answered:
@@ -222,8 +234,13 @@ class RankClient:
         """See ``RankLink``."""
         self._session.send(report)
 
+    def stacks(self, found: RankStacks) -> None:
+        """See ``RankLink``."""
+        self._session.send(found)
+
     def request_leave(self, reason: str) -> None:
-        """Nothing to do: the launcher sends its signal to rank 0 too."""
+        """See ``RankLink``. The signal may have reached this machine only."""
+        self._session.send(Drain(reason))
 
     async def leave(self, reason: str, timeout: float, *, cause: str = "", step: int | None = None) -> None:
         """See ``RankLink``."""
@@ -236,3 +253,12 @@ class RankClient:
     async def close(self) -> None:
         """See ``RankLink``."""
         await self._session.close()
+
+
+def compared(number: int, lines: Sequence[str], values: Mapping[str, Mapping[str, str]]) -> Compared:
+    """Return the answer to a ``ComparedRequest``. See ``Compared``."""
+    of_steps = [f"{step}\t{name}\t{text}" for step, named in values.items() for name, text in named.items()]
+    answer = Compared(number, *(tuple(one[: codec.MAX_TEXT] for one in part) for part in (lines, of_steps)))
+    items = len(answer.lines) + len(answer.values)
+    fits = items < codec.MAX_ITEMS and len(codec.encode(answer)) <= codec.MAX_FRAME_BYTES
+    return answer if fits else Compared(number)

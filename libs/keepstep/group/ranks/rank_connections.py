@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -17,10 +19,20 @@ from keepstep.session.message_channel import CLOSE_SECONDS, MessageChannel
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import ProtocolError
 from keepstep_mesh.protocol import codec
-from keepstep_mesh.protocol.group_messages import RankAsk, RankDecision, RankHello, RankQuorum, RankReady, RankVote
+from keepstep_mesh.protocol.group_messages import (
+    Compared,
+    ComparedRequest,
+    RankAsk,
+    RankDecision,
+    RankHello,
+    RankQuorum,
+    RankReady,
+    RankVote,
+)
 from keepstep_mesh.protocol.messages import (
     PROTOCOL_VERSION,
     CancelRequest,
+    Drain,
     Failed,
     Goodbye,
     Healing,
@@ -31,11 +43,14 @@ from keepstep_mesh.protocol.messages import (
     ShardReport,
     Timing,
 )
+from keepstep_mesh.protocol.stack_messages import RankStacks
 
 log = get_logger("keepstep.group")
 
 HELLO_DEADLINE = 10.0
 """Seconds from the connection to the rank's hello."""
+COMPARED_SECONDS = 3.0
+"""Limit for the answer of a rank to a ``ComparedRequest``."""
 
 
 class RankHost(Protocol):
@@ -62,6 +77,12 @@ class RankHost(Protocol):
 
     def shards_of(self, rank: int, report: ShardReport) -> None:
         """Take a rank's report on its shard."""
+
+    def stacks(self, found: RankStacks) -> None:
+        """Pass the stacks of a rank on to the lighthouse."""
+
+    def request_leave(self, reason: str) -> None:
+        """Prepare to leave at the next step, because a signal ends a rank."""
 
     async def fail(self, reason: str) -> None:
         """The group is lost."""
@@ -91,6 +112,31 @@ class RankConnections:
         self._settings = settings
         self._ranks: dict[int, _Rank] = {}
         self._sent_timing: Timing | None = None
+        self._compared: dict[int, asyncio.Future[Compared]] = {}
+        """Answers that are waited for, by the number of the request."""
+        self._numbers = itertools.count(1)
+
+    async def compared_of(self, rank: int) -> Compared | None:
+        """Ask a rank what the groups compare of it. None: it is not connected, or does not answer."""
+        peer, number = self._ranks.get(rank), next(self._numbers)
+        if peer is None:
+            return None
+        answer: asyncio.Future[Compared] = asyncio.get_running_loop().create_future()
+        self._compared[number] = answer
+        peer.channel.send(ComparedRequest(number))
+        try:
+            async with asyncio.timeout(COMPARED_SECONDS):
+                return await answer
+        except TimeoutError:
+            return None
+        finally:
+            del self._compared[number]
+
+    def answered(self, compared: Compared) -> None:
+        """Take the answer of a rank. An answer that comes too late is dropped."""
+        answer = self._compared.get(compared.number)
+        if answer is not None and not answer.done():
+            answer.set_result(compared)
 
     # ---- to all ranks
 
@@ -228,11 +274,17 @@ class _Rank:
                 self._host.healing_of(self._rank, message)
             case ShardReport():
                 self._host.shards_of(self._rank, message)
+            case RankStacks():
+                self._host.stacks(replace(message, rank=self._rank))
+            case Compared():
+                self._group.answered(message)
             case Leave():
                 self._said_goodbye = True
                 self._group.asks.rank_left(self._rank, message.reason)
                 self.channel.send(Goodbye())
                 self.channel.link.close()
+            case Drain(reason):
+                self._host.request_leave(reason)
             case Failed():
                 self._group.tasks.start(self._host.fail(message.reason))
             case _:

@@ -12,6 +12,7 @@ from keepstep.group.ranks.merging import DisagreeError
 from keepstep.rendezvous.key_value_server import KeyValueServer
 from keepstep.session import session_events
 from keepstep.session.liveness import Liveness
+from keepstep.stacks.activity import Activity
 from keepstep_mesh.errors import (
     Banned,
     JobClosed,
@@ -22,6 +23,7 @@ from keepstep_mesh.errors import (
 from keepstep_mesh.protocol.group_messages import RankAsk, RankDenied, RankVote
 from keepstep_mesh.protocol.membership import FinalState
 from keepstep_mesh.protocol.messages import Healing, ServiceAddress, ShardReport
+from keepstep_mesh.protocol.stack_messages import RankStacks
 
 RANK_BEAT = 1.0
 """Seconds between heartbeats within a group."""
@@ -49,8 +51,14 @@ class RankLink(Protocol):
     """Of the group server, as other groups know it."""
     layout_lines: list[str]
     """The layout of this rank, for a group that looks for a difference."""
+    layout_changed: bool
+    """Whether it has changed since this group's first step."""
     step_values: StepValues
     """Of this rank, for the same."""
+    joins: str
+    """See ``MemberInfo.joins``; rank 0 tells it."""
+    activity: Activity
+    """Of the training thread."""
     key_values: KeyValueServer | None
     """The rendezvous table, if this process serves it."""
 
@@ -99,6 +107,9 @@ class RankLink(Protocol):
     def shards(self, report: ShardReport) -> None:
         """Report the shard of this rank. The lighthouse gets one report of all ranks."""
 
+    def stacks(self, found: RankStacks) -> None:
+        """Send the stacks of this rank to the lighthouse."""
+
     def request_leave(self, reason: str) -> None:
         """Prepare to leave at the next step. A request that stays without an answer is given up for it."""
 
@@ -133,6 +144,8 @@ class GroupSettings:
     """Number of times that a quorum that timed out is requested again."""
     rank_0_connects: bool = False
     """Whether rank 0 is a client like the others (``coordination.ManagerServer``)."""
+    product: str = ""
+    """See ``MemberInfo.product``."""
 
 
 class Leaving(KeepstepError):

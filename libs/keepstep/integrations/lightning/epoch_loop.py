@@ -11,6 +11,7 @@ import math
 from typing import Any
 
 from keepstep.integrations.lightning.lightning_modules import fabric_data, loops
+from keepstep.integrations.ranks_of_group import any_of_ranks, ranks_of_group
 
 
 class CommittedEpochLoop(loops._TrainingEpochLoop):  # type: ignore[misc]  # noqa: SLF001  has no public name
@@ -97,6 +98,12 @@ class CommittedEpochLoop(loops._TrainingEpochLoop):  # type: ignore[misc]  # noq
             self.manual_optimization.optim_step_progress,
         ):
             progress.total.ready, progress.total.completed = step, step - 1  # Lightning is about to add 1
+
+    def on_advance_end(self, data_fetcher: Any) -> None:
+        if ranks_of_group() > 1:  # SIGTERM comes to each rank at another time, and all of them end after one batch
+            signals, device = self.trainer._signal_connector, self.trainer.strategy.root_device  # noqa: SLF001
+            signals.received_sigterm = any_of_ranks(signals.received_sigterm, device)
+        super().on_advance_end(data_fetcher)
 
     # ---- a step that did not commit did not happen
 

@@ -27,6 +27,7 @@ def _load(name: str) -> Any:
 callbacks: Any = _load(f"{_PYTORCH}.callbacks")
 checkpoint_io: Any = _load(f"{_FABRIC}.plugins.io.checkpoint_io")
 fabric_data: Any = _load(f"{_FABRIC}.utilities.data")
+fabric_environments: Any = _load(f"{_FABRIC}.plugins.environments")
 fabric_seed: Any = _load(f"{_FABRIC}.utilities.seed")
 loops: Any = _load(f"{_PYTORCH}.loops.training_epoch_loop")
 strategies: Any = _load(f"{_PYTORCH}.strategies")

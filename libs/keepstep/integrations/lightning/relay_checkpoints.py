@@ -70,7 +70,8 @@ class RelayCheckpointIO(checkpoint_io.CheckpointIO):  # type: ignore[misc]  # it
             raise TypeError("RelayCheckpointIO takes no storage_options; pass its settings to the constructor")
         name, data = self.name(path), io.BytesIO()
         torch.save(checkpoint, data)
-        self._files.write(f"tmp_{name}", FILE, data.getbuffer())
+        # copies nothing; Python 3.12 crashes when it collects a view of getbuffer() that a cycle refers to
+        self._files.write(f"tmp_{name}", FILE, memoryview(data.getvalue()))
         with suppress(FileNotFoundError):
             self._files.remove(name)
         self._files.commit(f"tmp_{name}", name, step=int(checkpoint.get("global_step", 0)))

@@ -6,6 +6,7 @@ and schedulers do not step.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -14,10 +15,13 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from keepstep.ddp import DistributedDataParallel
+from keepstep.device_mesh import average_over_groups
 from keepstep.manager import Manager
 from keepstep.optim import OptimizerWrapper
+from keepstep.state.values.sharding import is_dtensor
 
 
 class _NotedOptimizer(OptimizerWrapper):
@@ -68,14 +72,43 @@ class GroupOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # its package
         return bool(self.optimizer.committed)
 
 
-def check_single_process(accelerator: Accelerator) -> None:
-    """Raise ValueError if Accelerate connects several processes, or spreads a model over devices."""
-    if accelerator.distributed_type != DistributedType.NO:
-        raise ValueError(
-            f"Accelerate is set up for distributed_type={accelerator.distributed_type.value}: a replica group is one "
-            f"process; start it with keepstep run or torchrun --nproc-per-node 1, not with accelerate launch, and "
-            f"import keepstep.integrations.transformers before you make TrainingArguments or the Accelerator"
-        )
+def check_ranks(accelerator: Accelerator, model: nn.Module | None = None) -> None:
+    """Raise ValueError unless this group is one process, or its ranks train one model together.
+
+    Args:
+        accelerator: of this rank.
+        model: as it is trained; None: Accelerate has not prepared it yet.
+    """
+    kind, ranks = accelerator.distributed_type, max(accelerator.num_processes, int(os.environ.get("WORLD_SIZE", "1")))
+    if ranks == 1 or accelerator.is_fsdp2 or (model is not None and is_sharded(model)):
+        return
+    version = f", fsdp_version={accelerator.state.fsdp_plugin.fsdp_version}" if kind == DistributedType.FSDP else ""
+    raise ValueError(
+        f"Accelerate is set up for distributed_type={kind.value}{version}, and this group has {ranks} ranks, each of "
+        f"which would train a whole model: shard it over them with FSDP2 (fsdp=True in TrainingArguments, or a "
+        f"FullyShardedDataParallelPlugin with fsdp_version=2; Accelerate ignores both on the CPU) or with a "
+        f"DistributedConfig in from_pretrained; or run one rank a group (keepstep run --nproc-per-replica 1)"
+    )
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether parameters of ``model`` are shards: FSDP2 or tensor parallelism divide them over ranks."""
+    return any(map(is_dtensor, model.parameters()))
+
+
+def give_to_fsdp2(model: Any) -> None:
+    """Let FSDP2 reduce the gradients of a model that only tensor parallelism shards, so that groups average them.
+
+    Args:
+        model: of ``from_pretrained`` with a ``DistributedConfig``, before its optimizer is made.
+    """
+    if any(isinstance(one, FSDPModule) for one in model.modules()):
+        return
+    mesh = model._mesh_manager.get_mesh("fsdp")  # noqa: SLF001  of one rank, and the only one that fits its shards
+    layers = [one for one in model.modules() if type(one).__name__ in (model._no_split_modules or ())]  # noqa: SLF001
+    for one in (*layers, model):
+        fully_shard(one, mesh=mesh)
+    model._is_fsdp_managed_module = True  # noqa: SLF001  the Trainer accumulates gradients without a reduction
 
 
 def replace_optimizer(manager: Manager, accelerator: Accelerator, accelerated: AcceleratedOptimizer) -> GroupOptimizer:
@@ -89,17 +122,26 @@ def replace_optimizer(manager: Manager, accelerator: Accelerator, accelerated: A
 def replace_model(manager: Manager, accelerator: Accelerator, model: nn.Module, **kwargs: Any) -> nn.Module:
     """Return the model of the group, and let ``accelerator.no_sync`` and ``accumulate`` keep its gradients local.
 
-    Each forward pass in training mode begins a step, if none is open.
+    Each forward pass in training mode begins a step, if none is open. A model that is sharded stays as it is:
+    ``accelerator.no_sync`` knows it.
+
+    Raises:
+        ValueError: arguments of ``DistributedDataParallel`` for a sharded model, or as ``average_over_groups``.
     """
 
     def begin(module: nn.Module, _arguments: Any) -> None:
         if module.training and torch.is_grad_enabled() and manager.steps.open_number is None:
             manager.start_quorum()
 
-    replicated = DistributedDataParallel(manager, model, **kwargs)
-    replicated.register_forward_pre_hook(begin)
-    accelerator.no_sync = lambda model: model.no_sync()
-    return replicated
+    if not is_sharded(model):
+        model = DistributedDataParallel(manager, model, **kwargs)
+        accelerator.no_sync = lambda model: model.no_sync()
+    elif kwargs:
+        raise ValueError(f"{', '.join(kwargs)}: arguments of DistributedDataParallel, and this model is sharded")
+    else:
+        average_over_groups(model, manager)
+    model.register_forward_pre_hook(begin)
+    return model
 
 
 def prepare(
@@ -111,17 +153,17 @@ def prepare(
     the optimizer that this returns. The state is registered with the Manager as ever.
 
     Args:
-        accelerator: of this process, which is a whole group.
+        accelerator: of this rank.
         manager: of this replica group.
         model: prepared.
         optimizer: prepared; one for each Manager.
-        **kwargs: of ``keepstep.DistributedDataParallel``.
+        **kwargs: of ``keepstep.DistributedDataParallel``, for a model that is not sharded.
 
     Returns:
         The model and the optimizer for the loop.
 
     Raises:
-        ValueError: Accelerate connects several processes.
+        ValueError: the ranks of this group each have a whole model, or as ``average_over_groups``.
     """
-    check_single_process(accelerator)
+    check_ranks(accelerator, model)
     return replace_model(manager, accelerator, model, **kwargs), replace_optimizer(manager, accelerator, optimizer)

@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,9 +25,11 @@ from transformers.trainer_callback import DefaultFlowCallback, ExportableState
 
 from keepstep.data import DistributedSampler
 from keepstep.integrations.group_number import group_and_groups
+from keepstep.integrations.ranks_of_group import any_of_ranks, largest_of_ranks, of_rank_0
 from keepstep.integrations.transformers.accelerated import (
     GroupOptimizer,
-    check_single_process,
+    check_ranks,
+    give_to_fsdp2,
     replace_model,
     replace_optimizer,
 )
@@ -33,10 +37,13 @@ from keepstep.integrations.transformers.flow import CommittedFlow
 from keepstep.integrations.transformers.group_arguments import check_arguments, check_stream, take_over_sigterm
 from keepstep.integrations.transformers.token_weighting import TokenWeighting
 from keepstep.manager import Manager
-from keepstep.process_group import ProcessGroupGloo, ProcessGroupNCCL
+from keepstep.process_group.torch_backends.nccl import group_class
 
 MANAGER_FILE = "keepstep.json"
 """In each checkpoint folder, beside ``trainer_state.json``."""
+
+NONE = -1
+"""In place of the step of a checkpoint."""
 
 STAGES = ("_init_training_state", "_prepare_for_training", "_finalize_training", "_evaluate")
 """Methods of the Trainer that ``KeepstepMixin`` extends. Versions before 5.3 have other ones, and would call none."""
@@ -57,18 +64,20 @@ class KeepstepMixin:
 
     Args:
         manager: of this replica group, without registered state. Default: at the first use, ``Manager`` with
-            ``ProcessGroupNCCL`` on a CUDA device, else with ``ProcessGroupGloo``.
+            ``ProcessGroupNCCL`` on a CUDA device, ``ProcessGroupXCCL`` on an XPU, else with ``ProcessGroupGloo``.
         **kwargs: of the Trainer.
 
     Raises:
-        ValueError: Accelerate connects several processes, the process sees several GPUs, or an argument would let
-            groups differ.
+        ValueError: the ranks of this group each have a whole model, the process sees several GPUs, or an argument would
+            let groups differ.
     """
 
     def __init__(self, *args: Any, manager: Manager | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         trainer: Any = self
-        check_single_process(trainer.accelerator)
+        check_ranks(trainer.accelerator, trainer.model)
+        if getattr(trainer, "is_distributed_loading_by_transformers", False):  # of later versions
+            give_to_fsdp2(trainer.model)
         if trainer.args.n_gpu > 1:
             raise ValueError(
                 f"this group sees {trainer.args.n_gpu} GPUs, and a Trainer would split batches over them: give it one "
@@ -94,8 +103,8 @@ class KeepstepMixin:
     def manager(self) -> Manager:
         """The Manager of this group. A Trainer that only evaluates makes none."""
         if self._manager is None:
-            accelerated = self.args.device.type == "cuda"  # type: ignore[attr-defined]
-            self._manager = Manager(pg=ProcessGroupNCCL() if accelerated else ProcessGroupGloo())
+            kind = group_class(self.args.device.type)  # type: ignore[attr-defined]
+            self._manager = Manager(pg=kind())
         return self._manager
 
     @property
@@ -122,7 +131,14 @@ class KeepstepMixin:
                 "another KEEPSTEP_JOB"
             )
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = newest_checkpoint(self.args.output_dir)  # type: ignore[attr-defined]
+            folder, device = self.args.output_dir, self.args.device  # type: ignore[attr-defined]
+            step = of_rank_0(newest_checkpoint(folder), device)
+            if step == NONE:
+                raise ValueError(
+                    f"no complete checkpoint in {folder!r}: pass the output_dir of the training to resume, or leave "
+                    f"out resume_from_checkpoint"
+                )
+            resume_from_checkpoint = f"{folder}/checkpoint-{step}"
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
         except BaseException:
@@ -141,7 +157,9 @@ class KeepstepMixin:
         loader = super().get_train_dataloader()  # type: ignore[misc]
         begin = getattr(loader, "worker_init_fn", None)
         if isinstance(begin, partial) and "rank" in begin.keywords and group.isdecimal():
-            loader.worker_init_fn = partial(begin, rank=int(group))
+            loader.worker_init_fn = partial(
+                begin, rank=int(group) * trainer.args.world_size + trainer.args.process_index
+            )
         return loader
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
@@ -204,7 +222,9 @@ class KeepstepMixin:
     def save_before_leaving(self) -> None:
         """Write the checkpoint of ``enable_jit_checkpoint``, if this group was asked to leave the job."""
         trainer: Any = self
-        if self._jit_checkpoint and self.manager.leaving and trainer.state.global_step > 0:
+        if not self._jit_checkpoint or trainer.state.global_step == 0:
+            return
+        if any_of_ranks(self.manager.leaving, trainer.args.device):  # the signal comes to each rank at another time
             self._jit_checkpoint = False
             self._save_checkpoint(trainer.model, trial=None)
 
@@ -259,9 +279,12 @@ class KeepstepMixin:
         if self._agrees:
             names = sorted(name for name, value in output.metrics.items() if isinstance(value, int | float))
             device = self.args.device  # type: ignore[attr-defined]
-            values = torch.tensor([output.metrics[name] for name in names], dtype=torch.float64, device=device)
-            if self.manager.allreduce(values, reduce_op=ReduceOp.MAX).wait():
-                output.metrics.update(zip(names, values.tolist(), strict=True))
+            own = torch.tensor([output.metrics[name] for name in names], dtype=torch.float64, device=device)
+            values = own.clone()
+            if not self.manager.allreduce(values, reduce_op=ReduceOp.MAX).wait():
+                values = own
+            largest_of_ranks(values)  # the exchange may have failed on one rank only
+            output.metrics.update(zip(names, values.tolist(), strict=True))
         return output
 
     # ---- checkpoints
@@ -269,20 +292,26 @@ class KeepstepMixin:
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         trainer: Any = self
         self._place = self.manager.participating_rank() if self.committed else self._place
+        state = trainer.state
+        if state.best_global_step == state.global_step:
+            # the Trainer looks for the folder, which no rank may see yet, or only some of them (SHARDED_STATE_DICT)
+            folder = Path(trainer._get_output_dir(trial=trial))  # noqa: SLF001
+            state.best_model_checkpoint = str(folder / f"checkpoint-{state.global_step}")
         if self._place == 0:
             super()._save_checkpoint(model, trial)  # type: ignore[misc]
-            return
-        state = trainer.state
-        if state.best_global_step:  # as the group that writes
-            folder = Path(trainer._get_output_dir(trial=trial))  # noqa: SLF001
-            state.best_model_checkpoint = str(folder / f"checkpoint-{state.best_global_step}")
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
-        (Path(output_dir) / MANAGER_FILE).write_text(json.dumps(self.manager.state_dict()))
+        with self._inner_optimizer() as inner:
+            new = not inner.state
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+            if new:  # the gradients of all steps overflowed, and the groups that save nothing have no state either
+                inner.state.clear()
+        if self.args.should_save:  # type: ignore[attr-defined]
+            (Path(output_dir) / MANAGER_FILE).write_text(json.dumps(self.manager.state_dict()))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        with self._inner_optimizer():
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
         if checkpoint is None:
             return
         file, trainer = Path(checkpoint) / MANAGER_FILE, self
@@ -291,6 +320,16 @@ class KeepstepMixin:
         else:  # of a Trainer without keepstep
             step = trainer.state.global_step  # type: ignore[attr-defined]
             self.manager.load_state_dict({"step": step, "batches_committed": 0})
+
+    @contextlib.contextmanager
+    def _inner_optimizer(self) -> Iterator[Any]:
+        """Let torch save and load its own optimizer: it calls ``step`` of a sharded one, to create its state."""
+        trainer: Any = self
+        inner = trainer.optimizer = trainer.optimizer.optimizer.optim
+        try:
+            yield inner
+        finally:
+            trainer.optimizer = self._group_optimizer
 
     # ---- the end
 
@@ -303,19 +342,9 @@ class KeepstepMixin:
         return output
 
 
-def newest_checkpoint(folder: str) -> str:
-    """Return the newest checkpoint in ``folder`` that was written to its end; a group may die while it writes one.
-
-    Raises:
-        ValueError: ``folder`` has none.
-    """
-    found = [(int(path.name[11:]), path) for path in Path(folder).glob("checkpoint-*") if _is_complete(path)]
-    if not found:
-        raise ValueError(
-            f"no complete checkpoint in {folder!r}: pass the output_dir of the training to resume, or leave out "
-            f"resume_from_checkpoint"
-        )
-    return str(max(found)[1])
+def newest_checkpoint(folder: str) -> int:
+    """Return the step of the newest checkpoint that was written to its end; a group may die while it writes one."""
+    return max((int(path.name[11:]) for path in Path(folder).glob("checkpoint-*") if _is_complete(path)), default=NONE)
 
 
 def _is_complete(checkpoint: Path) -> bool:

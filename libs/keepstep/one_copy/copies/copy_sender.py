@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from keepstep.one_copy.copies.early_gradients import EarlyGradients
-from keepstep.one_copy.copies.frames import CopyError, Frames, connect, send_state
-from keepstep.one_copy.copies.kept_bytes import digests_of
+from keepstep.one_copy.copies.frames import CopyError, Frames, connect, send_state, send_unsealed
+from keepstep.one_copy.copies.kept_bytes import TensorPack, pack_of_gradients, pieces_of
 from keepstep.one_copy.copies.rank_state import RankState
 from keepstep.one_copy.core.holding import State
+from keepstep.state.pack import Pack
 from keepstep_mesh.config.logging import get_logger
+from keepstep_mesh.protocol.manifest import chunk_digests
 from keepstep_mesh.security.tokens import ClientToken
 from keepstep_mesh.threads.starting import ThreadPoolExecutor
 
@@ -80,8 +82,8 @@ class CopySender:
         """Of this attempt, in order. One thread works on them."""
         self._early: EarlyGradients | None = None
         self._following = State(0, 0)
-        self._sent: set[int] = set()
-        """Slices whose gradients were sent in the backward pass."""
+        self._sent: dict[int, bytes] = {}
+        """Slices whose gradients were sent in the backward pass, and the description of these."""
 
     def connect(
         self, tensors: RankState, member: Membership, keepers: Mapping[str, tuple[str, bool]], *, whole: bool
@@ -113,8 +115,8 @@ class CopySender:
             "whole": whole,
         }
         self._addresses = {name: address for name, (address, _) in keepers.items()}
+        # One stream goes to all keepers, so that all are filled if one of them needs it.
         for name in keepers:
-            # One stream goes to all keepers, so that all are filled if one of them needs it.
             self._open(name, {"fill": self._fill, "again": False}, self._timeout)
         self._asked_at = time.monotonic()
         if keepers and not whole:
@@ -131,6 +133,10 @@ class CopySender:
             raise
         if answer["kind"] == "begun":
             self._links[name] = link
+            if answer["due"] is None:
+                self._fill = True
+            else:
+                self._next = answer["due"]
             return
         link.close()
         self._expose(name, str(answer.get("reason")))
@@ -208,9 +214,10 @@ class CopySender:
             self._submit(self._send_early, self._state, self._following, numbers)
 
     def _send_early(self, tensors: RankState, state: State, numbers: list[int]) -> None:
-        for number in numbers:
-            self._send_state("early", state, tensors.gradients(number), number)
-            self._sent.add(number)
+        packs = [pack_of_gradients(tensors.gradients(number)) for number in numbers]
+        header = {"part": "early", "step": state.step, "lineage": state.lineage, "slices": numbers}
+        send_unsealed(self._links.values(), header, packs, limit=self._timeout)
+        self._sent.update(zip(numbers, (one.content_bytes for one in packs), strict=True))
 
     def finish(self, state: State, end: dict[str, Any]) -> None:
         """Send the step that leads to ``state``, and wait until all keepers have it.
@@ -229,27 +236,36 @@ class CopySender:
 
     def filled(self) -> None:
         """Wait until all that was begun is sent, and bases are confirmed. CopyError: as ``finish``."""
-        tasks, self._tasks = self._tasks, []
-        for one in tasks:
+        for one in self._tasks:
             one.result()
+        self._tasks = []
 
     def _send_step(self, tensors: RankState, state: State, end: dict[str, Any]) -> None:
-        def content(number: int) -> dict[str, Any]:
-            return tensors.base(number) if self._whole else {} if end["skipped"] else tensors.gradients(number)
-
-        sent, self._sent = self._sent, set()
-        for number in range(len(tensors.slices)):
-            if number in sent:
-                self._send("seal", state, slice=number, digests=digests_of(content(number)))
+        def send(number: int) -> None:
+            if self._whole:
+                self._send_state("gradients", state, tensors.base(number), number)
             else:
-                self._send_state("gradients", state, content(number), number)
+                pack = pack_of_gradients({} if end["skipped"] else tensors.gradients(number))
+                self._send_state("gradients", state, None, number, pack)
+
+        sent, self._sent = self._sent, {}
+        sealed: dict[int, bytes] = {}
+        for number, content in sent.items():
+            pack = pack_of_gradients({} if end["skipped"] else tensors.gradients(number))
+            if pack.content_bytes == content:
+                sealed[number] = chunk_digests(pieces_of(pack))
+        if sealed:
+            self._send("seal", state, digests=list(sealed.items()))
+        for number in range(len(tensors.slices)):
+            if number not in sealed:
+                send(number)
         self._send_state("end", state, end)
         changed = self._confirm(state)
         if self._early is not None:
-            self._early.end(changed=bool(changed))
+            self._early.end(changed=bool(changed) or len(sealed) < len(sent))
         if changed:
             for number in sorted(changed):
-                self._send_state("gradients", state, content(number), number)
+                send(number)
             self._send_state("end", state, end)
             self._confirm(state)
 
@@ -262,15 +278,17 @@ class CopySender:
         for one in tasks:
             one.cancel()
         concurrent.futures.wait(tasks)
-        self._sent = set()
+        self._sent = {}
 
     def _send(self, part: str, state: State, **more: Any) -> None:
         for link in self._links.values():
             link.send({"part": part, "step": state.step, "lineage": state.lineage, **more}, limit=self._timeout)
 
-    def _send_state(self, part: str, state: State, content: Any, number: int = 0) -> None:
+    def _send_state(
+        self, part: str, state: State, content: Any, number: int = 0, pack: TensorPack | Pack | None = None
+    ) -> None:
         header = {"part": part, "step": state.step, "lineage": state.lineage, "slice": number}
-        send_state(self._links.values(), header, content, limit=self._timeout, sealed=part != "early")
+        send_state(self._links.values(), header, content, limit=self._timeout, pack=pack)
 
     def _confirm(self, state: State) -> set[int]:
         """Wait for the keepers, and drop those without memory. Return slices that have changed since they were sent."""

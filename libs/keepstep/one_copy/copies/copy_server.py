@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,12 +25,14 @@ from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.net.fork_safety import claim
 from keepstep_mesh.security.tokens import ClientToken
-from keepstep_mesh.threads.starting import Thread
+from keepstep_mesh.threads.starting import Thread, ThreadPoolExecutor
 
 log = get_logger("keepstep.one_copy")
 
 HELLO_SECONDS = 10.0
 READS = 1 << 62
+KEPT_SLICES = 4
+"""Rebuilt slices that wait for a further reader. On a GPU a slice is kept only while it is sent."""
 Cuts = dict[str, list[list[int]]]
 """For a parameter by name: first index and number of elements in each dimension of the shard, to read a part of it."""
 
@@ -49,6 +54,53 @@ class Served:
     shared: dict[str, Any]
     """State that all ranks have in common."""
     boxes: Boxes
+
+
+class RebuiltSlices:
+    """The slices of a copy, for several ranks that read it at the same time. Each is rebuilt once, if they keep up.
+
+    Args:
+        pool: rebuilds a slice while the one before it is sent.
+        rebuild: returns a slice by its number.
+        count: number of slices.
+        kept: number of slices in memory at once.
+    """
+
+    def __init__(
+        self, pool: ThreadPoolExecutor, rebuild: Callable[[int], dict[str, Any]], count: int, kept: int
+    ) -> None:
+        self._pool = pool
+        self._rebuild = rebuild
+        self._count = count
+        self._kept = kept
+        self._lock = threading.Lock()
+        self._begun: dict[int, concurrent.futures.Future[dict[str, Any]]] = {}
+
+    def __call__(self, number: int) -> dict[str, Any]:
+        """Return a slice. CopyError: it cannot be rebuilt, for those that read it now."""
+        ahead = min(2, self._kept)
+        with self._lock:
+            for one in range(number, min(number + ahead, self._count)):
+                if one not in self._begun:
+                    self._begun[one] = self._pool.submit(self._rebuild, one)
+            found = self._begun[number]
+            while len(self._begun) > self._kept:
+                del self._begun[next(iter(self._begun))]
+        try:
+            return found.result()
+        except BaseException:  # its traceback has this object, so that the next recovery would find it too
+            with self._lock:
+                self._begun = {key: one for key, one in self._begun.items() if one is not found}
+            raise
+
+
+def slices_of(served: Served, cuts: Cuts | None) -> Iterator[dict[str, Any]]:
+    """Yield the state of the parameters of each slice; with ``cuts`` only these parts."""
+    for number, names in enumerate(served.names):
+        if cuts is None:
+            yield served.slice_of(number)
+        elif any(name in cuts for name in names):
+            yield {name: _cut(one, cuts[name]) for name, one in served.slice_of(number).items() if name in cuts}
 
 
 class CopyServer:
@@ -74,6 +126,11 @@ class CopyServer:
         self._listener.settimeout(POLL_SECONDS)
         self.address = f"{f'[{host}]' if ':' in host else host}:{self._listener.getsockname()[1]}"
         """``host:port`` that peers connect to."""
+        self._pool = ThreadPoolExecutor(2, thread_name_prefix="keepstep-rebuilding")
+        self._rebuilt: weakref.WeakValueDictionary[tuple[int, int, State], RebuiltSlices] = (
+            weakref.WeakValueDictionary()
+        )
+        """Of the copies that are read now."""
         self._threads: list[Thread] = []
         self._thread = Thread(target=self._accept, name="keepstep-copies", daemon=True)
         self._thread.start()
@@ -101,6 +158,7 @@ class CopyServer:
         self._thread.join_or_end_process()
         for thread in self._threads:
             thread.join_or_end_process()
+        self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _accept(self) -> None:
         while not self._closed:
@@ -148,24 +206,40 @@ class CopyServer:
     def _send_shard(self, frames: Frames, header: dict[str, Any]) -> None:
         world, rank, state = int(header["world"]), int(header["rank"]), State(header["step"], header["lineage"])
         cuts: Cuts | None = header.get("cuts")
-        served = self._copied(world, rank, state) if header["copy"] else self._wait_for(world, rank, state)
+        served = self.find(world, rank, state, copy=header["copy"])
         if header.get("boxes"):
             frames.send({"kind": "boxes", "boxes": served.boxes}, limit=self._timeout)
             return
-        for number, names in enumerate(served.names):
-            if cuts is not None and not any(name in cuts for name in names):
-                continue
-            part = served.slice_of(number)
-            if cuts is not None:
-                part = {name: _cut(one, cuts[name]) for name, one in part.items() if name in cuts}
+        for part in slices_of(served, cuts):
             send_state([frames], {"kind": "slice"}, part, limit=self._timeout)
         send_state([frames], {"kind": "end"}, {"end": served.end, "shared": served.shared}, limit=self._timeout)
 
+    def find(self, world: int, rank: int, state: State, *, copy: bool) -> Served:
+        """Return a shard that this process has.
+
+        Args:
+            world: number of the world.
+            rank: in that world.
+            state: of the shard.
+            copy: from the copies that it keeps. False: its own shard, for which this waits.
+
+        Raises:
+            CopyError: it is not here.
+        """
+        return self._copied(world, rank, state) if copy else self._wait_for(world, rank, state)
+
     def _copied(self, world: int, rank: int, state: State) -> Served:
-        keeper = self._keeper
+        keeper, key = self._keeper, (world, rank, state)
+        names = keeper.names_of(*key)
+        with self._changed:
+            slices = self._rebuilt.get(key)
+            if slices is None:
+                kept = KEPT_SLICES if keeper.device.type == "cpu" else 1
+                slices = RebuiltSlices(self._pool, partial(keeper.rebuild, *key), len(names), kept)
+                self._rebuilt[key] = slices
         return Served(
-            *(world, rank, state, keeper.names_of(world, rank, state)),
-            slice_of=lambda number: keeper.rebuild(world, rank, state, number),
+            *(*key, names),
+            slice_of=slices,
             end=keeper.end_of(world, rank, state),
             shared={},
             boxes=keeper.boxes_of(world, rank),

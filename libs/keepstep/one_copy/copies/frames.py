@@ -8,6 +8,7 @@ damaged bytes are refused, and nothing is copied before it is sent.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
 import struct
 import time
@@ -16,7 +17,8 @@ from typing import Any
 
 import msgpack
 
-from keepstep.one_copy.copies.kept_bytes import Memory, Stored, Target, pack_bytes, pack_of, pieces_of
+from keepstep.one_copy.copies.kept_bytes import Memory, Stored, Target, TensorPack, pack_bytes, pack_of, pieces_of
+from keepstep.state.pack import Pack
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.net.fork_safety import open_socket
 from keepstep_mesh.protocol.manifest import MAX_MANIFEST_BYTES, chunk_digests, cut_pieces, root_digest
@@ -70,8 +72,7 @@ class Frames:
         Raises:
             CopyError: the connection ended, or the limit passed.
         """
-        packed = msgpack.packb(header)
-        self.send_bytes([memoryview(_LENGTH.pack(len(packed)) + packed)], limit)
+        self.send_bytes([_frame(header)], limit)
 
     def send_bytes(self, pieces: Sequence[memoryview], limit: float) -> None:
         """Send bytes that lie in several places. CopyError: as ``send``."""
@@ -205,39 +206,62 @@ class Frames:
 
 
 def send_state(
-    links: Collection[Frames], header: dict[str, Any], state: Any, *, limit: float, sealed: bool = True
+    links: Collection[Frames],
+    header: dict[str, Any],
+    state: Any,
+    *,
+    limit: float,
+    pack: Pack | TensorPack | None = None,
 ) -> None:
     """Send a state to several ranks, from its own memory.
 
     Args:
         links: to the ranks.
         header: goes before the state.
-        state: tensors on a GPU are copied to main memory piece by piece.
+        state: tensors on a GPU are copied to main memory piece by piece. It must not change in the meantime.
         limit: longest time without progress of a peer, seconds.
-        sealed: the digests follow, and the state must not change in the meantime. Otherwise the peers do not know
-            whether they have it as it is.
+        pack: of the state. Default: it is made.
 
     Raises:
         CopyError: a connection ended, or the limit passed.
         UnsupportedValue: the state has a value that cannot be stored.
     """
-    pack = pack_of(state)
-    for link in links:
-        link.send({**header, "content": pack.content_bytes, "sealed": sealed}, limit=limit)
+    pack = pack or pack_of(state)
+    head = [_frame({**header, "content": pack.content_bytes, "sealed": True})]
 
     def sent() -> Iterator[memoryview]:
         for part in cut_pieces(pieces_of(pack), PIECE_BYTES):
             yield from part  # the caller hashes them; then they are in the cache
             for link in links:
-                link.send_bytes(part, limit)
+                link.send_bytes([*head, *part], limit)
+            head.clear()
 
-    if not sealed:
-        for _ in sent():
-            pass
-        return
     digests = chunk_digests(sent())
+    for link in links if head else ():
+        link.send_bytes(head, limit)
     for link in links:
         link.send({"digests": digests, "root": root_digest(pack.content_bytes, digests)}, limit=limit)
+
+
+def send_unsealed(
+    links: Collection[Frames], header: dict[str, Any], packs: Sequence[Pack | TensorPack], *, limit: float
+) -> None:
+    """Send several states whose digests follow later, with one header.
+
+    Args:
+        links: to the ranks.
+        header: ``contents`` is added, the descriptions of the states.
+        packs: of the states.
+        limit: longest time without progress of a peer, seconds.
+
+    Raises:
+        CopyError: a connection ended, or the limit passed.
+    """
+    head = _frame({**header, "contents": [one.content_bytes for one in packs]})
+    pieces = itertools.chain([head], *(pieces_of(one) for one in packs))
+    for part in cut_pieces(pieces, PIECE_BYTES):
+        for link in links:
+            link.send_bytes(part, limit)
 
 
 def connect(address: str, token: ClientToken, limit: float, ended: Callable[[], str] = lambda: "") -> Frames:
@@ -262,6 +286,11 @@ def connect(address: str, token: ClientToken, limit: float, ended: Callable[[], 
     frames = Frames(connection, ended)
     frames.send({"kind": "hello", "authorization": token.peer_headers().get("Authorization", "")}, limit=limit)
     return frames
+
+
+def _frame(header: dict[str, Any]) -> memoryview:
+    packed = msgpack.packb(header)
+    return memoryview(_LENGTH.pack(len(packed)) + packed)
 
 
 def _without(buffers: Sequence[memoryview], count: int) -> list[memoryview]:

@@ -54,7 +54,7 @@ class Keeper:
 
     def __init__(self, kind: Callable[..., Optimizer], device: torch.device, limit: Callable[[], int]) -> None:
         self._kind = kind
-        self._device = device
+        self.device = device
         self._limit = limit
         self._lock = threading.Lock()
         self._ranks: dict[tuple[int, int], KeptRank] = {}
@@ -75,8 +75,10 @@ class Keeper:
         fill: bool,
         boxes: Boxes,
         again: bool = False,
-    ) -> None:
+    ) -> int | None:
         """Keep copies of a rank from now on.
+
+        The process that takes the place of a lost owner goes on with the copy from which it was rebuilt.
 
         Args:
             world: number of the world.
@@ -86,9 +88,13 @@ class Keeper:
             names: of the parameters of each slice.
             need: bytes that the copies will have.
             whole: see ``KeptRank``.
-            fill: a whole base comes. The copy that is kept of this rank is void when it is complete.
+            fill: a whole base comes. The copy that is kept of this rank is void when it is complete. False: the owner
+                goes on with that copy, if its slices are those that are kept.
             boxes: of the shard of the rank.
             again: it had no copies here for some steps: what is kept of it is of no use.
+
+        Returns:
+            The slice whose next base is due first, if the owner goes on with a copy; None: a whole base must come.
 
         Raises:
             CopyError: no memory is left for it, or another process has the place of the owner.
@@ -97,10 +103,11 @@ class Keeper:
             known = [one for one in (self._ranks.get((world, rank)), self._filling.get((world, rank))) if one]
             if any(one.quorum_id > quorum_id for one in known):
                 raise CopyError(f"another process has the place of rank {rank} of world {world}")
-            if not fill and (world, rank) in self._ranks:
-                self._ranks[world, rank].quorum_id = quorum_id
+            kept = self._ranks.get((world, rank))
+            if not fill and kept is not None and (kept.names, kept.whole) == (names, whole):
+                kept.quorum_id = quorum_id
                 self._filling.pop((world, rank), None)
-                return
+                return kept.ledger.oldest
             if again:
                 self._ranks.pop((world, rank), None)
                 self._filling.pop((world, rank), None)
@@ -114,6 +121,7 @@ class Keeper:
             raise CopyError(f"copies of {need / 1e6:.0f} MB do not fit into the {room / 1e6:.0f} MB that are free here")
         with self._lock:
             self._filling[world, rank] = KeptRank(CopyLedger(world, rank, len(names)), names, whole, boxes, quorum_id)
+        return None
 
     def take(self, world: int, rank: int, quorum_id: int, part: str, state: State, number: int, stored: Stored) -> None:
         """Keep a part of the copy of a rank, which its owner has sent.
@@ -225,7 +233,7 @@ class Keeper:
             log = [(kept.ends[one], kept.gradients[number, one]) for one in steps]
         ends = ((end.state(), gradients) for end, gradients in log)
         entries = ((end["options"], gradients.state()) for end, gradients in ends if not end["skipped"])
-        return replay(self._kind, base.state(), entries, self._device)
+        return replay(self._kind, base.state(), entries, self.device)
 
     def end_of(self, world: int, rank: int, state: State) -> dict[str, Any]:
         """Return options, buffers and random state of a rank at ``state``. CopyError: they are not kept."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
+
+import torch
 
 from keepstep.state.errors import TransferError
 from keepstep.state.pack import Pack
@@ -12,12 +15,10 @@ from keepstep.state.pack_layout import describe
 from keepstep.state.restoring import Destination
 from keepstep.state.state_manifest import read_content
 from keepstep_mesh.protocol.manifest import chunk_count, chunk_digests, cut_pieces
+from keepstep_mesh.protocol.state_content import pack_content
 
 BLOCK_BYTES = 128 << 10
 """The rest of a state is in a piece of its own, which malloc takes from memory that it has already."""
-
-Digests = tuple[bytes, bytes]
-"""Description of a state, and the digests of the chunks of its bytes, one after the other."""
 
 
 class Memory:
@@ -86,9 +87,9 @@ class Stored:
         return cls(pack.content_bytes, chunk_digests(blocks), blocks, memory)
 
     @property
-    def digests(self) -> Digests:
-        """Description of the state, and the digests of its bytes."""
-        return self._content, self._digests
+    def digests(self) -> bytes:
+        """Of the chunks of its bytes, one after the other."""
+        return self._digests
 
     @property
     def nbytes(self) -> int:
@@ -145,15 +146,46 @@ def pack_of(state: Any) -> Pack:
     return Pack(describe(state))
 
 
-def pieces_of(pack: Pack) -> Iterator[memoryview]:
+@dataclass(frozen=True)
+class TensorPack:
+    """The pack of a dict of tensors that share no memory, as ``pack_of`` makes it, for less time."""
+
+    content_bytes: bytes
+    pieces: list[memoryview]
+
+
+def pack_of_gradients(gradients: dict[str, torch.Tensor]) -> Pack | TensorPack:
+    """Return the bytes of gradients, in their own memory. Gradients of the same shapes are described once."""
+    if not all(_is_simple(one) for one in gradients.values()):
+        return pack_of(gradients)
+    content, gaps = _described(tuple((name, one.dtype, one.shape) for name, one in gradients.items()))
+    pieces: list[memoryview] = []
+    for gap, one in zip(gaps, gradients.values(), strict=True):
+        if gap:
+            pieces.append(memoryview(bytes(gap)))
+        if one.numel():
+            pieces.append(one.view(-1).view(torch.uint8).numpy().data)
+    return TensorPack(content, pieces)
+
+
+def _is_simple(one: torch.Tensor) -> bool:
+    return one.device.type == "cpu" and one.is_floating_point() and one.is_contiguous() and not one.is_neg()
+
+
+@lru_cache(maxsize=4096)
+def _described(tensors: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> tuple[bytes, tuple[int, ...]]:
+    """Return the description of tensors with these names, dtypes and shapes, and the bytes before each of them."""
+    content = describe({name: torch.empty(shape, dtype=dtype) for name, dtype, shape in tensors}).content
+    starts, ends = content.positions(), [0]
+    ends += [start + length for start, length in zip(starts, content.regions, strict=False)]
+    return pack_content(content), tuple(start - end for start, end in zip(starts[: len(tensors)], ends, strict=False))
+
+
+def pieces_of(pack: Pack | TensorPack) -> Iterable[memoryview]:
     """Yield the bytes of a pack, in the memory of its tensors."""
+    if isinstance(pack, TensorPack):
+        return pack.pieces
     return (piece for number in range(pack.chunks) for piece in pack.pieces(number))
-
-
-def digests_of(state: Any) -> Digests:
-    """Return the digests of a state: equal for states of equal bytes."""
-    pack = pack_of(state)
-    return pack.content_bytes, chunk_digests(pieces_of(pack))
 
 
 def copied(pieces: Iterable[memoryview], target: memoryview) -> memoryview:

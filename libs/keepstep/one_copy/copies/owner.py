@@ -38,14 +38,14 @@ class Owner:
     def serve(self) -> None:
         """Take all parts until the connection ends. CopyError: it has ended."""
         hello = self._hello
-        self._keeper.begin(
+        due = self._keeper.begin(
             *(*self._key, hello["names"], int(hello["need"])),
             whole=bool(hello["whole"]),
             fill=bool(hello["fill"]),
             boxes=hello["boxes"],
             again=bool(hello["again"]),
         )
-        self._frames.send({"kind": "begun"}, limit=self._timeout)
+        self._frames.send({"kind": "begun", "due": due}, limit=self._timeout)
         while True:
             header = self._frames.receive(float("inf"))
             self._take(header, header["part"], State(header["step"], header["lineage"]))
@@ -53,6 +53,11 @@ class Owner:
     def _take(self, header: dict[str, Any], part: str, state: State) -> None:
         number = header.get("slice", 0)
         stored = self._received(header) if "content" in header else None
+        if part == "early":
+            for one, content in zip(header["slices"], header["contents"], strict=True):
+                if (early := self._received({"content": content, "sealed": False})) is not None:
+                    self._early[one] = early
+            return
         if self._full:
             if part == "end":
                 self._give_up()
@@ -61,15 +66,14 @@ class Owner:
             case "commit":
                 self._keeper.commit(*self._key, state)
             case "seal":
-                stored = self._early.pop(number)
-                if stored.digests == tuple(header["digests"]):
-                    self._keeper.take(*self._key, "gradients", state, number, stored)
-                else:
-                    self._changed.append(number)
+                for one, digests in header["digests"]:
+                    early = self._early.pop(one)
+                    if early.digests == digests:
+                        self._keeper.take(*self._key, "gradients", state, one, early)
+                    else:
+                        self._changed.append(one)
             case _ if stored is None:
                 raise CopyError(f"a part {part!r} of a copy has no state")
-            case "early":
-                self._early[number] = stored
             case "end":
                 self._end(state, stored)
             case _:

@@ -23,8 +23,10 @@ class OtherModelError(KeepstepError):
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return the part of a tensor that this rank holds, in the same memory."""
+    if not is_dtensor(tensor):
+        return tensor.detach()
     with torch.no_grad():  # to_local copies nothing then, and needs no step of autograd
-        found: torch.Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
+        found: torch.Tensor = tensor.to_local()
     return found.detach()
 
 
@@ -148,12 +150,15 @@ class RankState:
 
     # ---- for a rank that takes a state over
 
-    def load(self, states: Iterable[dict[str, Any]], options: list[dict[str, Any]]) -> None:
+    def load(
+        self, states: Iterable[dict[str, Any]], options: list[dict[str, Any]], *, given_away: bool = False
+    ) -> None:
         """Load the state of all parameters.
 
         Args:
             states: of slices, as ``base`` returns them; those of this rank's shard, in any cut.
             options: of the parameter groups.
+            given_away: the tensors of ``states`` have no other user, so that the optimizer may have them as they are.
 
         Raises:
             OtherModelError: names, shapes or groups differ from those of this model.
@@ -169,11 +174,11 @@ class RankState:
             )
         with torch.no_grad():
             for index, name in enumerate(self.names):
-                self._load(index, given[name])
+                self._load(index, given[name], copy=not given_away)
         for group, values in zip(self.optimizer.param_groups, options, strict=True):
             group.update(values | ({"foreach": None} if _steps_one_by_one(group) else {}))  # as in the other ranks
 
-    def _load(self, index: int, given: dict[str, Any]) -> None:
+    def _load(self, index: int, given: dict[str, Any], *, copy: bool) -> None:
         parameter, name = self.parameters[index], self.names[index]
         own, value = local(parameter), given["parameter"]
         if own.shape != value.shape or own.dtype != value.dtype or given["group"] != self._group_of.get(index):
@@ -188,17 +193,17 @@ class RankState:
             return
         spread = given.get("spread", {})
         self.optimizer.state[parameter] = {
-            key: self._like(parameter, one, spread.get(key)) if isinstance(one, torch.Tensor) else one
+            key: self._like(parameter, one, spread.get(key), copy=copy) if isinstance(one, torch.Tensor) else one
             for key, one in given["state"].items()
         }
 
     @staticmethod
-    def _like(parameter: torch.Tensor, value: torch.Tensor, spread: list[Any] | None) -> torch.Tensor:
+    def _like(parameter: torch.Tensor, value: torch.Tensor, spread: list[Any] | None, *, copy: bool) -> torch.Tensor:
         """Return a state tensor on the device of its parameter, and sharded like it, or as ``spread`` says."""
         own = local(parameter)
         if value.shape != own.shape and spread is None:  # a counter of steps stays where the optimizer has it
             return value.clone()
-        moved = value.to(own.device, copy=True)
+        moved = value.to(own.device, copy=copy)
         if not is_dtensor(parameter):
             return moved
         from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard  # noqa: PLC0415  loads slowly

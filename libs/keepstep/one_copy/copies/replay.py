@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -40,16 +41,18 @@ def replay(
 
     Args:
         kind: class of the optimizer, one of ``REPLAYED``.
-        base: of the slice, as ``RankState.base`` returns it. It is not changed.
-        steps: of each step the options of the parameter groups, and the gradients of the slice by name.
+        base: of the slice, as ``RankState.base`` returns it. Its tensors are changed if they are on ``device``.
+        steps: of each step the options of the parameter groups, and the gradients of the slice by name. Each is asked
+            for when the one before is done.
         device: on which the optimizer of the rank steps: others may give other bits.
     """
-    steps = list(steps)
-    if not steps:
+    rest = iter(steps)
+    first = next(rest, None)
+    if first is None:
         return base
-    parameters = {name: one["parameter"].detach().to(device, copy=True) for name, one in base.items()}
+    parameters = {name: one["parameter"].detach().to(device) for name, one in base.items()}
     trained = {name: one["group"] for name, one in base.items() if one["group"] is not None}
-    options = steps[0][0]
+    options = first[0]
     numbers = sorted(set(trained.values()))
     groups = [
         {**options[number], "params": [parameters[name] for name, own in trained.items() if own == number]}
@@ -60,12 +63,14 @@ def replay(
     optimizer = kind(groups)
     for name in trained:
         state = {
-            key: _moved(value, parameters[name]) if isinstance(value, torch.Tensor) else value
+            key: value.to(device)
+            if isinstance(value, torch.Tensor) and value.shape == parameters[name].shape
+            else value
             for key, value in base[name]["state"].items()
         }
         if state:
             optimizer.state[parameters[name]] = state
-    for options, gradients in steps:
+    for options, gradients in itertools.chain([first], rest):
         for group, number in zip(optimizer.param_groups, numbers, strict=True):
             group.update(options[number])
         for name in trained:
@@ -80,8 +85,3 @@ def replay(
         }
         for name, one in base.items()
     }
-
-
-def _moved(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a state tensor, beside its parameter; a counter of steps stays in main memory."""
-    return value.to(parameter.device, copy=True) if value.shape == parameter.shape else value.clone()

@@ -83,6 +83,12 @@ class CopyLedger:
         """The newest state that is known as committed: bases are sent of committed states only."""
         return max((base for base in self._bases if base is not None), key=lambda one: one.step, default=None)
 
+    @property
+    def oldest(self) -> int:
+        """Number of the slice whose base is the oldest."""
+        steps = [-1 if base is None else base.step for base in self._bases]
+        return steps.index(min(steps)) if steps else 0
+
     def add_base(self, number: int, state: State) -> list[State]:
         """Note a base of a slice. Return the steps of its log that it replaces."""
         self._bases[number] = state

@@ -207,7 +207,7 @@ def _continued(
         fills = tuple(
             (rank, keeper)
             for rank, keeper in _pairs(world, copies)
-            if rank in building or not _keeps(holdings[holder[keeper]], world.number, rank, target)
+            if not _keeps(holdings[holder[keeper]], world.number, rank, target)
         )
     return Recovery(
         kind, world, previous, target, sources, building, shared, fills, given_up=_steps_beyond(target, holdings)

@@ -223,7 +223,7 @@ class StoredShards:
     agreement: RankAgreement
     choice: Choice
     seconds: float
-    """Time without progress after which a load fails."""
+    """Of each of ``RANK_ROUNDS`` waits for ranks that still load."""
     list_seconds: float
     """For relays to list what they have."""
 

@@ -4,6 +4,7 @@
   the same options.
 * All ranks must have one class of optimizers, because a keeper replays the steps of another rank with its own; and the
   same arithmetic, for the same reason.
+* All ranks must have states of the same names beside the model and the optimizer, since a rank loads those of another.
 * Other tensors may differ by rank, as those of the stages of a pipeline do.
 
 Ranks that have the state of the job decide; in the first quorum all ranks. The value of most of them is right. Without
@@ -15,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,13 +75,22 @@ class ComparedBuild:
         text = "\n\n".join(f"{owner}\n{lines}" for owner, lines in self._values.of_step())
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
 
-    def packed(self, held: Held) -> bytes:
-        """Return the facts of this rank, with the options of now."""
+    def packed(self, held: Held, states: Iterable[str]) -> bytes:
+        """Return the facts of this rank, with the options of now.
+
+        Args:
+            held: its shard.
+            states: names of those beside model and optimizer.
+        """
         self._read(held)
         *groups, last = self._values.of_step() or [("", "")]
         data = msgpack.packb(
             {
-                "all": {"optimizer": type(held.built.optimizer).__name__, **_pairs(last[1])},
+                "all": {
+                    "optimizer": type(held.built.optimizer).__name__,
+                    "states": ", ".join(sorted(states)) or "none",
+                    **_pairs(last[1]),
+                },
                 "groups": [_pairs(lines) for _, lines in groups],
                 "meshes": self._meshes,
                 "parameters": self._parameters,

@@ -104,7 +104,7 @@ def _joined(shape: Sequence[int], parts: Sequence[tuple[Part, dict[str, Any]]]) 
     def join(pick: Callable[[dict[str, Any]], Any]) -> Any:
         sample = pick(first)
         if not isinstance(sample, torch.Tensor) or sample.shape != first["parameter"].shape or not len(shape):
-            return sample
+            return sample.clone() if isinstance(sample, torch.Tensor) else sample
         whole = sample.new_empty(tuple(shape))
         for part, one in parts:
             whole[tuple(slice(low, low + count) for low, count in zip(*part.place, strict=True))] = pick(one)

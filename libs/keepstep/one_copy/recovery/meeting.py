@@ -13,15 +13,20 @@ import msgpack
 from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.one_copy.core.holding import Copy, Holding, Shard, State
 from keepstep.one_copy.core.world import Seat, World
-from keepstep.rendezvous.key_value_server import KeyValueServer, Table
+from keepstep.rendezvous.key_value_server import KeyValueServer, RendezvousError, Table
 from keepstep.rendezvous.store_client import RendezvousStore
+from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.protocol.names import name_of
 from keepstep_mesh.security.tokens import ClientToken
+from keepstep_mesh.text import listed
+
+log = get_logger("keepstep.one_copy")
 
 HOLDINGS, CHECKPOINT, GROUPS = 0, 1, 2
 """Numbers of the tables of a quorum: for the holdings and the choice of a checkpoint, and from where those of process
 groups begin."""
-
+MAX_NAMED = 4
 
 Member = tuple[str, int]
 """replica_id of a member, and a rank in it."""
@@ -81,7 +86,9 @@ class Meeting:
         told = self.gather("", packed(mine), (mine.replica_id, mine.group_rank), members)
         return [unpacked(data) for data in told]
 
-    def gather(self, name: str, mine: bytes, own: Member, members: Sequence[Member]) -> list[bytes]:
+    def gather(
+        self, name: str, mine: bytes, own: Member, members: Sequence[Member], build: timedelta = timedelta()
+    ) -> list[bytes]:
         """Return what all ranks tell, in the order of ``members``.
 
         Args:
@@ -89,14 +96,36 @@ class Meeting:
             mine: what this rank tells; at most 1 MiB.
             own: this rank.
             members: ranks to wait for. A rank that is not among them only tells.
+            build: longest wait, if it is longer than ``timeout``, because the ranks call ``build`` before.
 
         Raises:
-            Exception: a member is lost, or does not come in time.
+            RendezvousError: a member is lost, or does not come in time.
         """
         if self._told is None:
             self._told = self.store(HOLDINGS)
-        self._told.set(_key(name, own), mine)
-        return self._told.multi_get([_key(name, one) for one in members])
+        told, keys = self._told, [_key(name, one) for one in members]
+        told.set(_key(name, own), mine)
+        limit, what = self._timeout, ""
+        try:
+            try:
+                return told.multi_get(keys)
+            except TimeoutError:
+                if build <= limit:
+                    raise
+            names = self._absent(told, keys, members)
+            log.warning("build() takes longer than timeout; waiting for it", members=names, limit=str(build))
+            what = ", which is in build(); raise build_timeout, or make build() faster"
+            left, limit = build - limit, build
+            told.wait(keys, left)
+            return told.multi_get(keys)
+        except TimeoutError as error:
+            names = self._absent(told, keys, members)
+            raise RendezvousError(f"no answer within {limit} from {names}{what}") from error
+
+    @staticmethod
+    def _absent(told: RendezvousStore, keys: Sequence[str], members: Sequence[Member]) -> str:
+        absent = [one for key, one in zip(keys, members, strict=True) if not told.check([key])]
+        return listed([f"{name_of(name)} (rank {rank})" for name, rank in absent], MAX_NAMED)
 
     def end(self, reason: str) -> None:
         """End all waits. From any thread."""

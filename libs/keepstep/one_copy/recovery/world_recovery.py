@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import msgpack
 from torch import nn
 
+from keepstep.checkpoint.managed.rank_agreement import RANK_ROUNDS
 from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.one_copy.copies.copy_sender import CopySender, Membership
 from keepstep.one_copy.copies.copy_server import CopyServer, Served
@@ -31,14 +33,19 @@ from keepstep.one_copy.recovery.sources import Sources, serving
 from keepstep.one_copy.shard.built import Built
 from keepstep.one_copy.shard.own_shard import Held, OwnShard, random_state, restore_random_state
 from keepstep.one_copy.world.world_groups import WorldGroups
-from keepstep.runtime.exits import MismatchExit
+from keepstep.runtime.exits import MismatchExit, StateMismatchExit
+from keepstep.state.errors import StateMismatch
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.protocol.lineage import NEW
 from keepstep_mesh.protocol.names import name_of
 from keepstep_mesh.text import listed
+from keepstep_mesh.threads.starting import ThreadPoolExecutor
 
 log = get_logger("keepstep.one_copy")
+
+NO_LOADER = 1 << 62
+"""Vote of a rank that has no loader."""
 
 
 class UnfitMembersError(KeepstepError):
@@ -65,6 +72,7 @@ class WorldRecovery:
     domain: str
     """Failure domain of this member."""
     timeout: timedelta
+    build_timeout: timedelta
     member: MemberLink
     groups: WorldGroups
     server: CopyServer
@@ -78,6 +86,8 @@ class WorldRecovery:
     def __post_init__(self) -> None:
         self._meeting: Meeting | None = None
         self._compared = ComparedBuild()
+        self.loaders: list[str] = []
+        """Values of the loaders of this rank that all ranks must share."""
         self._alike = False
         """Whether all ranks had the same facts in the last recovery, so that their options of each step are equal."""
 
@@ -211,9 +221,10 @@ class WorldRecovery:
             UnfitMembersError: members that have shards build another model for this number of ranks than before.
             CopyError: other members differ, and end.
         """
-        facts = self._compared.packed(held) if held is not None else b""
+        facts = self._facts(held) if held is not None else b""
         world = recovery.world
-        told = [Told.of(one) for one in self._gather(world, "told ", self._told(held, facts, problem))]
+        mine = self._told(held, facts, problem)
+        told = [Told.of(one) for one in self._gather(world, "told ", mine, build=self.build_timeout)]
         self._alike = len({(one.digest, one.of_step) for one in told}) == 1
         holders = {holdings[one.holder].replica_id for one in recovery.sources if one.way is not Way.COPY}
         seats = [seat for seat, one in enumerate(world.seats) if one.replica_id in holders]
@@ -232,13 +243,42 @@ class WorldRecovery:
             MismatchExit: this member differs.
         """
         held = self.shard.now()
-        facts, key = self._compared.packed(held), f"{step} "
+        facts, key = self._facts(held), f"{step} "
         told = [Told.of(one) for one in self._gather(held.world, f"told {key}", self._told(held, facts))]
         self._compare(held.world, key, facts, [one.digest for one in told], ())
+
+    def compare_loaders(self, step: int) -> None:
+        """Find the ranks whose loaders differ from those of the others, after a vote has shown that some do.
+
+        Raises:
+            MismatchExit: this member differs.
+        """
+        world = self.shard.now().world
+        told = dict(enumerate(self._gather(world, f"loaders {step} ", "; ".join(self.loaders).encode())))
+        with_loaders = [rank for rank, data in told.items() if data]
+        names = [name_of(world.seats[rank // world.ranks_per_seat].replica_id) for rank in with_loaders]
+        facts = [{"all": {"data loader": told[rank].decode()}, "meshes": [], "parameters": {}} for rank in with_loaders]
+        verdict = compare(facts, (), names)
+        if verdict.odd:
+            self._refuse(world, Verdict(frozenset(with_loaders[one] for one in verdict.odd), verdict.difference))
+
+    def loader_votes(self) -> list[int]:
+        """Return two numbers whose minima over all ranks are opposite if their loaders are alike.
+
+        Ranks without a loader, such as those of a later stage of a pipeline, agree with all others.
+        """
+        if not self.loaders:
+            return [NO_LOADER, NO_LOADER]
+        digest = hashlib.blake2b("; ".join(self.loaders).encode(), digest_size=7).digest()
+        number = int.from_bytes(digest)
+        return [number, -number]
 
     def step_digest(self) -> int:
         """Return what all ranks must have in common in the vote on a step; 0: their options differ for good."""
         return self._compared.step_digest(self.shard.now()) if self._alike else 0
+
+    def _facts(self, held: Held) -> bytes:
+        return self._compared.packed(held, self.shard.others(held.built))
 
     def _told(self, held: Held | None, facts: bytes, problem: str = "") -> bytes:
         of_step = self._compared.step_digest(held) if held is not None else 0
@@ -263,21 +303,25 @@ class WorldRecovery:
         names = listed([name_of(world.seats[one].replica_id) for one in seats], MAX_NAMED)
         raise CopyError(f"{names} must end, because its model or optimizer differs: {verdict.difference}")
 
-    def _gather(self, world: World, name: str, mine: bytes, ranks: Sequence[int] | None = None) -> list[bytes]:
+    def _gather(
+        self, world: World, name: str, mine: bytes, ranks: Sequence[int] | None = None, build: timedelta = timedelta()
+    ) -> list[bytes]:
         meeting, own = self._meeting, (self.member.replica_id, self.member.settings.rank)
         assert meeting is not None
         at = [divmod(rank, world.ranks_per_seat) for rank in (range(world.size) if ranks is None else ranks)]
-        return meeting.gather(name, mine, own, [(world.seats[seat].replica_id, rank) for seat, rank in at])
+        members = [(world.seats[seat].replica_id, rank) for seat, rank in at]
+        return meeting.gather(name, mine, own, members, build)
 
     # ---- the shard
 
     def _built(self, *, muted: bool) -> Built:
-        if not muted:
-            return Built.of(self.build(self.groups.mesh()))
         random = random_state()
-        with self.groups.muted():
+        with (
+            self.member.link.activity.section("build()", self.build_timeout.total_seconds()),
+            self.groups.muted() if muted else contextlib.nullcontext(),
+        ):
             built = Built.of(self.build(self.groups.mesh()))
-        if self.shard.held is not None:
+        if muted and self.shard.held is not None:
             restore_random_state(random)  # build may seed: the numbers of a rank that trains go on
         return built
 
@@ -298,9 +342,16 @@ class WorldRecovery:
         return Held(world, rank, State(0, f"{NEW}one-copy"), built, RankState(built.model, built.optimizer))
 
     def _resumed(self, found: StoredShards, world: World, rank: int) -> Held:
-        """Build the model, and load the shard of this rank from a checkpoint."""
+        """Build the model, and load the shard of this rank from a checkpoint. StateMismatchExit: it does not fit."""
         held = self._new(world, rank)
-        found.load(held, self.shard)
+        found.seconds = max(found.seconds, self.build_timeout.total_seconds() / RANK_ROUNDS)  # others may still build
+        try:
+            found.load(held, self.shard)
+        except StateMismatch as error:
+            raise StateMismatchExit(
+                f"durable checkpoint does not fit: {error}; return the same model and optimizer, or pass resume=False "
+                f"(KEEPSTEP_RESUME=0) to begin at step 0"
+            ) from error
         self.checkpoints.resumed(held, found)
         return held
 
@@ -315,7 +366,7 @@ class WorldRecovery:
             shard.voted = 0
         shard.rebuilt = None
         reader = ShardReader(self.member.token, previous.number, target, self.timeout.total_seconds(), self.ended)
-        sources = Sources(recovery, holdings, reader)
+        sources = Sources(recovery, holdings, reader, self.server)
         source = next((one for one in recovery.sources if one.holder == own and one.way is not Way.COPY), None)
         served = None
         if source is not None:
@@ -357,19 +408,22 @@ class WorldRecovery:
 
     def _read(self, recovery: Recovery, sources: Sources, own: int, rank: int, target: State) -> Held:
         """Build the model, and read the shard of this rank."""
-        built = self._built(muted=True)
+        with ThreadPoolExecutor(1, thread_name_prefix="keepstep-reading") as pool:
+            coming = pool.submit(sources.shared)
+            whole = pool.submit(sources.shard_of, rank) if recovery.kind is Kind.REPLACED else None
+            built = self._built(muted=True)  # in the meantime
         tensors = RankState(built.model, built.optimizer)
         held = Held(recovery.world, rank, target, built, tensors)
-        shared = sources.shared()
-        if recovery.kind is Kind.REPLACED:
-            shard, rest = sources.shard_of(rank)
+        shared = coming.result()
+        if whole is not None:
+            shard, rest = whole.result()
             end = rest["end"]
         else:
             shard, end = sources.cut_again(tensors, own), shared["end"]
         options = end["options"]
         if len(shared["end"]["options"]) == len(options):
             options = shared["end"]["options"]  # those of a copy are of before the schedulers
-        tensors.load([shard], options)
+        tensors.load([shard], options, given_away=True)
         tensors.load_buffers(end["buffers"])
         self.shard.load_others(held, shared["shared"])
         if recovery.kind is Kind.REPLACED:

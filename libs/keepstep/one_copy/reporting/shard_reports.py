@@ -42,6 +42,8 @@ class ShardReports:
         self._send = send
         self._exposed, self._copies_bytes = exposed, copies_bytes
         self._copies = copies
+        self._keeps: tuple[str, ...] = ()
+        """Members of which this one keeps copies, or should."""
         self._last: ShardReport | None = None
         self._sent = 0.0
 
@@ -61,6 +63,8 @@ class ShardReports:
             return
         names = [world.seats[one].replica_id for one in keepers(world, seat, self._copies)]
         rank = world.rank(seat, self._group_rank)
+        kept = [one for one in range(len(world.seats)) if seat in keepers(world, one, self._copies)]
+        self._keeps = tuple(world.seats[one].replica_id for one in kept)
         fills = [keeper // world.ranks_per_seat for one, keeper in recovery.fills if one == rank]
         if recovery.kind is not Kind.REPLACED:
             fills = []  # nothing can be lost yet, or the recovery has waited for the copies
@@ -80,6 +84,7 @@ class ShardReports:
                 exposed=self._refused() or waiting or (() if names else ALONE),
                 went_back=went_back,
                 formed=True,
+                keeps=() if recovery.kind is Kind.REPLACED else self._keeps,
             )
         )
 
@@ -88,14 +93,19 @@ class ShardReports:
         """Whether this rank may leave: its keepers have its copies, or no other member is there."""
         return not self._exposed()
 
-    def committed(self) -> None:
-        """Report what has changed since the last report, if anything has."""
+    def committed(self, *, covered: bool) -> None:
+        """Report what has changed since the last report, if anything has.
+
+        Args:
+            covered: all ranks had copies of their shards.
+        """
         last = self._last
         if last is None:
             return
         exposed = self._refused() or (() if last.keepers else ALONE)
-        if exposed != last.exposed or time.monotonic() - self._sent >= REPEAT_SECONDS:
-            self._tell(replace(last, exposed=exposed, copies_bytes=self._copies_bytes(), formed=False))
+        keeps = self._keeps if covered else ()
+        if (exposed, keeps) != (last.exposed, last.keeps) or time.monotonic() - self._sent >= REPEAT_SECONDS:
+            self._tell(replace(last, exposed=exposed, copies_bytes=self._copies_bytes(), formed=False, keeps=keeps))
 
     def lost(self, quorum_id: int, step: int) -> None:
         """Report that shards are lost, and this member ends.

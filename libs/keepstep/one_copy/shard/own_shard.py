@@ -18,6 +18,7 @@ from keepstep.one_copy.copies.replay import can_replay
 from keepstep.one_copy.core.holding import State
 from keepstep.one_copy.core.world import World
 from keepstep.one_copy.shard.built import Built, Stateful, end_broken_pass
+from keepstep.runtime.devices import device_types, generators
 from keepstep_mesh.config.logging import get_logger
 
 log = get_logger("keepstep.one_copy")
@@ -170,7 +171,7 @@ class OwnShard:
         self.voted = 0
         held.built.optimizer.zero_grad()
         if self._stepped:
-            held.tensors.load((one.state() for one in self._way_back), self._options)
+            held.tensors.load((one.state() for one in self._way_back), self._options, given_away=True)
             self._stepped = False
             self._way_back = []
         for scaler in (self._scaler, *self.others(held.built).values()):
@@ -245,8 +246,7 @@ def random_state() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "python": [version, array.array("Q", words).tobytes(), gauss],
     }
-    if torch.cuda.is_available():
-        found["cuda"] = torch.cuda.get_rng_state()
+    found |= {kind: generators(kind).get_rng_state() for kind in device_types()[1:]}
     if (numpy := sys.modules.get("numpy")) is not None:
         name, keys, position, has_gauss, cached = numpy.random.get_state()
         if name == "MT19937":
@@ -261,8 +261,9 @@ def restore_random_state(state: dict[str, Any]) -> None:
     numbers = array.array("Q")
     numbers.frombytes(words)
     random.setstate((version, tuple(numbers), gauss))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    for kind in {"cuda", "xpu"} & state.keys():
+        if (module := generators(kind)) is not None:
+            module.set_rng_state(state[kind])
     if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
         keys, position, has_gauss, cached = state["numpy"]
         numpy.random.set_state(("MT19937", numpy.frombuffer(keys, dtype="uint32"), position, has_gauss, cached))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from itertools import count
@@ -19,15 +20,62 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store, Work
 
 from keepstep.one_copy.core.mesh_shape import MeshShape
-from keepstep.process_group import ProcessGroupGloo, ProcessGroupNCCL
+from keepstep.process_group import ProcessGroupGloo
 from keepstep.process_group.base import ProcessGroup
+from keepstep.process_group.group_errors import ProcessGroupError
 from keepstep.process_group.sequence import Task
+from keepstep.process_group.torch_backends.nccl import group_class
 from keepstep.process_group.works import CompletedWork
 from keepstep.process_group.wrappers import ProcessGroupWrapper
+from keepstep.runtime.devices import device_types
+from keepstep.runtime.failed_future import noted_future
 
 CONTROL, WORLD, LINES = 0, 1, 2
 """Numbers of the stores of ``configure``: for the control group, for all ranks, and from where those of lines begin."""
 _numbers = count()
+
+
+OUTSIDE = (
+    "this collective ran outside of `with job.attempt()`, where a lost member is an error of the script: move what all "
+    "ranks do together, such as a save, into the block, after commit()"
+)
+
+
+class OutsideWork(Work):
+    """A collective outside of an attempt. Its error says what to do.
+
+    Args:
+        work: the collective.
+    """
+
+    def __init__(self, work: Work) -> None:
+        super().__init__()
+        self._work = work
+
+    def wait(self, *args: Any, **kwargs: Any) -> bool:
+        try:
+            return self._work.wait(*args, **kwargs)
+        except (ProcessGroupError, RuntimeError) as error:
+            error.add_note(OUTSIDE)
+            raise
+
+    def get_future(self) -> Any:
+        return noted_future(self._work.get_future(), OUTSIDE)
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def is_success(self) -> bool:
+        return self._work.is_success()
+
+    def exception(self) -> Any:
+        return self._work.exception()
+
+    def result(self) -> list[torch.Tensor]:
+        return self._work.result()
+
+    def synchronize(self) -> None:
+        self._work.synchronize()
 
 
 class MeshGroup(ProcessGroupWrapper):
@@ -37,20 +85,32 @@ class MeshGroup(ProcessGroupWrapper):
 
     Args:
         pg: the group to wrap.
-        muted: returns whether collectives do nothing, and complete at once.
+        groups: all groups of the world.
     """
 
-    def __init__(self, pg: ProcessGroup, muted: Callable[[], bool]) -> None:
+    def __init__(self, pg: ProcessGroup, groups: WorldGroups) -> None:
         super().__init__(pg)
-        self._muted = muted
+        self._groups = groups
 
     def _run(self, operation: str, *args: Any) -> Work:
-        if self._muted():
+        if self._groups.begin():
             return CompletedWork(args[0] if args and not isinstance(args[0], (int, str)) else [])
-        return super()._run(operation, *args)
+        return self._told(lambda: super(MeshGroup, self)._run(operation, *args))
 
     def compose(self, task: Task, tensors: list[torch.Tensor]) -> Work:
-        return CompletedWork(tensors) if self._muted() else super().compose(task, tensors)
+        if self._groups.begin():
+            return CompletedWork(tensors)
+        return self._told(lambda: super(MeshGroup, self).compose(task, tensors))
+
+    def _told(self, run: Callable[[], Work]) -> Work:
+        """Run a collective. Outside of an attempt its error says what to do, also if the group has failed before."""
+        if self._groups.in_attempt:
+            return run()
+        try:
+            return OutsideWork(run())
+        except (ProcessGroupError, RuntimeError) as error:
+            error.add_note(OUTSIDE)
+            raise
 
 
 class WorldGroups:
@@ -58,7 +118,7 @@ class WorldGroups:
 
     Args:
         shape: of the mesh.
-        device_type: ``"cpu"`` or ``"cuda"``.
+        device_type: ``"cpu"``, ``"cuda"`` or ``"xpu"``.
         timeout: limit of each collective.
 
     Raises:
@@ -74,15 +134,21 @@ class WorldGroups:
         self._shape = shape
         self._device_type = device_type
         self._muted = False
-        kind = ProcessGroupNCCL if device_type == "cuda" else ProcessGroupGloo
+        self.launched: float | None = None
+        """Monotonic seconds at which the last collective began; None: none did."""
+        kind = group_class(device_type)
         self.control = ProcessGroupGloo(timeout=timeout)
         """Of all ranks, for votes; for tensors in main memory."""
-        self._world = MeshGroup(kind(timeout=timeout), self._is_muted)
-        self._lines = [MeshGroup(kind(timeout=timeout), self._is_muted) for _ in shape.names]
+        self.in_attempt = False
+        """Whether a lost member ends the collectives of now without an error of the script."""
+        self._world = MeshGroup(kind(timeout=timeout), self)
+        self._lines = [MeshGroup(kind(timeout=timeout), self) for _ in shape.names]
         self._initialised = False
         self._rank, self._size = 0, 0
 
-    def _is_muted(self) -> bool:
+    def begin(self) -> bool:
+        """Note that a collective begins. Return whether it is muted: it does nothing, and completes at once."""
+        self.launched = time.monotonic()
         return self._muted
 
     @property
@@ -120,7 +186,7 @@ class WorldGroups:
         if not self._initialised:
             self._register(rank, size)
         elif (rank, size) != (self._rank, self._size):
-            _forget_sharding()
+            forget_sharding()
         self._rank, self._size = rank, size
         known = dist.distributed_c10d._world.pg_group_ranks  # noqa: SLF001  torch has no public way to change members
         known[self._world] = {one: one for one in range(size)}
@@ -128,7 +194,7 @@ class WorldGroups:
             known[group] = {one: index for index, one in enumerate(line.ranks)}
 
     def _register(self, rank: int, size: int) -> None:
-        devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+        devices = device_types()
         name = f"keepstep-world-{next(_numbers)}"
         dist.Backend.register_backend(name, lambda *_: self._world, devices=devices)
         dist.init_process_group(name, store=dist.HashStore(), rank=rank, world_size=size)
@@ -190,15 +256,19 @@ class WorldGroups:
             group.shutdown()
 
 
-def _forget_sharding() -> None:
+def forget_sharding() -> None:
     """Clear what DTensor remembers of earlier meshes.
 
     It looks results up by meshes that are equal, and meshes of one size are equal for all ranks. A rank that has
     another number than in an earlier world of this size would get the offsets of that number.
     """
-    from torch.distributed.tensor import debug  # noqa: PLC0415  loads slowly
+    from torch.distributed.tensor import DTensor, debug  # noqa: PLC0415  loads slowly
 
-    debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # noqa: SLF001  torch has no public way
+    clear: Any = getattr(debug, "_clear_sharding_prop_cache", None)  # torch has no public way
+    if clear is None:  # torch 2.9
+        propagator: Any = DTensor._op_dispatcher.sharding_propagator  # noqa: SLF001
+        clear = propagator.propagate_op_sharding.cache.cache_clear
+    clear()
     for name, module in list(sys.modules.items()):
         if name.startswith("torch.distributed.tensor"):
             for one in list(vars(module).values()):

@@ -26,6 +26,7 @@ from keepstep.process_group.torch_backends.backend_work import NO_TIMEOUT, Backe
 from keepstep.process_group.torch_backends.communicator import Communicator
 from keepstep.process_group.torch_backends.stream_watch import StreamWatch
 from keepstep.process_group.torch_backends.torch_variables import environment
+from keepstep.runtime.devices import ignore_captures
 from keepstep.runtime.exits import end_process
 from keepstep.runtime.late_threads import start_or_run
 from keepstep_mesh.config.logging import get_logger
@@ -94,6 +95,7 @@ class AcceleratorCommunicator(Communicator):
             raise self.error from None
 
     def _connect_into(self, device: torch.device) -> None:
+        ignore_captures()
         with contextlib.suppress(concurrent.futures.InvalidStateError):  # `connect` no longer waits
             try:
                 self._connect(device)

@@ -71,6 +71,8 @@ def job_settings() -> dict[str, str]:
 
 def missing_for_torch() -> str:
     """Return what is missing for torch's own change of members; empty: nothing."""
+    if torch.version.hip:
+        return "NVIDIA's NCCL: AMD's RCCL cannot revoke a communicator"
     if getattr(dist, "ProcessGroupNCCL2", None) is None:
         return "ProcessGroupNCCL2 of torch >= 2.14"
     if not dist.is_nccl_available():

@@ -19,6 +19,7 @@ from keepstep.process_group.torch_backends.accelerator import (
 from keepstep.process_group.torch_backends.backend import BackendProcessGroup
 from keepstep.process_group.torch_backends.backend_work import flat_tensors
 from keepstep.process_group.torch_backends.communicator import Communicator
+from keepstep.process_group.torch_backends.gloo import ProcessGroupGloo
 from keepstep.process_group.torch_backends.membership_changes import (
     KeptBackend,
     MemberChange,
@@ -27,6 +28,7 @@ from keepstep.process_group.torch_backends.membership_changes import (
     job_settings,
 )
 from keepstep.process_group.torch_backends.torch_variables import nccl_variables, refuse_detailed_debugging
+from keepstep.runtime.devices import refuse_capture
 
 
 class ProcessGroupNCCL(BackendProcessGroup):
@@ -77,7 +79,9 @@ class ProcessGroupNCCL(BackendProcessGroup):
         return f"keepstep-{self._backend_name.lower()}"
 
     def _run(self, operation: str, *args: Any) -> Work:
-        for tensor in flat_tensors(args):
+        tensors = list(flat_tensors(args))
+        refuse_capture(tensors)
+        for tensor in tensors:
             larger = self._missing_dtypes.get(tensor.dtype)
             if larger is not None:
                 raise ProcessGroupError(
@@ -126,7 +130,11 @@ class ProcessGroupNCCL(BackendProcessGroup):
         options.enable_reconfigure = True
         options.group_name = "keepstep"
         options._timeout = self._timeout  # noqa: SLF001  its only name in torch
-        return getattr(dist, "ProcessGroupNCCL2")(store, 0, 1, options, None)  # noqa: B009  # missing in torch 2.13
+        create = getattr(dist, "ProcessGroupNCCL2")  # noqa: B009  # missing in torch 2.13
+        try:
+            return create(store, 0, 1, options, current_accelerator())
+        except TypeError:  # torch 2.14 has no argument for the device, and takes that of this thread
+            return create(store, 0, 1, options)
 
     def shutdown(self) -> None:
         super().shutdown()
@@ -186,3 +194,8 @@ class ProcessGroupXCCL(ProcessGroupNCCL):
 
     def _variables(self) -> dict[str, str]:
         return {}
+
+
+def group_class(device_type: str) -> type[BackendProcessGroup]:
+    """Return the class of a process group for tensors on ``cpu``, ``cuda`` or ``xpu``."""
+    return {"cuda": ProcessGroupNCCL, "xpu": ProcessGroupXCCL}.get(device_type, ProcessGroupGloo)

@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Protocol
 
 from keepstep.process_group.group_errors import timed_out
+from keepstep.runtime.devices import ignore_captures
 from keepstep_mesh.threads.starting import Thread
 
 BACKLOG_POLL_SECONDS = 0.1
@@ -72,6 +73,7 @@ class StreamWatch:
             thread.join(WATCH_END_SECONDS)
 
     def _run(self) -> None:
+        ignore_captures()
         try:
             late = self._await_late()
         except Exception as error:  # noqa: BLE001  of the device, or MemoryError: no thread watches the stream any more

@@ -1,1 +1,1 @@
-"""The leaves of a state: numbers and objects, plain tensors, shards, and tensors of other libraries."""
+"""The leaves of a state: numbers, objects, plain tensors, shards, tensors of other libraries, state of optimizers."""

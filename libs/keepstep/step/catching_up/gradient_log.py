@@ -109,6 +109,7 @@ class GradientLog(Generic[T]):
         self._steps: deque[FollowedStep[T]] = deque()
         self._held: HeldState | None = None
         self._base: HeldState | None = None
+        self._doubted: Lineage | None = None
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -143,10 +144,17 @@ class GradientLog(Generic[T]):
             raise IllegalTransitionError("the group follows no step")
         return held.step if self.phase is Phase.REPLAYING else base.step
 
-    def begin(self, held: HeldState, base: HeldState) -> None:
-        """Follow from ``base`` on. ``held``: the state that the weights have until that of ``base`` is loaded."""
+    def begin(self, held: HeldState, base: HeldState, doubted: Lineage | None = None) -> None:
+        """Follow from ``base`` on.
+
+        Args:
+            held: the state that the weights have until that of ``base`` is loaded.
+            base: the state that arrives.
+            doubted: lineage of the weights after a replay, if they may differ from those of the others. None: they do
+                not.
+        """
         self._move(Action.BEGIN, Phase.RECEIVING)
-        self._held, self._base = held, base
+        self._held, self._base, self._doubted = held, base, doubted
 
     def keep(self, step: FollowedStep[T]) -> None:
         """Keep a step that the others have committed. It must be the one after the last."""
@@ -176,7 +184,8 @@ class GradientLog(Generic[T]):
         self._move(Action.REPLAY, Phase.IDLE if len(self._steps) == 1 else Phase.REPLAYING)
         self._steps.popleft()
         self.nbytes -= step.nbytes
-        state = HeldState(step.step, step.lineage, held.batches_committed + step.participants)
+        lineage = step.lineage if self._doubted is None else self._doubted
+        state = HeldState(step.step, lineage, held.batches_committed + step.participants)
         self._held = state if self._steps else None
         if not self._steps:
             self._base = None

@@ -9,7 +9,8 @@ in the next quorum that fails, is behind a firewall, and counts too.
 
 A link may work again when the step fails, so a step that makes no progress is probed too. A connection over TCP sends
 again after 0.2 s, and after twice the time before each further try: a link whose outage made a collective time out was
-down for at least the first two fifths of that time.
+down for at least the first two fifths of that time. A group that gives no answer to two probes in a row in one stall is
+cut off. Where a model exists once, the step ends then, because its recovery costs less than the rest of the timeout.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, Protocol
 from urllib.parse import urlsplit
 
 from keepstep.group.quorum_plan import QuorumPlan
-from keepstep.step.reporting.step_telemetry import StepTimes
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.protocol.membership import MAX_FAILURE_REASON, MAX_PEERS, PEER, UNKNOWN, Member, StepFailure
+from keepstep_mesh.text import listed
 
 REACH_SECONDS = 1.0
 """Limit of a probe."""
@@ -33,10 +34,18 @@ LOST_POLL_SECONDS = 0.02
 """Interval at which a probe checks whether a group of its quorum was lost, which makes its result needless."""
 STALLED_PART = 0.4
 """Part of the timeout of collectives after which a step without progress is probed."""
+MAX_NAMED = 4
 LOOKS = 10
 """Number of looks at a step within the timeout of collectives."""
 
 log = get_logger("keepstep.step")
+
+
+class Progress(Protocol):
+    """Sign that a step makes progress."""
+
+    launched: float | None
+    """Monotonic seconds at which the last collective began; None: none did."""
 
 
 @dataclass(slots=True)
@@ -44,17 +53,19 @@ class _Step:
     """The step in progress."""
 
     plan: QuorumPlan
-    times: StepTimes
+    progress: Progress
     answered: float
     probed: float = 0.0
     """Beginning of the stall that was probed last, monotonic seconds."""
     silent: set[str] = field(default_factory=set)
     """replica_ids of the groups that gave no answer during a stall."""
+    doubted: set[str] = field(default_factory=set)
+    """Those that gave no answer to the last probe, which the next one decides."""
 
     @property
     def progressed(self) -> float:
         """Monotonic seconds of the quorum, or of the last collective that began."""
-        return max(self.answered, self.times.launched or 0.0)
+        return max(self.answered, self.progress.launched or 0.0)
 
 
 class FailureEvidence:
@@ -62,10 +73,13 @@ class FailureEvidence:
 
     Args:
         timeout: of a collective, in seconds.
+        cut_off: called with a quorum_id and a reason, on the event-loop thread, when groups of that quorum are cut off
+            during a step; None: the step ends by itself.
     """
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float, cut_off: Callable[[int, str], None] | None = None) -> None:
         self._timeout = timeout
+        self._cut_off = cut_off
         self._step: _Step | None = None
         self._failed: StepFailure | None = None
         self._lost_of = -1
@@ -80,9 +94,9 @@ class FailureEvidence:
 
     # ---- the step, on the training thread or the event-loop thread
 
-    def begins(self, plan: QuorumPlan, times: StepTimes) -> None:
+    def begins(self, plan: QuorumPlan, progress: Progress) -> None:
         """A quorum has formed."""
-        self._step = _Step(plan, times, time.monotonic())
+        self._step = _Step(plan, progress, time.monotonic())
 
     def failed(self, cause: str, error: Exception) -> None:
         """The step will not commit. ``cause``: ``OWN`` or ``UNKNOWN``."""
@@ -122,11 +136,16 @@ class FailureEvidence:
         while True:
             await asyncio.sleep(self._timeout / LOOKS)
             step = self._step
-            if step is None or self._failed is not None or step.probed >= step.progressed:
+            if step is None or self._failed is not None or (step.probed >= step.progressed and not step.doubted):
                 continue
             if time.monotonic() - step.progressed > STALLED_PART * self._timeout:
                 step.probed = step.progressed
-                step.silent |= await self._probe(step.plan)
+                silent = await self._probe(step.plan)
+                step.silent |= silent
+                if self._cut_off is not None:
+                    cut, step.doubted = step.doubted & silent, silent
+                    if cut and step is self._step:
+                        self._cut_off(step.plan.quorum_id, f"this member cannot reach {listed(sorted(cut), MAX_NAMED)}")
 
     async def _probe(self, plan: QuorumPlan) -> set[str]:
         """Return the replica_ids of the groups that give no answer; empty once a group of the quorum is known lost."""

@@ -29,7 +29,10 @@ from keepstep.step.reporting.step_telemetry import StepTimes
 from keepstep.step.retrying.kept_reductions import KeptReduction
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.protocol.membership import StepReport
+from keepstep_mesh.protocol.records import maker
 from keepstep_mesh.telemetry.tracing.spans import ALL_REDUCE
+
+_make_report = maker(StepReport)
 
 
 class Errors(Protocol):
@@ -87,6 +90,15 @@ class Collectives:
     def started(self) -> int:
         """Number of collectives that were started."""
         return len(self._works)
+
+    def in_flight(self) -> str:
+        """Return the first collective that has begun and not ended, as a phrase; empty: all have ended. Any thread."""
+        works = [*self._works]
+        for number, work in enumerate(works, 1):
+            if not work.is_completed():
+                seconds = time.monotonic() - self.launched
+                return f"all-reduce {number} of {len(works)}; the first began {seconds:.0f} s ago"
+        return ""
 
     def allreduce(self, reduction: Reduction, kept: KeptReduction | None = None) -> ManagedWork:
         """Start to reduce a tensor in place over the groups that take part.
@@ -251,7 +263,7 @@ class Collectives:
         if self._errors.error is None:
             self.check_process_group()
         if self._context.reconfigurer.device is not None:
-            torch.cuda.current_stream().synchronize()
+            torch.accelerator.current_stream().synchronize()
         if self._times.trace is not None and self._works:
             facts = {"collectives": self.started, "quantized": self.quantized}
             self._times.trace.present.phase(ALL_REDUCE, self.launched, time.monotonic(), self._errors.error, **facts)
@@ -276,7 +288,7 @@ class Collectives:
     def report(self, plan: QuorumPlan, *, committed: bool) -> StepReport:
         """Return the report of this try for the lighthouse."""
         facts = (plan.quorum_id, plan.max_step, committed, self.started, self.nonfinite)
-        return StepReport(*facts, quantized=self.quantized)
+        return _make_report(*facts, quantized=self.quantized)
 
 
 def _extremes(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -21,6 +21,8 @@ NATIVE = (
     "ONEAPI_", "ZE_", "DNNL_", "ONEDNN_", "LD_", "GLIBC_", "MALLOC_", "PYTHON", "LC_", "LANG", "TZ",
 )  # fmt: skip
 """Beginnings of variables that native code reads when it is loaded."""
+OF_TORCH = ("PYTORCH_", "TORCH_")
+"""Beginnings of variables that only torch reads: later than its import, they have no effect on an import."""
 NOT_AT_IMPORT = frozenset(
     ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_MODULE_LOADING", "ZE_AFFINITY_MASK")
 )
@@ -81,6 +83,11 @@ def may_be_read(variable: str, read: Collection[str]) -> bool:
     if variable in read or is_native(variable):
         return True
     return any(one.endswith("*") and variable.startswith(one[:-1]) for one in read)
+
+
+def differing(first: Mapping[str, str], others: Sequence[Mapping[str, str]]) -> set[str]:
+    """Return the variables that do not have the same value in all environments."""
+    return {name for one in others for name in {*first, *one} if first.get(name) != one.get(name)}
 
 
 def differing_variable(template: Mapping[str, str], rank: Mapping[str, str], read: Collection[str]) -> str | None:

@@ -59,7 +59,9 @@ def installations(paths: Iterable[str]) -> Facts:
             try:
                 with os.scandir(path) as entries:
                     found[path] = {
-                        one.name: one.stat().st_mtime_ns for one in entries if one.name.endswith(".dist-info")
+                        one.name: one.stat().st_mtime_ns
+                        for one in entries
+                        if one.name.endswith((".dist-info", ".egg-info"))
                     }
             except OSError:
                 found[path] = None

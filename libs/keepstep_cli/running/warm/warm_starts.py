@@ -1,8 +1,8 @@
 """Keep a template process, and start ranks from it. ``fitness`` decides which starts may be warm.
 
 The template is a child of this process that has the command of a rank, and a ``sitecustomize`` of ours
-(``in_template``). It is made when a rank has told what it imported, in the background, and made again after it ended or
-a file changed. All starts until then are cold. Ranks are children of this process: it becomes a subreaper, and reaps
+(``template_forks``). It is made when a rank has told what it imported, in the background, and made again after it ended
+or a file changed. All starts until then are cold. Ranks are children of this process: it becomes a subreaper, and reaps
 the orphans that come to it.
 """
 
@@ -24,7 +24,8 @@ from pathlib import Path
 
 from keepstep_cli.running import ranks
 from keepstep_cli.running.console.output import read_lines
-from keepstep_cli.running.warm import fitness, in_template, process_facts
+from keepstep_cli.running.warm import fitness, process_facts, template_forks
+from keepstep_cli.running.warm.template_imports import Orders, Report
 from keepstep_mesh.net.backoff import Backoff
 from keepstep_mesh.text import bytes_text
 
@@ -40,6 +41,8 @@ PIPE = "learned"
 AGAIN = Backoff(first=1.0, most=60.0)
 """Delay before a template that ended is made again."""
 LAST_LINES = 5
+LOOK_AGAIN_SECONDS = 0.1
+"""Time for which files that were looked at, except the script, count as unchanged: ranks of a group start together."""
 
 
 @dataclass
@@ -52,9 +55,11 @@ class Template:
     facts: process_facts.Facts
     installations: process_facts.Facts
     files: dict[str, tuple[int, int] | None]
-    """Of the script and, when it is ready, of modules outside installations."""
+    """Of Python, the script and, when it is ready, of its modules."""
     began: float
-    report: in_template.Report | None = None
+    unchanged_at: float = 0.0
+    """When its files were last looked at, on the monotonic clock."""
+    report: Report | None = None
     """None: it still imports."""
     said: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
     over: bool = False
@@ -65,8 +70,9 @@ class WarmStarts:
 
     Args:
         command: of each rank.
-        environment: returns that of rank 0 of the first group.
-        folder: private folder, in which ranks write what they have imported.
+        environments: returns those of all ranks, for a first start and a restart. That of rank 0 of the first group
+            comes first.
+        folder: private folder in which ranks write what they have imported. It must not exist.
         preload: modules to import in addition.
         note: gets messages for the operator.
     """
@@ -74,13 +80,13 @@ class WarmStarts:
     def __init__(
         self,
         command: Sequence[str],
-        environment: Callable[[], Mapping[str, str]],
+        environments: Callable[[], Sequence[Mapping[str, str]]],
         folder: Path,
         preload: Sequence[str],
         note: Callable[[str], None],
     ) -> None:
         self._command = tuple(command)
-        self._environment = environment
+        self._environments = environments
         self._folder = folder
         self._preload = tuple(preload)
         self._note = note
@@ -93,6 +99,8 @@ class WarmStarts:
         """This process is a subreaper."""
         self._learned: fitness.Learned | None = None
         self._excluded: set[str] = set()
+        self._set_by_left_out: set[str] = set()
+        """Variables that modules which are left out set, when torch had been imported."""
         self._first_problem = ""
         self._tries = 0
         self._ended = 0
@@ -104,11 +112,17 @@ class WarmStarts:
         self._closed = asyncio.Event()
         self._later: asyncio.TimerHandle | None = None
         self._pipe = -1
+        folder.mkdir()
         os.mkfifo(folder / PIPE)
+
+    def settled(self) -> bool:
+        """Whether ranks start warm now, or are known to stay cold."""
+        return self._given_up or (self._template is not None and self._template.report is not None)
 
     async def run(self) -> None:
         """Learn and make templates until ``close``."""
         if (reason := self._impossible()) is not None:
+            self._given_up = True
             if self._preload:
                 self._tell(f"all starts are cold: {reason}")
             return
@@ -137,7 +151,7 @@ class WarmStarts:
             return "they need Linux"
         if self._script is None:
             return "the program is not a script of this Python"
-        if (variable := fitness.tracing(self._environment())) is not None:
+        if (variable := fitness.tracing(self._environments()[0])) is not None:
             return f"{variable} is set"
         return None
 
@@ -184,16 +198,17 @@ class WarmStarts:
         self._tries += 1
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._adopts = True
-        environment = self._environment()
+        environment, *others = self._environments()
         hook = Path(__file__).with_name("on_path")
         if not os.access(hook / "sitecustomize.py", os.R_OK):  # without it, the template would run the script
             self._give_up(f"{hook / 'sitecustomize.py'} cannot be read")
             return
         ours, theirs = socket.socketpair()
         usual_path = environment.get("PYTHONPATH")
-        own = {in_template.VARIABLE: str(theirs.fileno())}
+        own = {template_forks.VARIABLE: str(theirs.fileno())}
         own["PYTHONPATH"] = f"{hook}{os.pathsep}{usual_path}" if usual_path else str(hook)
-        files = {self._script: self._script_file} if self._script else {}
+        files = {sys.executable: process_facts.signature(sys.executable)}
+        files |= {self._script: self._script_file} if self._script else {}
         facts, installed = process_facts.inherited(), process_facts.installations(sys.path)
         try:
             with theirs:
@@ -204,16 +219,17 @@ class WarmStarts:
                 process, ours, environment, facts, installed, files, began=time.monotonic()
             )
             standard = str(Path(os.__file__).parent)
-            orders = in_template.Orders(
+            orders = Orders(
                 modules=fitness.to_import(self._learned, self._preload, standard),
                 learned=[] if self._learned is None else list(self._learned.names),
                 excluded=sorted(self._excluded),
+                of_ranks=sorted(fitness.differing(environment, others)),
                 script=self._script,
                 python_path=usual_path,
                 supervisor=os.getpid(),
             )
             ours.settimeout(TEMPLATE_FORK_SECONDS)
-            in_template.send(ours, orders)
+            template_forks.send(ours, orders)
         except OSError as error:
             ours.close()
             self._template = None
@@ -259,16 +275,17 @@ class WarmStarts:
         if template.report is not None or template.over:
             return
         try:
-            report: in_template.Report = in_template.received(template.connection)[0]
+            report: Report = template_forks.received(template.connection)[0]
         except (OSError, EOFError, ValueError):
             asyncio.get_running_loop().remove_reader(template.connection)
             return
-        if "problem" in report:
+        if "problems" in report:
             self._drop(template)
             self._leave_out(report)
             return
         asyncio.get_running_loop().remove_reader(template.connection)
-        if names := fitness.set_by_script(self._learned, report["read"], report["set"]):
+        too_late = {one for one in self._set_by_left_out - {*report["read"]} if one.startswith(fitness.OF_TORCH)}
+        if names := fitness.set_by_script(self._learned, report["read"], {*report["set"], *too_late}):
             self._give_up(f"the script sets {', '.join(names)}, which its imports read")
             return
         template.report = report
@@ -282,18 +299,20 @@ class WarmStarts:
             f"in {seconds:.1f} s, {bytes_text(_resident(template.process.pid))}"
         )
 
-    def _leave_out(self, report: in_template.Report) -> None:
+    def _leave_out(self, report: Report) -> None:
         """Make a template without the module that has the problem, and without those that import it."""
-        chain = report["chain"]
-        problem = f"{chain[-1]} {report['problem']}" if chain else report["problem"]
+        problems = report["problems"]
+        self._set_by_left_out |= {*report.get("set", ())}
         if not self._excluded:
-            self._first_problem = problem
-        if report["final"] or self._tries >= MOST_TEMPLATES or "torch" in chain:
+            problem, chain = problems[0]
+            self._first_problem = f"{chain[-1]} {problem}" if chain else problem
+        if report["final"] or self._tries >= MOST_TEMPLATES or any("torch" in chain for _, chain in problems):
             self._give_up(self._first_problem)
             return
-        if chain[-1] not in self._excluded:
-            self._tell(f"restarts are warm without {chain[-1]}, which {report['problem']}")
-        self._excluded |= set(chain)
+        for problem, chain in problems:
+            if chain[-1] not in self._excluded:
+                self._tell(f"restarts are warm without {chain[-1]}, which {problem}")
+            self._excluded |= set(chain)
         self._make()
 
     def _give_up(self, reason: str) -> None:
@@ -338,18 +357,26 @@ class WarmStarts:
         return child
 
     def _changed(self, template: Template) -> str | None:
-        """Return what has changed on disk, as a sentence."""
+        """Return what has changed on disk, in this process or in the template, as a sentence."""
+        if _is_stopped(template.process.pid):  # else a start would wait for it, and so would all of this process
+            return "the template process has been stopped by a signal"
+        if (name := process_facts.difference(template.facts, process_facts.inherited())) is not None:
+            return f"{name} of `keepstep run` has changed"
+        recent = time.monotonic() < template.unchanged_at + LOOK_AGAIN_SECONDS
         for path, before in template.files.items():
+            if recent and path != self._script:
+                continue
             if process_facts.signature(path) != before:
                 return f"{path} has changed"
+        if recent:
+            return None
         if process_facts.installations(sys.path) != template.installations:
             return "the installed packages have changed"
+        template.unchanged_at = time.monotonic()
         return None
 
     def _differs(self, template: Template, environment: Mapping[str, str]) -> str | None:
         assert template.report is not None
-        if (name := process_facts.difference(template.facts, process_facts.inherited())) is not None:
-            return f"{name} of `keepstep run` has changed"
         name = fitness.differing_variable(template.environment, environment, template.report["read"])
         return None if name is None else f"{name} differs, which their imports read"
 
@@ -359,21 +386,21 @@ class WarmStarts:
         may_go, let_go = os.pipe()
         try:
             try:
-                start = in_template.Start(environment=dict(environment))
+                start = template_forks.Start(environment=dict(environment))
                 body = json.dumps(start).encode()
                 socket.send_fds(
                     template.connection,
-                    [len(body).to_bytes(in_template.LENGTH_BYTES)],
+                    [len(body).to_bytes(template_forks.LENGTH_BYTES)],
                     [their_output, their_errors, may_go],
                 )
                 template.connection.sendall(body)
-                pid = int.from_bytes(template.connection.recv(in_template.LENGTH_BYTES, socket.MSG_WAITALL))
+                pid = int.from_bytes(template.connection.recv(template_forks.LENGTH_BYTES, socket.MSG_WAITALL))
             finally:
                 for one in (their_output, their_errors, may_go):
                     os.close(one)
             if pid == 0:
                 raise OSError("it has ended")
-            os.write(let_go, in_template.GO)
+            os.write(let_go, template_forks.GO)
         except OSError as error:
             os.close(output)
             os.close(errors)
@@ -407,6 +434,13 @@ class WarmStarts:
 
 def _reap(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except (OSError, IndexError):
+        return False
 
 
 def _resident(pid: int) -> int:

@@ -180,6 +180,7 @@ class Finishing:
 
     def _tell_closed(self, group: Group, request: QuorumRequest, final: FinalState) -> None:
         self._job.groups.withdraw(group)
+        group.told_closed = True
         if group.session is not None:
             self._job.tell(group.session, Closed(request.request, final))
 
@@ -215,7 +216,8 @@ def _other_scripts(chosen: list[Group]) -> tuple[list[Group], str]:
     beyond, do = max(group.step for group in on), "finished at" if all(map(_is_final, on)) else "continued after"
     why = (
         f"{named(group.name for group in first)} finished at step {ends}, and {named(group.name for group in on)} {do} "
-        f"step {beyond}; let manager.current_step() decide in all groups which step is the last"
+        f"step {beyond}; let manager.current_step() decide in all groups which step is the last; a loop over range() "
+        f"counts discarded steps too"
     )
     return (on if len(first) > len(on) else first), why
 

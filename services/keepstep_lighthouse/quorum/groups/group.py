@@ -208,6 +208,8 @@ class Group:
     # ---- finishing
     held_back_at: tuple[int, Lineage] | None = None
     """Step and lineage at which it asked to train while other groups had finished there."""
+    told_closed: bool = False
+    """It got the answer that the job is closed, and has not asked since. Then its script does as it likes."""
 
     def apply(self, action: Action) -> None:
         """Move to the next state. Data of the state is the caller's task."""

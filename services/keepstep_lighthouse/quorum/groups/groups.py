@@ -215,6 +215,12 @@ class Groups:
         """Return the replica_ids of the groups that are kept out because they stand by."""
         return [one for one, group in self.standing_by.items() if group.is_excluded(Exclusion.SPARE)]
 
+    def ready_spares(self) -> list[Group]:
+        """Return the spares that ask, in the order of their arrival."""
+        waiting = [one for one in self.standing_by.values() if one.is_excluded(Exclusion.SPARE)]
+        ready = [one for one in waiting if one.request is not None and one.draining is None]
+        return sorted(ready, key=attrgetter("arrived"))
+
     def _settle_name(self, namesakes: list[Group]) -> None:
         oldest = min(namesakes, key=lambda group: (not group.member, group.arrived))
         for group in namesakes:
@@ -240,7 +246,7 @@ class Groups:
         group.apply(ASK)
         group.request = request
         group.asked_at = now
-        group.heal_given_up = False
+        group.heal_given_up = group.told_closed = False
         if self._waits_since is None and group.excluded is None:
             self._waits_since = now
         if group.working_since is not None:

@@ -13,6 +13,8 @@ class ShardSources:
         """By member: the groups that have its shards."""
         self._at: dict[str, set[str]] = {}
         """By group: the members whose shards it has."""
+        self._told: set[str] = set()
+        """Members that have told their keepers."""
         self.unheard: set[str] = set()
         """Members that were lost by their silence: they may live, and come back."""
 
@@ -21,12 +23,22 @@ class ShardSources:
 
     def begin(self, members: Iterable[str]) -> None:
         """A world was formed. The keepers of its members are not known yet."""
-        self._of, self._at, self.unheard = {}, {}, set()
+        self._of, self._at, self._told, self.unheard = {}, {}, set(), set()
         for member in members:
-            self.note(member, ())
+            self._note(member, ())
 
-    def note(self, member: str, keepers: Iterable[str]) -> None:
-        """``keepers`` have copies of the shards of ``member``."""
+    def told(self, member: str, keepers: Iterable[str], keeps: Iterable[str]) -> None:
+        """A member tells which groups have copies of its shards, and of which members it has copies itself.
+
+        Of the latter count those that have told nothing themselves, since they know better.
+        """
+        self._told.add(member)
+        self._note(member, keepers)
+        for owner in keeps:
+            if owner not in self._told:
+                self._note(owner, (*self._of.get(owner, ()), member))
+
+    def _note(self, member: str, keepers: Iterable[str]) -> None:
         for source in self._of.get(member, ()):
             self._at[source].discard(member)
         self._of[member] = frozenset((member, *keepers))

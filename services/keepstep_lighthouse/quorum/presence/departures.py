@@ -26,6 +26,8 @@ from keepstep_mesh.protocol.messages import Goodbye, MemberLost
 from keepstep_mesh.protocol.names import name_of
 
 FINISHED, FAILED, DRAINED, STOPPED, LEFT = "finished", "failed", "drained", "stopped", "left"
+SILENT, CLOSED, BROKEN, HUNG, EVICTED = "silent", "closed", "broken", "hung", "evicted"
+"""How a group is lost: no frame arrives, its connection ended, it says so itself, it hangs, an order."""
 CAUSES = (FINISHED, FAILED, DRAINED, STOPPED)
 OLDER_REASONS = {"shutdown": FINISHED, "SIGTERM": STOPPED}
 """Causes by the reason that workers without ``Leave.cause`` send."""
@@ -85,15 +87,15 @@ class Departures:
         if group.member and self._job.round.left is None:
             self._job.round.left = now, group
 
-    def lose(self, group: Group, reason: str, now: float) -> None:
-        """The group is lost. The caller ends its session, if it has one."""
+    def lose(self, group: Group, reason: str, now: float, how: str = CLOSED) -> None:
+        """The group is lost. The caller ends its session, if it has one. ``how``: one of the words above."""
         if group.excluded is None:
             self._expect(group.name, now)
         self._count(group.replica_id, draining=group.draining is not None)
         self._probation.lost_while_healing(group, reason, now)
         self._forget(group, reason, now)
         self._went(FAILED, f"{group.replica_id} was lost: {reason}", member=group.member)
-        self._job.log("lost", group.replica_id, reason=reason, member=group.member)
+        self._job.log("lost", group.replica_id, reason=reason, member=group.member, how=how)
         if group.member:
             self._tell_lost(group.replica_id, reason)
 
@@ -109,13 +111,13 @@ class Departures:
             if group.member and self._job.round.is_given_up_by_most(group.replica_id, members):
                 self.lose(group, "its connection ended and most of its quorum report it as lost", now)
 
-    def give_up_absent(self, replica_id: str, reason: str, now: float) -> None:
+    def give_up_absent(self, replica_id: str, reason: str, now: float, how: str = CLOSED) -> None:
         """A member of the quorum that was found in the store is lost without having reconnected."""
         self._expect(name_of(replica_id), now)
         self._count(replica_id)
         self._job.round.reports.add(replica_id)
         self._went(FAILED, f"{replica_id} was lost: {reason}", member=True)
-        self._job.log("lost", replica_id, reason=reason, member=True)
+        self._job.log("lost", replica_id, reason=reason, member=True, how=how)
         self._tell_lost(replica_id, reason)
 
     # ---- losses

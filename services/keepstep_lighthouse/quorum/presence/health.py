@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from keepstep_lighthouse.quorum.groups.groups import NEVER
 from keepstep_lighthouse.quorum.job_state import JobState
-from keepstep_lighthouse.quorum.presence.departures import Departures
+from keepstep_lighthouse.quorum.presence.departures import SILENT, Departures
 from keepstep_lighthouse.quorum.takeover import Takeover
 
 LATE_TICK_SECONDS = 0.25
@@ -70,7 +70,7 @@ class Health:
                 break
             if group.session is not None:
                 self._job.end(group.session)
-            self._departures.lose(group, f"it was silent for {policy.heartbeat_timeout:g} s", now)
+            self._departures.lose(group, f"it was silent for {policy.heartbeat_timeout:g} s", now, SILENT)
             groups.sources.silenced(group.replica_id)
         if self._job.round.left is not None and now >= self._job.round.left[0] + policy.heartbeat_timeout:
             _, group = self._job.round.left

@@ -10,7 +10,9 @@ A group whose step failed sends a ``StepFailure`` with its next request. The fai
 * ``unknown`` accuses no group.
 
 An accusation is *confirmed* by a second failed round: the next one, or one so soon that failures of this kind cost more
-than about a tenth of the time. A link that fails now and then therefore counts too, and a rare failure does not.
+than about a tenth of the time. A link that fails now and then therefore counts too, and a rare failure does not. Where
+a model exists once, two groups that name each other are believed at once: the recovery after the failed step would need
+the same link.
 """
 
 from __future__ import annotations
@@ -39,14 +41,22 @@ def accusations(failures: Mapping[str, StepFailure], members: Collection[str]) -
     """
     own = {name for name, failure in failures.items() if failure.cause == OWN}
     found = {frozenset((name,)) for name in own} if 2 * len(own) <= len(members) else set()
-    named = {name: _named(name, failure, members) for name, failure in failures.items()}
-    for name, peers in named.items():
-        mutual = {peer for peer in peers if name in named.get(peer, ())}
-        pairs = peers if len(peers) == 1 else mutual
-        found |= {frozenset((name, peer)) for peer in pairs}
+    both = mutual(failures, members)
+    for name, failure in failures.items():
+        peers = _named(name, failure, members)
+        pairs = {frozenset((name, peer)) for peer in peers}
+        if len(peers) > 1:
+            pairs &= both
+        found |= pairs
         if peers and not pairs:
             found.add(frozenset((name,)))
     return found
+
+
+def mutual(failures: Mapping[str, StepFailure], members: Collection[str]) -> set[Accusation]:
+    """Return the pairs of groups that both say that they cannot reach each other. Arguments as above."""
+    named = {name: _named(name, failure, members) for name, failure in failures.items()}
+    return {frozenset((name, peer)) for name, peers in named.items() for peer in peers if name in named.get(peer, ())}
 
 
 def _named(name: str, failure: StepFailure, members: Collection[str]) -> frozenset[str]:
@@ -99,7 +109,13 @@ class Evidence:
         self._strikes: dict[Accusation, _Strike] = {}
 
     def add(
-        self, found: Collection[Accusation], number: int, duration: float, now: float, trial: Collection[str]
+        self,
+        found: Collection[Accusation],
+        number: int,
+        duration: float,
+        now: float,
+        trial: Collection[str],
+        believed: Collection[Accusation] = (),
     ) -> set[Accusation]:
         """Add the accusations of a failed round. Return those that are confirmed now.
 
@@ -109,6 +125,7 @@ class Evidence:
             duration: of the round, in seconds.
             now: monotonic seconds.
             trial: names of groups against which one failed round is enough.
+            believed: accusations for which one failed round is enough.
         """
         self._strikes = {
             one: strike
@@ -117,7 +134,7 @@ class Evidence:
         }
         for one in found:
             strike = self._strikes.setdefault(one, _Strike(number, -1.0, not one.isdisjoint(trial)))
-            strike.confirmed = strike.confirmed or strike.round < number
+            strike.confirmed = strike.confirmed or strike.round < number or one in believed
             strike.round, strike.until = number, now + COST_FACTOR * duration
         return {one for one in found if self._strikes[one].confirmed}
 

@@ -5,9 +5,11 @@ explain what is confirmed are parted (``partings``): they stay connected, and qu
 
 * A round that lost a member is not judged: the loss explains it.
 * The fewest groups are parted. Of two that are accused equally often: not a member of the last quorum that committed,
-  then the one that arrived later, then the one with the higher name.
-* Quorums keep the number of groups that they need (``min_replicas``). Otherwise no group is parted, and the reason of
-  the quorum says so. If the others become too few later, parted groups are let in.
+  then the one that arrived later, then the one with the higher name. Where a model exists once, first the one without
+  which the others have all shards of the newest state.
+* Quorums keep the number of groups that they need (``min_replicas``, with the spares that are ready), and all shards.
+  Otherwise no group is parted, and the reason of the quorum says so. If the others become too few later, parted groups
+  are let in.
 * A heal that did not end in a commit counts too, from the second in a row on, unless another member failed by itself.
 * A parted group is let in when its time is over, when no group is left that it could not reach, when the evidence
   accuses another group instead, or when an operator says so; one that is parted for its heals, also when the others
@@ -16,15 +18,16 @@ explain what is confirmed are parted (``partings``): they stay connected, and qu
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Container, Iterable
 from dataclasses import dataclass, field
 
 from keepstep_lighthouse.quorum import retries
 from keepstep_lighthouse.quorum.forming.quorum_rules import least_candidates
 from keepstep_lighthouse.quorum.groups.group import Excluded, Exclusion, Group
 from keepstep_lighthouse.quorum.job_state import JobState, Round
-from keepstep_lighthouse.quorum.probation.evidence import Accusation, Evidence, accusations, cover
+from keepstep_lighthouse.quorum.probation.evidence import Accusation, Evidence, accusations, cover, mutual
 from keepstep_lighthouse.quorum.probation.partings import Cause, Partings
+from keepstep_lighthouse.quorum.shards import Shards
 from keepstep_lighthouse.quorum.views.reasons import named
 from keepstep_mesh.protocol.membership import OWN, StepFailure
 from keepstep_mesh.protocol.messages import QuorumRequest
@@ -47,8 +50,8 @@ class _FailedRound:
 
 
 class Probation:
-    def __init__(self, job: JobState) -> None:
-        self._job = job
+    def __init__(self, job: JobState, shards: Shards) -> None:
+        self._job, self._shards = job, shards
         self.partings = Partings()
         self.active = False
         """``settle`` may have something to do."""
@@ -108,15 +111,17 @@ class Probation:
         if round_.lost or any(group.member for group in groups.suspects.values()):
             return False
         duration = self._duration(now)
-        found = accusations(failed.failures, {name_of(one) for one in self._job.record.members})
-        confirmed = self._evidence.add(found, round_.number, duration, now, partings.groups)
+        members = {name_of(one) for one in self._job.record.members}
+        found = accusations(failed.failures, members)
+        believed = mutual(failed.failures, members) if groups.sources else ()
+        confirmed = self._evidence.add(found, round_.number, duration, now, partings.groups, believed)
         out = self._cut_off()
         accused = {one for one in confirmed if all(name in groups.by_name for name in one)}
         accused = accused.union(*self._evidence.confirmed_against(out).values()) if accused else set()
         proven = {group.name for group in self._job.proven}
         chosen = cover(accused, lambda name: self._suspicion(name, proven))
         causes = {name: self._cause(name, accused) for name in sorted(chosen - out)} | self._broken_heals(failed)
-        if self._too_few_without(causes):
+        if self._needed(causes, out):
             return False
         for name in sorted(out - chosen) if accused else ():
             self._let_in(name, f"the failures of {named(sorted(chosen))} explain why it was parted")
@@ -124,10 +129,10 @@ class Probation:
             self._part(name, cause, reason, now)
         return bool(causes)
 
-    def _suspicion(self, name: str, proven: Container[str]) -> tuple[bool, int, str]:
+    def _suspicion(self, name: str, proven: Container[str]) -> tuple[bool, bool, int, str]:
         """Return what decides between groups that are accused equally often; the highest is parted."""
         arrived = max((group.arrived for group in self._job.groups.by_name.get(name, ())), default=0)
-        return name not in proven, arrived, name
+        return self._shards.complete_without({name}), name not in proven, arrived, name
 
     def _cause(self, name: str, accused: set[Accusation]) -> tuple[Cause, str]:
         failure = self._this_round().failures.get(name)
@@ -152,19 +157,29 @@ class Probation:
         failed = self.partings.failed_heals.get(name, 0)
         return f"{failed} heal{'' if failed == 1 else 's'} of {name} failed in a row: {error}"
 
-    def _too_few_without(self, causes: Causes) -> bool:
-        """Return whether a quorum needs some of these groups; note why they are not parted."""
-        groups = self._job.groups
+    def _needed(self, causes: Causes, out: Collection[str]) -> bool:
+        """Return whether a quorum needs these groups; note why they are not parted.
+
+        Args:
+            causes: groups that together have a shard are reduced to those without which it can be had.
+            out: names of the groups that are parted already.
+        """
+        groups, parted = self._job.groups, {*out}
+        for name in causes:
+            if self._shards.complete_without({*parted, name}):
+                parted.add(name)
+        for name in [] if parted.isdisjoint(causes) else [*causes.keys() - parted]:
+            del causes[name]
         stay = [one for one in groups.all_asking() if one.name not in causes and (one.member or not groups.shrinking)]
-        least = least_candidates(groups, self._job.record.policy)
+        left, least = len(stay) + len(groups.ready_spares()), least_candidates(groups, self._job.record.policy)
+        short = f"{left} would be left and a quorum needs {least} groups" if left < least else ""
+        short = short or ("the others do not have all shards of the model" if parted.isdisjoint(causes) else "")
         self.partings.refused = ""
-        if not causes or len(stay) >= least:
+        if not causes or not short:
             return False
         why = "; ".join(sentence for _, sentence in causes.values())
-        self.partings.refused = (
-            f"{why}; not parted, because {len(stay)} would be left and a quorum needs {least} groups"
-        )
-        self._job.log("not_parted", "", groups=sorted(causes), left=len(stay), needed=least, reason=why)
+        self.partings.refused = f"{why}; not parted, because {short}"
+        self._job.log("not_parted", "", groups=sorted(causes), reason=self.partings.refused)
         return True
 
     def _part(self, name: str, cause: Cause, reason: str, now: float) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import islice
@@ -70,7 +70,7 @@ class ReplicaView:
     heal_bytes: int = 0
     """0: unknown, or not healing."""
     reason: Reason | None = None
-    """Why it waits, catches up, or left, if the reason concerns this group only."""
+    """Why it waits, catches up, left, or holds up the job, if the reason concerns this group only."""
     restarts: int = 0
     """Earlier incarnations of its name, since this lighthouse leads; so for all facts below."""
     host: str = ""
@@ -132,10 +132,15 @@ class QuorumView:
     """Members without copies of their shards at a keeper, and the reason, sorted; each a sentence."""
     copies_bytes: int = 0
     """Size of the copies that all members keep; 0: none, or each group has the whole model."""
+    hangs: tuple[str, ...] = ()
+    """Ranks that hold up the job for longer than usual, and in which line; each a sentence."""
+    joins: str = ""
+    """How a group joins: ``catches up``, or ``heals: `` and the reason, as a member says; empty: unknown."""
 
 
-def _replica_view(group: Group, groups: Groups, record: JobRecord, now: float) -> ReplicaView:
+def _replica_view(group: Group, groups: Groups, record: JobRecord, now: float, hang: str | None = None) -> ReplicaView:
     heal = group.heal_progress
+    waits = reasons.of_group(group, groups, record, now) or reasons.catching_up(group)
     return ReplicaView(
         replica_id=group.replica_id,
         name=group.name,
@@ -151,7 +156,7 @@ def _replica_view(group: Group, groups: Groups, record: JobRecord, now: float) -
         last_commit_seconds_ago=None if group.committed_at is None else max(0.0, now - group.committed_at),
         healed_bytes=heal.bytes_done if heal else 0,
         heal_bytes=heal.bytes_total if heal else 0,
-        reason=reasons.of_group(group, groups, record, now) or reasons.catching_up(group),
+        reason=waits if hang is None else Reason("hang", {}, hang),
         shards=group.shards,
     )
 
@@ -215,6 +220,7 @@ def quorum_view(
     reason: Reason,
     formed: Reason | None,
     gone: tuple[str, ...],
+    hangs: tuple[str, ...],
 ) -> QuorumView:
     return QuorumView(
         quorum_id=record.quorum_id,
@@ -232,13 +238,16 @@ def quorum_view(
         replacing=tuple(one.replica_id for one in record.replacing),
         exposed=tuple(sorted(sentence for group in groups if group.member and (sentence := reasons.exposed(group)))),
         copies_bytes=sum(group.shards.copies_bytes for group in groups if group.shards is not None),
+        hangs=hangs,
+        joins=next((group.info.joins for group in groups if group.member and group.info.joins), ""),
     )
 
 
 def replica_views(
-    groups: Groups, record: JobRecord, absent: Iterable[str], gone: Gone, now: float
+    groups: Groups, record: JobRecord, absent: Iterable[str], gone: Gone, hangs: Mapping[str, str], now: float
 ) -> tuple[ReplicaView, ...]:
-    here = [_replica_view(group, groups, record, now) for group in groups]
+    """``hangs``: who holds up the job, a sentence by replica_id."""
+    here = [_replica_view(group, groups, record, now, hangs.get(group.replica_id)) for group in groups]
     here += [ReplicaView(replica_id, name_of(replica_id), ReplicaState.ABSENT, member=True) for replica_id in absent]
     seen, went = {view.replica_id for view in here}, []
     for view in gone.lately(now):

@@ -19,7 +19,7 @@ BEGINS = ("suspect", "drain", "joined", "heal_began", "parted", *ENDS)
 """Events that begin an incident, unless the group has an open one."""
 HEALS = ("heal_began", "healed", "heal_failed", "heal_given_up")
 FAILED_HEALS = ("heal_failed", "heal_given_up")
-PARTS = (*HEALS, "readmitted", "let_in")
+PARTS = (*HEALS, "readmitted", "let_in", "incident")
 """Events that continue an open incident of the group; without one, they stand alone."""
 REPEATED = "replicas_verified"
 """Event of every comparison that finds no difference: those in a row are one line."""
@@ -39,6 +39,7 @@ RANKS = {
             "drain",
             "healed",
             *FAILED_HEALS,
+            "incident",
             "parted",
         )
     )

@@ -116,6 +116,7 @@ async def test_policy_shows_the_limits_of_a_job_and_changes_those_that_are_given
             "job_ttl": 7200.0,
             "refuse_going_back": False,
             "finish_grace": 30.0,
+            "hang_after": None,
         }
         answer = json.loads((await keepstep("policy", "--takeover-grace", "none", "--json", *job.at)).out)
         assert answer["policy"]["takeover_grace"] is None

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from keepstep_cli.asking.rest import Lighthouse
-from keepstep_cli.doctor.findings import Verdict
 from keepstep_cli.doctor.probes import examine
+from keepstep_mesh.checks.findings import Verdict
 from keepstep_mesh.protocol.membership import MemberInfo
 from keepstep_mesh.security.tls import TlsFiles
 from tests.services.cli.scene import keepstep

@@ -188,8 +188,8 @@ def test_a_group_is_given_up_after_max_restarts_and_the_exit_code_says_so(starte
         'sys.exit(7 if os.environ["REPLICA_GROUP_ID"] == "0" else 0)', "--replicas", "2", "--max-restarts", "2"
     )
     assert run.wait() == 1
-    assert sum("rank 0 exited with 7" in line for line in run.lines) == 3
-    assert run.lines[-1] == "[r0] given up after 2 restarts"
+    assert sum(line == "[r0] rank 0 exited with 7" for line in run.lines) == 3
+    assert "[r0] given up after 2 restarts" in run.lines
     assert "[r1] ended: exit code 0" in run.lines
 
 
@@ -361,7 +361,7 @@ def test_a_program_that_is_not_there_any_more_is_given_up_at_once(tmp_path: Path
     done = keepstep(tmp_path, "run", "--replicas", "1", "--lighthouse", "http://127.0.0.1:1", "--", "./once")
     assert done.returncode == 127
     assert "[r0] rank 0 cannot be started: " in done.stderr
-    assert done.stderr.splitlines()[-1] == "[r0] given up: another try would end the same"
+    assert "[r0] given up: another try would end the same" in done.stderr.splitlines()
 
 
 @pytest.mark.parametrize(
@@ -372,6 +372,9 @@ def test_a_program_that_is_not_there_any_more_is_given_up_at_once(tmp_path: Path
         (("--replicas", "3", "--replicas-in-job", "2"), "ends at r1"),
         (("--replicas", "2", "--spares", "2", "--spares-in-job", "1"), "--spares 2 exceeds --spares-in-job 1"),
         (("--replicas", "2", "--spares", "1", "--first-replica", "1", "--replicas-in-job", "2"), "up to r3, but"),
+        (("--replicas", "1", "--nnodes", "2", "--node-rank", "2"), "--node-rank 2 must be below --nnodes 2"),
+        (("--replicas", "2", "--nnodes", "2"), "--nnodes 2 is for one group, and 2 are started here"),
+        (("--replicas", "1", "--nnodes", "2", "--master-addr", "m0"), "--nnodes 2 needs --master-addr"),
     ],
 )
 def test_numbers_that_do_not_fit_each_other_are_an_error_of_usage(

@@ -44,7 +44,7 @@ async def test_a_script_with_an_error_is_given_up_before_the_first_step_and_rest
     async with running() as job:
         said = await keepstep("run", "--replicas", "2", *job.at, "--", str(tmp_path / "script.py"))
         assert said.code == EXIT_SCRIPT_FAILS
-        assert said.err.count("No module named 'train_of_mine'") == 2 * 3
+        assert said.err.count("/0] ModuleNotFoundError: No module named 'train_of_mine'") == 2 * 3
         assert said.err.count("the job has not committed a step; correct the error above") == 2
     async with running("a") as job:
         limit = ("--max-restarts", "4", "--max-restart-pause", "0.1")
@@ -59,7 +59,7 @@ async def test_a_script_with_an_error_is_given_up_after_three_times_while_the_ow
     (tmp_path / "script.py").write_text("import train_of_mine\n")
     said = await keepstep("run", "--replicas", "1", "--max-restart-pause", "0", "--", str(tmp_path / "script.py"))
     assert said.code == EXIT_SCRIPT_FAILS
-    assert said.err.count("No module named 'train_of_mine'") == 3
+    assert said.err.count("/0] ModuleNotFoundError: No module named 'train_of_mine'") == 3
 
 
 async def test_run_starts_nothing_where_the_lighthouse_refuses_its_token(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ async def test_a_lighthouse_says_where_it_listens_and_ends_in_good_order() -> No
     flags += ("--heal-timeout", "2m", "--heartbeat-timeout", "7", "--reconnect-grace", "1s", "--takeover-grace", "3")
     flags += ("--initial-replicas", "5", "--verify-every", "100", "--on-divergence", "drain")
     flags += ("--drain-straggler-after", "50", "--job-ttl", "30d", "--max-jobs", "5", "--refuse-going-back", "true")
-    flags += ("--finish-grace", "10")
+    flags += ("--finish-grace", "10", "--hang-after", "90s")
     async with process("lighthouse", *flags, "--log-format", "json") as service:
         address = (await first_line(service)).removeprefix("lighthouse ")
         async with Group(address):
@@ -38,6 +38,7 @@ async def test_a_lighthouse_says_where_it_listens_and_ends_in_good_order() -> No
             "job_ttl": 30 * 86400.0,
             "refuse_going_back": True,
             "finish_grace": 10.0,
+            "hang_after": 90.0,
         }
         service.terminate()
         async with asyncio.timeout(DEADLINE):

@@ -375,11 +375,22 @@ def test_a_module_that_starts_a_thread_is_named_once_and_left_out(started, tmp_p
     assert told == ["[run] restarts are warm without busy, which starts a thread when it is imported"]
 
 
+PARALLEL = """
+import torch
+torch.set_num_threads(2)
+SUM = torch.ones(1_000_000).sum()
+"""
+"""Its threads would be missing after a fork, and the next sum would wait for them for ever."""
+
+
 @pytest.mark.parametrize(
     ("code", "reason"),
     [
         ("import socket\nSOCKET = socket.socket()", "leaves a socket open"),
         ("import subprocess\nCHILD = subprocess.Popen(['sleep', '999'])", "starts a process"),
+        ("import multiprocessing\nLOCK = multiprocessing.Lock()", "makes a lock or memory that processes share"),
+        ("import mmap\nMEMORY = mmap.mmap(-1, 100)", "makes a lock or memory that processes share"),
+        (PARALLEL, "starts a thread"),
         ("import random\nrandom.seed(1)", "seeds random numbers"),
         ("import numpy\nnumpy.random.seed(1)", "seeds random numbers"),
         ("import random\nrandom.random()", None),
@@ -415,22 +426,132 @@ def test_a_variable_that_imports_read_and_the_script_sets_keeps_starts_cold(star
     assert run.wait() == 0
 
 
-def test_a_rank_whose_variable_differs_starts_cold(started, tmp_path: Path) -> None:
+def test_a_module_that_reads_a_variable_of_its_rank_is_imported_by_each_rank(started, tmp_path: Path) -> None:
     packages = tmp_path / "site-packages"
     packages.mkdir()
-    (packages / "reads.py").write_text("import os\nVALUE = os.environ['REPLICA_GROUP_ID']\nos.environ['SET'] = VALUE\n")
-    script = LEARN + "import reads\n" + WAIT + 'print("state", reads.VALUE, os.environ["SET"])\n'
+    (packages / "reads.py").write_text("import os\nVALUE = os.environ.get('RANK')\nos.environ['SET'] = VALUE\n")
+    (packages / "above.py").write_text("import reads\n")
+    (packages / "replica.py").write_text("import os\nFOUND = [v for n, v in os.environ.items() if 'REPLICA_G' in n]\n")
+    (packages / "calm.py").write_text("import os\nMADE_IN = os.getpid()\n")
+    script = LEARN + "import above, calm, replica, reads\n" + WAIT
+    script += 'print("state", reads.VALUE, os.environ["SET"], replica.FOUND[0], calm.MADE_IN == os.getpid())\n'
+    run = started(script, "--replicas", "2", "--nproc-per-replica", "2", PYTHONPATH=str(packages))
+    run.wait_for("ready", times=4)
+    run.seen(WARM)
+    kill(run, "r1")
+    for rank in (0, 1):
+        run.seen(rf"\[r1/{rank}\] state {rank} {rank} 1 False$")
+    run.seen(r"\[r1\] started again, pid \d+ \d+, warm")
+    told = sorted(line for line in run.lines if "restarts are warm without" in line)
+    assert told == [
+        "[run] restarts are warm without reads, which reads RANK when it is imported",
+        "[run] restarts are warm without replica, which reads REPLICA_GROUP_ID when it is imported",
+    ]
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 128 + signal.SIGTERM
+
+
+def test_a_module_that_is_left_out_may_set_variables_of_torch_after_its_import(started, tmp_path: Path) -> None:
+    """As lightning does. It takes two starts of torch."""
+    packages = tmp_path / "site-packages"
+    packages.mkdir()
+    (packages / "late.py").write_text("import torch, os\nVALUE = os.environ['RANK']\nos.environ['PYTORCH_X'] = VALUE\n")
+    script = LEARN + "import late\n" + WAIT + 'print("state", late.VALUE, os.environ["PYTORCH_X"])\n'
+    run = started(script, "--nproc-per-replica", "2", PYTHONPATH=str(packages))
+    run.wait_for("ready", times=2)
+    run.seen(WARM)
+    kill(run)
+    for rank in (0, 1):
+        run.seen(rf"\[r0/{rank}\] state {rank} {rank}$")
+    run.seen(r"\[r0\] started again, pid \d+ \d+, warm")
+    assert run.wait() == 0
+
+
+def test_a_rank_starts_cold_if_sitecustomize_reads_a_variable_that_differs(started, tmp_path: Path) -> None:
+    packages = tmp_path / "site-packages"
+    packages.mkdir()
+    (packages / "sitecustomize.py").write_text("import os, sys\nsys.value = os.environ.get('REPLICA_GROUP_ID')\n")
+    script = LEARN + WAIT + 'print("state", sys.value)\n'
     run = started(script, "--replicas", "2", PYTHONPATH=str(packages))
     run.wait_for("ready", times=2)
     run.seen(WARM)
     for group in ("r0", "r1"):
         kill(run, group)
-        run.wait_for(rf"\[{group}/0\] state {group[1]} {group[1]}$")
+        run.wait_for(rf"\[{group}/0\] state {group[1]}$")
     assert run.wait() == 0
     warm = [line for line in run.lines if line.endswith(", warm")]
     assert len(warm) == 1
     assert warm[0].startswith("[r0]")
     assert "[run] some starts are cold: REPLICA_GROUP_ID differs, which their imports read" in run.lines
+
+
+def test_a_changed_file_of_an_installed_module_is_not_started_warm(started, tmp_path: Path) -> None:
+    packages = tmp_path / "site-packages"
+    packages.mkdir()
+    (packages / "edited.py").write_text("VALUE = 1\n")
+    run = started(LEARN + "import edited\n" + WAIT + 'print("state", edited.VALUE)\n', PYTHONPATH=str(packages))
+    run.wait_for("ready")
+    run.seen(WARM)
+    (packages / "edited.py").write_text("VALUE = 1 + 1\n")
+    kill(run)
+    assert run.wait_for(r"state (.*)")[1] == "2"
+    assert any("edited.py has changed: this start is cold" in line for line in run.lines)
+    assert run.wait() == 0
+
+
+def test_generators_that_modules_make_for_themselves_differ_unless_they_are_seeded(started, tmp_path: Path) -> None:
+    packages = tmp_path / "site-packages"
+    packages.mkdir()
+    (packages / "draws.py").write_text(
+        "import random, numpy\nOWN, FIXED, LATER = random.Random(), random.Random(3), random.Random()\nLATER.seed(4)\n"
+        "NUMPY, FIXED_NUMPY = numpy.random.default_rng(), numpy.random.default_rng(5)\n"
+    )
+    script = LEARN + "import draws\n"
+    script += """
+fixed = draws.FIXED.random(), draws.LATER.random(), draws.FIXED_NUMPY.random()
+print("drawn", draws.OWN.random(), draws.NUMPY.random(), "fixed", *fixed, flush=True)
+if again < 2:
+    learn() if again == 0 else None
+    signal.pause()
+"""
+    run = started(script, PYTHONPATH=str(packages))
+    drawn = [run.wait_for(r"drawn (.*) fixed (.*)")]
+    run.seen(WARM)
+    for _ in range(2):
+        kill(run)
+        drawn.append(run.wait_for(r"drawn (.*) fixed (.*)"))
+    assert run.wait() == 0
+    assert len([line for line in run.lines if line.endswith(", warm")]) == 2
+    for values in zip(*(one[1].split() for one in drawn), strict=True):
+        assert len(set(values)) == 3, values
+    assert len({one[2] for one in drawn}) == 1
+
+
+def test_a_warm_rank_that_tells_its_imports_compares_with_its_own_start(started, tmp_path: Path) -> None:
+    """The kernel keeps the environment of the template for it, which has another ``PYTHONPATH``."""
+    script = (
+        LEARN
+        + """
+import time
+print(os.environ["REPLICA_GROUP_ID"], "life", again, flush=True)
+while again and not os.path.exists(f"learn{os.environ['REPLICA_GROUP_ID']}"):
+    time.sleep(0.01)  # until the test, another process, creates the file
+learn()
+signal.pause()
+"""
+    )
+    run = started(script, "--replicas", "2")
+    until_warm(run, 1)
+    kill(run, "r1")
+    run.wait_for("1 life 1")
+    (tmp_path / "script.py").write_text(script + "\n")
+    kill(run, "r0")
+    run.wait_for("0 life 1")
+    assert any("script.py has changed" in line for line in run.lines), "\n".join(run.lines)
+    (tmp_path / "learn1").touch()
+    until_warm(run, 2)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 128 + signal.SIGTERM
 
 
 def test_debuggers_and_coverage_keep_all_starts_cold(started) -> None:
@@ -457,13 +578,33 @@ def test_a_killed_template_costs_nothing_but_a_cold_start(started) -> None:
     assert run.wait() == 130
 
 
+def test_a_start_does_not_wait_for_a_stopped_template(started) -> None:
+    script = LEARN + 'print("life", again, flush=True)\nlearn()\nsignal.pause()\n'
+    run = started(script)
+    template = psutil.Process(int(run.wait_for(WARM)[1]))
+    template.suspend()
+    kill(run)
+    run.wait_for("life 1")
+    assert any("the template process has been stopped by a signal: this start is cold" in line for line in run.lines)
+    until_warm(run, 2)
+    assert not template.is_running()
+    kill(run)
+    run.wait_for("life 2")
+    assert [line for line in run.lines if "started again" in line][-1].endswith(", warm")
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == 130
+
+
 def test_nothing_survives_the_sigkill_of_the_command(started) -> None:
     script = LEARN + 'print("life", again, os.getpid(), flush=True)\nlearn()\nsignal.pause()\n'
     run = started(script)
     template = int(run.wait_for(WARM)[1])
     kill(run)
     rank = int(run.wait_for(r"life 1 (\d+)")[1])
-    processes = [psutil.Process(pid) for pid in (template, rank)]
+    while not (ahead := [one for one in psutil.Process(run.process.pid).children() if one.name() == "keepstep-next"]):
+        pass  # until the rank that is forked ahead dies with the command: a stop before that would keep it
+    ahead[0].suspend()
+    processes = [*ahead, psutil.Process(rank), psutil.Process(template)]
     run.process.kill()
     run.process.wait(DEADLINE)  # from then on both are orphans, which come to this process
     _, alive = psutil.wait_procs(processes, DEADLINE)
@@ -556,11 +697,11 @@ def test_as_process_1_of_a_container_ranks_start_warm_and_all_end(tmp_path: Path
             lines.append(line.strip())
             if re.search(WARM, line):
                 (inner,) = psutil.Process(process.pid).children()
-                (rank,) = [one for one in inner.children() if "life" not in one.name() and "warm" not in one.name()]
+                (rank,) = [one for one in inner.children() if not one.name().startswith("keepstep-")]
                 rank.kill()
             if "life 1" in line:
                 inner.send_signal(signal.SIGTERM)
-        assert process.wait(DEADLINE) == 128 + signal.SIGTERM
+        assert process.wait(DEADLINE) == 128 + signal.SIGTERM, "\n".join(lines)
     assert "[r0/0] life 1 1" in lines, "its parent is process 1"
     assert any(line.endswith(", warm") for line in lines)
 

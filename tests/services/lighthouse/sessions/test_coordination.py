@@ -89,6 +89,17 @@ def test_data_that_the_caller_changes_in_place_reaches_the_others(client):
     assert [one.data for one in quorum_of_both(client, data=data).participants] == [{"round": 2}] * 2
 
 
+def test_clients_share_one_thread_and_the_end_of_one_does_not_concern_the_other(lighthouse, client):
+    other = LighthouseClient(lighthouse.address(), LIMIT)
+    other.heartbeat("c")
+    assert [one.name for one in threading.enumerate()].count("keepstep-lighthouse-clients") == 1
+    other.shutdown()
+    other.shutdown()
+    with pytest.raises(RuntimeError, match="client shut down: create another client"):
+        other.quorum("c", LIMIT)
+    assert len(quorum_of_both(client).participants) == 2
+
+
 def test_a_quorum_that_does_not_form_is_a_timeout_with_the_reason(client):
     with pytest.raises(TimeoutError, match="1 of at least 2 groups"):
         client.quorum("a", timedelta(milliseconds=300))

@@ -69,6 +69,33 @@ def test_of_three_groups_the_one_that_keeps_another_learning_rate_is_refused_wit
     assert told, "the first time it heals, and its trainer learns what differs"
 
 
+def test_a_group_whose_frozen_parameters_differ_and_are_not_registered_is_refused_and_named(lighthouse):
+    connected = threading.Barrier(3)
+
+    def group(name: str) -> str:
+        model = nn.Sequential(nn.Linear(3, 4).requires_grad_(False), nn.Linear(4, 1))  # a base, and an adapter
+        for parameter in model[0].parameters():
+            parameter.fill_(0.1 if name == "r2" else 0.2)  # groups are threads, which share the seed of torch
+        adapter, sgd = model[1], torch.optim.SGD(model[1].parameters(), lr=RATE)
+        with manager(lighthouse, name, min_replica_size=2) as m:
+            m.register_state_dict_fn("adapter", adapter.load_state_dict, adapter.state_dict)
+            ddp, optimizer = DistributedDataParallel(m, model), Optimizer(m, sgd)
+            connected.wait(30)
+            try:
+                while m.current_step() < 8:
+                    optimizer.zero_grad()
+                    ddp(torch.full((1, 3), DISTINCT[name])).sum().backward()
+                    optimizer.step()
+                m.finish()
+            except MismatchExit as error:
+                return str(error)
+            return str(adapter.state_dict())
+
+    r0, r1, r2 = together(*(lambda name=name: group(name) for name in DISTINCT))
+    assert r0 == r1
+    assert "again after a heal; frozen parameters that are not registered: 2 with digest " in r2
+
+
 def test_a_group_that_steps_once_with_another_learning_rate_heals_and_ends_with_equal_weights(lighthouse):
     r0, r1, r2 = train_three(lighthouse, lambda step: 0.07 if step == 3 else RATE / (1 + step))
     assert r0 == r1 == r2
@@ -137,6 +164,7 @@ print("let in")
 THREADS = torch.get_num_threads()
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("act", "variables", "named"),
     [
@@ -162,7 +190,7 @@ def test_a_process_that_computes_in_another_way_is_refused_with_the_fact_named(l
             env={**os.environ, **environment},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=240,
             check=False,
         )
     assert (refused.returncode, refused.stdout) == (78, ""), refused.stderr

@@ -31,7 +31,7 @@ def test_the_quorum_timeout_of_the_environment_is_the_one_in_force(monkeypatch, 
         try:
             for _ in range(2):  # still usable: it asks again
                 m.start_quorum()
-                with pytest.raises(TimeoutError, match="1 of at least 2 groups"):
+                with pytest.raises(TimeoutError, match=r"1 of at least 2 groups|has just taken over"):
                     m.wait_quorum()
         finally:
             m.shutdown()
@@ -39,11 +39,12 @@ def test_the_quorum_timeout_of_the_environment_is_the_one_in_force(monkeypatch, 
         server.shutdown()
 
 
-def test_the_launcher_is_told_the_name_that_a_script_gives_its_group(monkeypatch, lighthouse, tmp_path):
+def test_the_launcher_is_told_the_incarnation_of_a_name_that_a_script_gives(monkeypatch, lighthouse, tmp_path):
     monkeypatch.setenv("REPLICA_GROUP_ID", "1")
     monkeypatch.setenv("KEEPSTEP_NAME_FILE", str(tmp_path / "r1"))
-    with manager(lighthouse, "train_ddp_1"):
-        assert (tmp_path / "r1").read_text() == "train_ddp_1"
+    with manager(lighthouse, "train_ddp_1") as one:
+        assert (tmp_path / "r1").read_text() == one.replica_id()
+        assert one.replica_id().startswith("train_ddp_1:")
 
 
 def test_a_launcher_that_cannot_be_told_the_name_is_no_reason_not_to_train(monkeypatch, lighthouse, tmp_path):

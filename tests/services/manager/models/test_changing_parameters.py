@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from keepstep import DistributedDataParallel, Manager, Optimizer, PureDistributedDataParallel
-from tests.services.manager.groups import manager, together
+from tests.services.manager.groups import manager, together, until_connected
 
 DEADLINE = 60
 BOTH = pytest.mark.parametrize("wrapper", [DistributedDataParallel, PureDistributedDataParallel])
@@ -228,3 +228,56 @@ def test_a_reentrant_checkpoint_whose_output_has_no_tensor_is_named_with_the_rem
         m.start_quorum()
         with pytest.raises(RuntimeError, match=r"returned a Answer.*use_reentrant=False"):
             ddp(torch.ones(1, 1, requires_grad=True))
+
+
+def insert(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    torch.manual_seed(3)
+    layer = nn.Linear(4, 4)
+    model.insert(1, layer)
+    optimizer.add_param_group({"params": layer.parameters()})
+
+
+def cast(model: nn.Sequential, _optimizer: torch.optim.Optimizer) -> None:
+    model.double()
+
+
+@BOTH
+@pytest.mark.parametrize("change", [insert, cast])
+def test_a_group_that_starts_after_the_others_have_changed_parameters_of_its_model_changes_them_and_joins(
+    lighthouse, wrapper, change
+):
+    changed, done = threading.Event(), threading.Barrier(2)
+    final = 12
+
+    def group(name: str) -> tuple[list[float], int]:
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+        inner = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        state: dict[str, Any] = {"model": model, "inner": inner}
+        if name == "b":
+            assert changed.wait(DEADLINE)
+        with manager(lighthouse, name) as m:
+            is_changed = False
+
+            def load(saved: dict[str, Any]) -> None:
+                for key, value in saved.items():
+                    state[key].load_state_dict(value)
+
+            m.set_state_dict_fns(load, lambda: {key: one.state_dict() for key, one in state.items()})
+            ddp, optimizer = wrapper(m, model), Optimizer(m, inner)
+            commits = 0
+            while m.current_step() < final:
+                if m.current_step() >= 3 and not is_changed:
+                    change(model, inner)
+                    is_changed = True
+                optimizer.zero_grad()
+                ddp(torch.ones(2, 3, dtype=model[0].weight.dtype)).square().sum().backward()
+                commits += optimizer.step()
+                if m.current_step() == 5 and not changed.is_set():
+                    changed.set()
+                    until_connected(lighthouse, "b", asked=True)
+            done.wait(DEADLINE)
+            return [one for p in model.parameters() for one in p.detach().flatten().tolist()], commits
+
+    (weights_a, _), (weights_b, commits_b) = together(lambda: group("a"), lambda: group("b"))
+    assert commits_b >= 1
+    assert weights_a == weights_b

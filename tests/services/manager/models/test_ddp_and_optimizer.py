@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import subprocess
 import sys
 import threading
@@ -275,3 +277,46 @@ def test_an_optimizer_that_breaks_after_the_commit_makes_the_group_heal(lighthou
         with pytest.raises(KeepstepError, match="no healthy group to heal from"):
             optimizer.zero_grad()
     assert events(steps)[:4] == ["started", "quorum", "committed", "torn"]
+
+
+@pytest.mark.parametrize("pure", [False, True])
+def test_a_backward_pass_is_refused_if_the_begin_of_the_step_has_replaced_the_weights_of_its_forward_pass(
+    lighthouse, pure
+):
+    ready = threading.Barrier(2)
+
+    def group(name: str) -> list[str]:
+        model, refused = nn.Linear(3, 1), []
+        nn.init.constant_(model.weight, float(ord(name)))
+        with manager(lighthouse, name, min_replica_size=2) as m:
+            m.set_state_dict_fns(model.load_state_dict, model.state_dict)
+            wrapped = PureDistributedDataParallel(m, model) if pure else DistributedDataParallel(m, model)
+            optimizer = Optimizer(m, torch.optim.SGD(model.parameters(), lr=0.1))
+            ready.wait(30)
+            while m.current_step() < 3:
+                loss = wrapped(torch.ones(2, 3)).sum()
+                optimizer.zero_grad()
+                try:
+                    loss.backward()
+                except RuntimeError as error:
+                    refused.append(str(error))
+                else:
+                    optimizer.step()
+            ready.wait(30)
+            return [*refused, str(model.weight.tolist())]
+
+    (a,), (b_refused, b) = together(lambda: group("a"), lambda: group("b"))
+    assert "call zero_grad() before the forward pass" in b_refused
+    assert a == b
+
+
+def test_a_wrapper_is_not_copied_and_the_error_names_what_to_copy(lighthouse):
+    model = nn.Linear(3, 1)
+    with manager(lighthouse, "a") as m:
+        optimizer = Optimizer(m, torch.optim.SGD(model.parameters(), lr=0.1))
+        for wrapper in (DistributedDataParallel(m, model), PureDistributedDataParallel(m, model)):
+            with pytest.raises(TypeError, match=r"copy or save the module inside it \(ddp.module"):
+                copy.deepcopy(wrapper)
+            assert torch.equal(copy.deepcopy(wrapper.module).weight, model.weight)
+        with pytest.raises(TypeError, match=r"copy the optimizer inside it \(optimizer.optim"):
+            pickle.dumps(optimizer)

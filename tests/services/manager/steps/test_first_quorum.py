@@ -19,7 +19,7 @@ import torch
 
 from keepstep import Manager
 from keepstep.coordination import LighthouseServer
-from keepstep.runtime.exits import EvictedExit
+from keepstep.runtime.exits import EvictedExit, GroupFailedExit
 from keepstep_mesh.errors import Drained
 from tests.services.manager.groups import SECOND, manager, place_to_meet, together
 
@@ -65,6 +65,12 @@ def order(lighthouse: str, path: str) -> None:
     )
     with urllib.request.urlopen(request, timeout=20):
         pass
+
+
+def asking(lighthouse: str) -> int:
+    """Return the number of groups that ask for a quorum."""
+    with urllib.request.urlopen(f"{lighthouse}/v1/jobs/default/quorum", timeout=20) as answer:
+        return len(json.load(answer)["asking"])
 
 
 def change_policy(lighthouse: str, **changes: Any) -> None:
@@ -181,6 +187,29 @@ def test_a_group_that_waits_for_its_first_quorum_ends_at_once_when_it_is_told_to
     since, *errors = together(tell, *ranks_of(ranks, rank))
     assert errors == [EvictedExit if how == "evict" else Drained] * ranks
     assert time.monotonic() - since < 10
+
+
+def test_a_signal_to_one_rank_ends_its_group_although_that_waits_for_a_quorum(two_needed, ended):
+    """The machine of rank 1 is preempted, so rank 0 ends as one whose group has failed."""
+    told: queue.Queue[Manager] = queue.Queue()
+
+    def rank(**place: Any) -> type[BaseException] | None:
+        with manager(two_needed, "a", quorum_timeout=1000 * SECOND, **place) as m:
+            if place["rank"]:
+                told.put(m)
+            try:
+                m.start_quorum()
+            except SystemExit as error:
+                return type(error)
+        return None
+
+    def preempt() -> None:
+        one = told.get(timeout=DEADLINE)
+        while not asking(two_needed):
+            time.sleep(0.05)  # until the request of both ranks has reached the lighthouse
+        one._membership.request_leave("SIGTERM")
+
+    assert together(preempt, *ranks_of(2, rank)) == [None, GroupFailedExit, Drained]
 
 
 def test_a_rank_whose_sibling_is_late_asks_again_and_the_group_begins_with_it(lighthouse, asked_again):

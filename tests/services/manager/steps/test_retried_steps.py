@@ -361,7 +361,7 @@ def test_groups_of_two_ranks_use_gradients_without_the_part_of_a_rank_whose_grou
                 rate_of_the_norm(trainer)
                 committed = trainer.optimizer.step()
             if group == "lost":
-                leaving.wait(30)
+                leaving.wait(60)
             return committed, trainer.weight.item()
 
     values = {("a", 0): 2.0, ("a", 1): 1.0, ("b", 0): 4.0, ("b", 1): 3.0, ("lost", 0): 0.0, ("lost", 1): 50.0}
@@ -419,7 +419,7 @@ def test_a_rank_that_reduces_more_than_the_others_does_not_wait_for_them_and_a_l
                 pgs[0].failures = failures
                 assert m.allreduce(torch.ones(1)).wait() is (failures == 0)
             committed = trainer.optimizer.step()
-            leaving.wait(30)  # a rank that votes no knows the decision before the other one votes
+            leaving.wait(60)  # a rank that votes no knows the decision before the other one votes
             return committed, trainer.weight.item()
 
     committed = not failures
@@ -438,7 +438,7 @@ def test_a_group_of_several_ranks_does_not_repeat_an_all_reduce_that_its_script_
             trainer.weight.grad = torch.full((1, 1), 2.0)
             waited = m.allreduce(trainer.weight.grad).wait()
             committed = trainer.optimizer.step()
-            leaving.wait(30)  # as above
+            leaving.wait(60)  # as above
             return waited, committed, trainer.weight.item()
 
     assert together(lambda: rank(0), lambda: rank(1)) == [(False, False, 1.0), (True, False, 1.0)]

@@ -67,6 +67,26 @@ def test_an_average_of_integers_is_refused_and_a_sum_is_not(lighthouse):
         assert m.should_commit()
 
 
+def test_elements_are_added_by_index_in_any_order_of_memory(lighthouse):
+    """Gloo of torch 2.13 alone takes the first bytes of a slice, and adds elements of other indexes."""
+    memory = [torch.arange(12.0), torch.arange(12.0)]
+    matrices = [torch.arange(6.0).view(2, 3), torch.arange(6.0).view(2, 3).t().contiguous().t()]
+    connected = threading.Barrier(2)
+
+    def group(number: int) -> None:
+        with manager(lighthouse, f"r{number}", min_replica_size=2, init_sync=False) as m:
+            connected.wait(30)
+            m.start_quorum()
+            assert m.allreduce(memory[number][::2], reduce_op=ReduceOp.SUM).wait()
+            assert m.allreduce(matrices[number], reduce_op=ReduceOp.SUM).wait()
+            assert m.should_commit()
+
+    together(lambda: group(0), lambda: group(1))
+    for one, matrix in zip(memory, matrices, strict=True):
+        assert one.tolist() == [0, 1, 4, 3, 8, 5, 12, 7, 16, 9, 20, 11]
+        assert matrix.tolist() == [[0, 2, 4], [6, 8, 10]]
+
+
 def test_a_wrapped_future_that_fails_or_is_late_gives_the_default_and_rejects_the_step(lighthouse):
     with manager(lighthouse, "a") as m:
         for settle in (lambda f: f.set_exception(RuntimeError("lost")), lambda _: None):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import socket
 from collections.abc import AsyncIterator, Callable
 from http import HTTPStatus
@@ -59,9 +60,7 @@ async def asked(http: aiohttp.ClientSession, url: str, method: str = "GET", **he
 async def test_every_route_of_a_service_refuses_the_host_of_a_page_elsewhere(kind: str) -> None:
     async with SERVICES[kind]() as one, client_session() as http:
         for route in one.service().routes:
-            path = route.path.format(
-                **dict.fromkeys(("job", "id", "name", "kind", "rank", "digest", "replica_id", "file"), "x")
-            )
+            path = re.sub(r"\{[^}]*\}", "x", route.path)
             status, reason = await asked(http, one.address + path, route.method, **EVIL)
             assert status == HTTPStatus.MISDIRECTED_REQUEST, (route.method, path)
             assert route.method == "HEAD" or "allow it with --allow-host" in reason

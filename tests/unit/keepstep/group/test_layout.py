@@ -6,7 +6,7 @@ import pytest
 
 from keepstep.group.agreement import ARITHMETIC, FixedLines, Layout, first_difference, group_settings, layout_digest
 from keepstep.group.quorum_plan import WorldSizeMode
-from keepstep_mesh.protocol.job_settings import MAX_SHOWN, differ, difference, settings_text
+from keepstep_mesh.protocol.membership import MAX_SHOWN, differ, difference, settings_text
 
 DYNAMIC, SPARES = WorldSizeMode.DYNAMIC, WorldSizeMode.FIXED_WITH_SPARES
 

@@ -19,7 +19,11 @@ logger = pytest.importorskip("lightning.pytorch.loggers.logger")
 from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
 from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
 
-from keepstep.integrations.lightning import KeepstepStrategy, RelayCheckpointIO  # noqa: E402
+from keepstep.integrations.lightning import (  # noqa: E402
+    KeepstepModelParallelStrategy,
+    KeepstepStrategy,
+    RelayCheckpointIO,
+)
 from keepstep.integrations.lightning.callback_state import load_states, states  # noqa: E402
 from tests.support.services.relay_driver import relay  # noqa: E402
 
@@ -170,7 +174,7 @@ def test_a_group_that_does_not_fit_is_refused(
 
 
 def test_synchronized_batchnorm_is_refused_by_name(alone: None) -> None:
-    with pytest.raises(ValueError, match="sync_batchnorm=True has no effect on a group of one process"):
+    with pytest.raises(ValueError, match="sync_batchnorm=True has no effect"):
         fit(Line(set()), max_steps=1, sync_batchnorm=True)
 
 
@@ -232,6 +236,15 @@ async def test_a_trainer_saves_at_a_relay_evaluates_its_best_checkpoint_and_resu
         await asyncio.to_thread(train, 1)
         monkeypatch.setenv("KEEPSTEP_JOB", "k")
         assert (await asyncio.to_thread(train, 2, ckpt_path="/x/last.ckpt")).global_step == 8
+
+
+def test_a_relay_is_refused_for_checkpoints_of_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning's strategy does not use the plugin, so nothing would be stored at the relay."""
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    place = RelayCheckpointIO("http://127.0.0.1:1/v1/jobs/j/checkpoints")
+    with pytest.raises(ValueError, match="RelayCheckpointIO does not store"):
+        make(strategy=KeepstepModelParallelStrategy(), plugins=[place]).validate(Line(set()), DATA, verbose=False)
 
 
 def test_a_model_checkpoint_heals_in_a_folder_of_its_own(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ pytest.importorskip("ray.train.v2.torch.torchft_config", reason="ray is not inst
 
 import ray.train
 
-from keepstep.integrations.ray import KeepstepConfig
+from keepstep.integrations.ray import KeepstepConfig, TorchTrainer
+from keepstep.integrations.ray.replica_groups import change_of_size
 from keepstep_mesh.errors import AuthError
 
 
@@ -57,6 +58,8 @@ def test_mistakes_end_the_script_because_ray_would_retry_them_for_ever(monkeypat
         KeepstepConfig(lighthouse_kwargs={"min_replica": 2})
     with pytest.raises(ValueError, match="spares=-1"):
         KeepstepConfig(spares=-1)
+    with pytest.raises(ValueError, match="ranks=0"):
+        KeepstepConfig(ranks=0)
     monkeypatch.setenv("KEEPSTEP_ADMIN_TOKEN", "t" * 16)
     with pytest.raises(AuthError, match="two roles have the same token"):
         KeepstepConfig(token="t" * 16)
@@ -70,3 +73,37 @@ def test_a_lighthouse_that_does_not_start_counts_in_the_max_failures_of_the_run(
 
 def test_each_worker_knows_the_number_of_spares() -> None:
     assert KeepstepConfig("l1:29510", spares=2).worker_environment == {"KEEPSTEP_SPARES": "2"}
+
+
+@pytest.mark.parametrize("workers", [3, (2, 5), (1, 4), 0])
+def test_a_run_has_whole_groups(workers: int | tuple[int, int]) -> None:
+    scaling = ray.train.ScalingConfig(num_workers=workers)
+    with pytest.raises(ValueError, match=r"num_workers=\(?\d.* multiples of 2"):
+        TorchTrainer(lambda: None, torch_config=KeepstepConfig(ranks=2), scaling_config=scaling)
+
+
+def test_datasets_are_refused_which_a_group_that_starts_again_would_wait_for() -> None:
+    with pytest.raises(ValueError, match=r"datasets=\['train'\]: Ray divides them"):
+        TorchTrainer(lambda: None, torch_config=KeepstepConfig(ranks=2), datasets={"train": object()})
+
+
+def test_without_a_number_of_workers_a_run_has_one_group() -> None:
+    assert TorchTrainer(lambda: None, torch_config=KeepstepConfig(ranks=4)).scaling_config.num_workers == 4
+
+
+@pytest.mark.parametrize(
+    ("groups", "stay", "leaving", "change"),
+    [
+        (3, {0: True, 1: True}, (), ([], [2])),
+        (2, {0: True, 1: True, 2: True, 3: True}, (), ([2, 3], [])),
+        (2, {0: True, 1: False, 2: True}, (), ([1], [])),
+        (3, {0: True, 2: True}, (), ([], [1])),
+        (2, {1: True, 0: False}, (2,), ([], [])),
+        (3, {0: True, 1: True}, (2,), ([], [3])),
+    ],
+    ids=["grows", "shrinks", "loses one without workers first", "fills a gap", "one fails, one leaves", "grows again"],
+)
+def test_a_run_changes_its_size_by_whole_groups(
+    groups: int, stay: dict[int, bool], leaving: tuple[int, ...], change: tuple[list[int], list[int]]
+) -> None:
+    assert change_of_size(groups, stay, {*stay, *leaving}) == change

@@ -12,12 +12,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
 from torch.distributed import Work
 from torch.futures import Future
 
-from keepstep.process_group import ProcessGroupAbortedError, ProcessGroupError, ProcessGroupNCCL
+from keepstep.process_group import (
+    ProcessGroupAbortedError,
+    ProcessGroupError,
+    ProcessGroupGloo,
+    ProcessGroupNCCL,
+    ProcessGroupXCCL,
+)
 from keepstep.process_group.torch_backends import accelerator as module
 from keepstep.process_group.torch_backends.accelerator import AcceleratorCommunicator, AcceleratorWork
+from keepstep.process_group.torch_backends.nccl import group_class
 from keepstep.process_group.torch_backends.stream_watch import BACKLOG_POLL_SECONDS, StreamWatch
 from keepstep.process_group.torch_backends.torch_variables import environment, nccl_variables
 from keepstep_mesh.errors import ForkError
@@ -263,6 +271,25 @@ def test_an_even_exchange_of_rows_has_sizes_because_torch_takes_ncclalltoall_in_
     group.alltoall_base(torch.zeros(5), torch.zeros(5), [], [])
     assert seen == [([3, 3], [3, 3]), ([1, 1], [2, 4]), ([], [])], "torch refuses the last one"
     group.shutdown()
+
+
+def test_a_collective_in_the_capture_of_a_graph_is_refused_and_the_group_still_works(monkeypatch, request) -> None:
+    with FakeTensorMode():
+        on_cuda = torch.empty(2, device="cuda")
+    request.getfixturevalue("stream")
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", TorchClass, raising=False)
+    group = ProcessGroupNCCL(LONG)
+    group.configure("", "r0", 0, 2, 1, store=dist.HashStore())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="in the capture of a CUDA graph"):
+        group.allreduce([on_cuda])
+    assert group.errored() is None
+    group.shutdown()
+
+
+def test_the_device_chooses_the_kind_of_process_group() -> None:
+    kinds = {one: group_class(one) for one in ("cpu", "cuda", "xpu")}
+    assert kinds == {"cpu": ProcessGroupGloo, "cuda": ProcessGroupNCCL, "xpu": ProcessGroupXCCL}
 
 
 # ---- streams

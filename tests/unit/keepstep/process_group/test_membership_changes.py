@@ -19,7 +19,7 @@ from torch.distributed import HashStore, PrefixStore, Store
 
 from keepstep.group.agreement import group_settings
 from keepstep.group.quorum_plan import WorldSizeMode
-from keepstep.process_group import ProcessGroupAbortedError, ProcessGroupError
+from keepstep.process_group import ProcessGroupAbortedError, ProcessGroupError, ProcessGroupNCCL
 from keepstep.process_group.torch_backends import membership_changes
 from keepstep.process_group.torch_backends.backend import ProcessGroupShutDownError
 from keepstep.process_group.torch_backends.membership_changes import (
@@ -29,7 +29,7 @@ from keepstep.process_group.torch_backends.membership_changes import (
     ReconfiguredCommunicator,
     chosen_change,
 )
-from keepstep_mesh.protocol.job_settings import difference
+from keepstep_mesh.protocol.membership import difference
 from tests.unit.keepstep.process_group.test_accelerator import Operation, stream  # noqa: F401  a fixture
 
 pytestmark = pytest.mark.usefixtures("stream")
@@ -244,6 +244,46 @@ def test_torchs_own_change_is_chosen_where_torch_has_it(
             chosen_change()
     else:
         assert chosen_change() is chosen
+
+
+def test_torchs_change_is_not_chosen_with_rccl_and_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "ProcessGroupNCCL2", object, raising=False)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 1))
+    monkeypatch.setattr(torch.version, "hip", "7.1.0")
+    monkeypatch.delenv("KEEPSTEP_NCCL_MEMBERS", raising=False)
+    assert chosen_change() is MemberChange.REBUILD
+    monkeypatch.setenv("KEEPSTEP_NCCL_MEMBERS", "torch")
+    with pytest.raises(ProcessGroupError, match=r"=torch needs NVIDIA's NCCL: AMD's RCCL cannot"):
+        chosen_change()
+
+
+@pytest.mark.parametrize("takes_device", [True, False], ids=["torch 2.15", "torch 2.14"])
+def test_torchs_backend_gets_the_device_of_its_thread(monkeypatch: pytest.MonkeyPatch, takes_device: bool) -> None:
+    """torch 2.15 has an argument for it, torch 2.14 takes the device that is current; neither reads LOCAL_RANK here."""
+    given: list[tuple[Any, ...]] = []
+
+    class Options:
+        pass
+
+    class OfTorch:
+        def __init__(self, *args: Any) -> None:
+            if len(args) > 4 + takes_device:
+                raise TypeError("__init__(): incompatible constructor arguments")
+            given.append(args[3:])
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", type("Old", (), {"Options": Options}), raising=False)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL2", OfTorch, raising=False)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 1))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("KEEPSTEP_NCCL_MEMBERS", "torch")
+    ProcessGroupNCCL()._create_kept(HashStore())
+    ((options, *device),) = given
+    assert options.enable_reconfigure
+    assert device == ([torch.device("cuda", 3)] if takes_device else [])
 
 
 def test_groups_that_change_their_members_in_different_ways_are_refused_by_name() -> None:

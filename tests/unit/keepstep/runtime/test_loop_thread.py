@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import os
 import threading
 from collections.abc import Iterator
 
 import pytest
 
-from keepstep.runtime.loop_thread import LoopThread
+from keepstep.runtime.loop_thread import LoopThread, SharedLoopThread
 
 
 @pytest.fixture
@@ -94,3 +95,69 @@ def test_the_end_of_the_thread_ends_every_wait():
         thread.stop()
         with pytest.raises(RuntimeError, match="'test-loop' has ended"):
             waiting.result(30)
+
+
+def test_what_a_coroutine_returns_and_raises_reaches_the_thread_that_started_it(mesh):
+    async def divided(by: int) -> float:
+        await asyncio.sleep(0)
+        return 1 / by
+
+    assert mesh.spawn(divided(2)).result(30) == 0.5
+    with pytest.raises(ZeroDivisionError):
+        mesh.spawn(divided(0)).result(30)
+
+
+def test_a_coroutine_whose_future_is_cancelled_is_cancelled_too(mesh):
+    began, cancelled = threading.Event(), threading.Event()
+
+    async def waits() -> None:
+        began.set()
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            cancelled.set()
+
+    future = mesh.spawn(waits())
+    assert began.wait(30)
+    assert future.cancel()
+    assert cancelled.wait(30)
+
+
+def test_a_future_of_a_coroutine_that_ends_cancelled_is_cancelled(mesh):
+    async def ends() -> None:
+        raise asyncio.CancelledError
+
+    with pytest.raises(concurrent.futures.CancelledError):
+        mesh.spawn(ends()).result(30)
+
+
+def test_a_shared_thread_runs_from_the_first_user_to_the_last():
+    shared = SharedLoopThread("test-shared")
+    first, second = shared.take(), shared.take()
+    assert first is second
+    shared.give_back(first)
+    assert second.call(asyncio.sleep(0, "runs"), 30.0) == "runs"
+    shared.give_back(second)
+    assert not first.is_alive
+    third = shared.take()
+    assert third is not first
+    assert third.call(asyncio.sleep(0, "runs"), 30.0) == "runs"
+    shared.give_back(first)  # a thread that has ended has no users
+    assert third.is_alive
+    shared.give_back(third)
+
+
+def test_a_forked_child_gets_a_shared_thread_of_its_own():
+    shared = SharedLoopThread("test-shared")
+    taken = shared.take()
+    child = os.fork()
+    if not child:
+        ended = 1
+        try:
+            own = shared.take()
+            ended = 0 if own is not taken and own.call(asyncio.sleep(0, "runs"), 30.0) == "runs" else 2
+        finally:
+            os._exit(ended)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert taken.is_alive
+    shared.give_back(taken)

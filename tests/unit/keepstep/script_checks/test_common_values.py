@@ -59,6 +59,20 @@ def test_a_value_that_changes_in_place_counts():
     assert len(set(seen)) == len(seen)
 
 
+def test_values_that_do_not_change_are_the_same_object():
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    values, steps = common(model, optimizer), StepValues()
+    first = values.of_step()
+    assert values.of_step() is first
+    before = steps.add(1, 1, first)
+    assert steps.add(1, 2, values.of_step()) == before
+    optimizer.param_groups[0]["lr"] = 0.2
+    assert steps.add(1, 3, values.of_step()) != before
+    optimizer.param_groups[0]["lr"] = 0.1
+    assert steps.add(1, 4, values.of_step()) == before
+
+
 def test_numbers_of_other_types_are_equal_and_objects_do_not_count():
     assert plain(1) == plain(1.0) == plain(torch.tensor(1)) == plain(torch.tensor([1.0], dtype=torch.float64)) == 1.0
     assert plain([0.5, torch.tensor(2.0)]) == (0.5, 2.0)

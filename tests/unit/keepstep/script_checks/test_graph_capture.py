@@ -9,7 +9,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from keepstep import Manager
-from keepstep.step.reduction import refuse_capture
+from keepstep.runtime.devices import refuse_capture
 
 
 def test_a_collective_in_the_capture_of_a_cuda_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,6 +126,11 @@ def test_frozen_parameters_may_be_left_out_of_the_optimizer_and_of_the_state() -
     assert Script(of(head)).trains(nn.Sequential(model, head), head) == {}
 
 
+def test_frozen_parameters_of_the_optimizer_that_train_later_cause_no_warning() -> None:
+    model = nn.Sequential(nn.Linear(3, 4).requires_grad_(False), nn.Linear(4, 1))
+    assert Script(of(model)).trains(model, model) == {}
+
+
 def test_a_state_that_cannot_be_read_yet_does_not_end_the_script() -> None:
     def broken() -> Any:
         raise NameError("epoch")
@@ -179,3 +184,32 @@ def test_a_long_evaluation_after_which_the_others_are_ahead_is_a_mistake(
     if warned:
         reason = script.warnings["other groups went on without this one"]
         assert reason == "this group spent 75 s between two steps, and the others committed 4 steps without it"
+
+
+def test_a_schedule_that_goes_on_after_a_discarded_step_is_a_mistake() -> None:
+    model = nn.Linear(3, 4)
+    script = Script(of(model))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+    script.checker.add_optimizer(sgd)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(sgd, 0.5)
+    sgd.step()  # else torch warns of the schedule
+    script.step(1)
+    scheduler.step()
+    script.checker.quorum_requested(0.0)
+    script.checker.discarded()
+    script.step(2)
+    assert script.warnings == {}, "nothing changed between the step that was discarded and the next one"
+    for _ in range(2):  # warned once
+        script.checker.quorum_requested(0.0)
+        script.checker.discarded()
+        scheduler.step()
+        script.checker.quorum_requested(0.0)
+    assert list(script.warnings) == ["optimizer changed after a discarded step"]
+    assert "SGD param group 0 lr from 0.25 to 0.125" in script.warnings["optimizer changed after a discarded step"]
+
+
+def test_a_sync_batch_norm_that_normalizes_over_one_group_is_a_mistake() -> None:
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
+    script = Script(of(model))
+    script.checker.add_module(model)
+    assert script.warnings["SyncBatchNorm without a process group"].startswith("1 SyncBatchNorm modules normalize over")

@@ -47,6 +47,13 @@ def test_only_what_was_not_written_to_is_right():
     assert right(early, state) == []
 
 
+def test_a_write_that_torch_does_not_count_shows_in_any_byte_of_the_elements():
+    state = {"data": torch.ones(1 << 20)}  # the distance of the samples is a multiple of the size of an element
+    early = copied(state)
+    state["data"].data.mul_(2)  # two of four bytes change
+    assert right(early, state) == []
+
+
 @pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}, {"fused": True}], ids=str)
 def test_torch_counts_the_writes_of_optimizers(options):
     parameter = torch.nn.Parameter(torch.ones(BIG))

@@ -108,6 +108,16 @@ async def test_a_lost_group_explains_the_failure_and_ends_the_probe(silent: str)
     assert await collecting is None
 
 
+async def test_a_group_without_an_answer_to_two_probes_of_one_stall_is_cut_off(silent: str, answers: str) -> None:
+    cut: asyncio.Future[tuple[int, str]] = asyncio.get_running_loop().create_future()
+    evidence = FailureEvidence(0.5, lambda *told: cut.done() or cut.set_result(told))
+    evidence.begins(plan_of(b=silent, c=answers), StepTimes(time.monotonic()))
+    watching = asyncio.create_task(evidence.watch())
+    async with asyncio.timeout(20):
+        assert await cut == (7, "this member cannot reach b")
+    watching.cancel()
+
+
 async def test_a_step_without_progress_is_probed_before_it_fails(silent: str, answers: str) -> None:
     evidence = evidence_of(plan_of(b=silent, c=answers), cause="", timeout=0.5)
     watching = asyncio.create_task(evidence.watch())

@@ -127,6 +127,18 @@ def test_the_table_of_transitions_is_what_the_log_does(phase: Phase, action: Act
     log.validate()
 
 
+def test_weights_of_a_replay_in_doubt_have_a_lineage_of_their_own() -> None:
+    log: GradientLog[int] = GradientLog(MEMORY)
+    log.begin(HeldState(0, "new:a", 0), HeldState(4, 2, 8), "behind:a:1")
+    for step in (4, 5, 6):
+        log.keep(step_after(step))
+    log.arrive(8)
+    assert log.is_worth_more(HeldState(3, 2, 0)), "the state that has arrived is sound"
+    assert log.replayed() == HeldState(5, "behind:a:1", 9)
+    assert not log.is_worth_more(HeldState(3, 2, 0))
+    assert log.give_up() == HeldState(5, "behind:a:1", 9)
+
+
 def test_a_limit_of_no_memory_is_refused() -> None:
     with pytest.raises(ValueError, match="memory=0 must be at least 1 byte"):
         GradientLog(0)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from keepstep.checkpointing import CheckpointTransport, HTTPTransport, PGTransport, RelayTransport
+from keepstep.state.errors import StateMismatch
 from keepstep.step.live_state import LiveState
 from keepstep_mesh.errors import KeepstepError
 
@@ -69,6 +70,26 @@ def test_a_transport_that_accepts_into_is_given_the_state_and_the_limits() -> No
     assert transport.options == {"progress": print, "limit": 2 * SECOND}
 
 
+def test_what_is_copied_from_the_state_is_complete_before_a_load_begins() -> None:
+    class InPlace(WithBase):
+        accepts_into = True
+
+        def recv_checkpoint(self, *_where: Any, **_options: Any) -> Any:
+            order.append("receive")
+            return RECEIVED
+
+    order: list[str] = []
+    state, *_ = registered()
+    state.register("other", lambda _: order.append("load"), dict)
+    state.settle = lambda: order.append("settle")
+    with pytest.raises(StateMismatch):
+        state.receive(InPlace(), 3, "there", 7, SECOND, lambda *_: None)
+    assert order[:2] == ["settle", "receive"]
+    order.clear()
+    state.load_user_state({"model": {}, "other": {}})
+    assert order == ["settle", "load"]
+
+
 def test_only_registered_parts_are_compared_and_another_key_is_named() -> None:
     state, *_ = registered()
     whole = state.root()
@@ -97,7 +118,20 @@ def test_a_state_is_read_once_after_a_load_and_again_where_torch_has_cast_it(dty
     state.register("model", lambda _: None, lambda: save("model", {"w": 1}))
     state.register("optimizer", optimizer.load_state_dict, lambda: save("optimizer", optimizer.state_dict()))
     user = {"model": {"w": 1}, "optimizer": loaded}
-    state.load_user_state(user)
-    state.check_loaded(user)
+    state.check_loaded(state.load_user_state(user))
     assert [read.count(name) for name in ("model", "optimizer")] == [1, reads]
     assert torch.equal(optimizer.state[parameter]["momentum_buffer"], loaded["state"][0]["momentum_buffer"])
+
+
+def test_a_load_that_removes_keys_from_what_it_gets_has_restored_them(caplog: pytest.LogCaptureFixture) -> None:
+    sgd = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], 0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.CyclicLR(sgd, 0.01, 0.1)
+    state = LiveState(dict, lambda _: None)
+    state.register("scheduler", scheduler.load_state_dict, scheduler.state_dict)
+    user = {"scheduler": scheduler.state_dict()}
+    loaded = state.load_user_state(user)
+    assert user["scheduler"].keys() != loaded["scheduler"].keys(), "torch changes what it gets"
+    state.check_loaded(loaded)
+    assert "state not restored" not in caplog.text
+    state.check_loaded(user)
+    assert "state not restored" in caplog.text

@@ -22,9 +22,10 @@ async def test_a_process_group_is_built_for_the_device_of_the_step_and_not_for_t
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     current, built = [0], []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
-    monkeypatch.setattr(torch.cuda, "set_device", built.append)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)  # CUDA, ROCm or XPU
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: current[0])
+    monkeypatch.setattr(torch.accelerator, "set_device_index", built.append)
     server = KeyValueServer()
     reconfigurer = Reconfigurer(
         ProcessGroupDummy(),

@@ -150,7 +150,11 @@ def test_jobs_fit_80_columns_and_say_why_they_do_not_train(
 
     lost = f"r1:{UUID} was lost: it was silent for 5 s"
     tables.show_jobs(
-        [job("a", 90, code="running"), job("b", 7300, code="finished"), job("c", 200000, code="failed", why=lost)],
+        [
+            job("a", 90, code="running") | {"joins": "heals: the script has 2 optimizers"},
+            job("b", 7300, code="finished"),
+            job("c", 200000, code="failed", why=lost),
+        ],
         None,
     )
     lines = capsys.readouterr().out.splitlines()
@@ -158,7 +162,10 @@ def test_jobs_fit_80_columns_and_say_why_they_do_not_train(
     rows = [line.split() for line in lines if "123456" in line]
     assert rows[0][-7:] == ["123456", "12", "80", "ms", "ago", "3", "2"]
     assert [" ".join(row[:-7]) for row in rows] == ["a running 90 s", "b finished 2 h 2 min", "c failed 2 d 8 h"]
-    assert lines[-1] == "c: r1:9a7c6573 was lost: it was silent for 5 s"
+    assert lines[-2:] == [
+        "a: a group that joins heals: the script has 2 optimizers",
+        "c: r1:9a7c6573 was lost: it was silent for 5 s",
+    ]
 
 
 SHARDS = {

@@ -5,7 +5,8 @@ from __future__ import annotations
 import click
 import pytest
 
-from keepstep_cli.asking.units import EventNumber, ago_text, event_text, seconds_text
+from keepstep_cli.asking.units import EventNumber, ago_text, event_text
+from keepstep_mesh.text import seconds_text
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,18 @@ def test_the_time_to_the_next_commit_is_that_of_the_first_step_without_the_victi
     assert not story.over(200.0)
 
 
+def test_the_summary_has_the_time_until_killed_groups_are_back_without_the_lighthouse() -> None:
+    story = begun("r1", LIGHTHOUSE)
+    story.noted("restarts are warm", 105.0)
+    kill(story, "r1", 110.0)
+    committed(story, "r0", 110.3, 3, 2, 2)
+    all_commit(story, 110.5, 4, 3)
+    kill(story, LIGHTHOUSE, 120.0)
+    all_commit(story, 129.0, 6, 4)
+    assert story.summary()["seconds_from_kill_until_the_group_is_back"] == {"p50": 0.5, "max": 0.5}
+    assert story.happenings[1] == "  5.00 s  restarts are warm"
+
+
 def test_a_group_is_back_when_it_commits_with_all_others() -> None:
     story = begun("r1", "r2")
     kill(story, "r1", 110.0)

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from keepstep_cli.doctor import findings
-from keepstep_cli.doctor.findings import Finding, Probe, Verdict
+from keepstep_cli.doctor.findings import Probe
+from keepstep_mesh.checks.findings import Finding, Verdict
 
 FINE = Probe("relay", "http://r:1", answers_as="relay", round_trip=0.001, clock_offset=0.0, mtu=1500)
 

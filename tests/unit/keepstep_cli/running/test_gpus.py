@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from keepstep_cli.running.gpus import advice, divide, visible_gpus
+from keepstep_cli.running.gpus import advice, divide, variable_of, visible_gpus
 from keepstep_cli.running.ranks import JobSpec, rank_environment
 
 
@@ -23,6 +23,24 @@ def test_without_the_variable_the_device_files_are_counted(tmp_path: Path) -> No
 )
 def test_the_variable_decides_as_it_does_for_cuda(given: str, found: tuple[str, ...], tmp_path: Path) -> None:
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": given}, tmp_path) == found
+
+
+def test_gpus_of_amd_are_counted_and_divided_by_the_variable_that_rocm_reads(tmp_path: Path) -> None:
+    for node, gpu in enumerate(("0", "30112", "41882", "9301")):  # a CPU is 0
+        (tmp_path / str(node)).mkdir()
+        (tmp_path / str(node) / "gpu_id").write_text(f"{gpu}\n")
+
+    def seen(**variables: str) -> tuple[str, tuple[str, ...]]:
+        return variable_of(variables), visible_gpus(variables, tmp_path / "no NVIDIA", tmp_path)
+
+    assert seen() == ("CUDA_VISIBLE_DEVICES", ("0", "1", "2"))
+    assert seen(ROCR_VISIBLE_DEVICES="2,3") == ("HIP_VISIBLE_DEVICES", ("0", "1")), "ROCm counts what it hides first"
+    assert seen(HIP_VISIBLE_DEVICES="2", CUDA_VISIBLE_DEVICES="0,1") == ("HIP_VISIBLE_DEVICES", ("2",))
+    spec = JobSpec(("true",), 2, 1, "http://l:1", "job", "run", 0, gpus=("0", "1"))
+    ranks = [
+        rank_environment(spec, one, 0, restart=0, master_port=1, base={"HIP_VISIBLE_DEVICES": "0,1"}) for one in (0, 1)
+    ]
+    assert [one["HIP_VISIBLE_DEVICES"] for one in ranks] == ["0", "1"]
 
 
 def test_groups_get_different_gpus() -> None:

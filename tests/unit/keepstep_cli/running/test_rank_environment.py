@@ -1,7 +1,8 @@
-"""Tokens and certificates in the environment of a rank: files, which it can read again, and no secret."""
+"""The environment of a rank. Tokens and certificates are files, which it can read again, and no secret."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,8 @@ from keepstep_cli.running.ranks import JobSpec, rank_environment
 from keepstep_mesh.security.tls import TlsFiles
 
 
-def environment(base: dict[str, str], token_file: Path | None = None, tls: TlsFiles | None = None) -> dict[str, str]:
-    spec = JobSpec(
+def job(token_file: Path | None = None, tls: TlsFiles | None = None) -> JobSpec:
+    return JobSpec(
         command=("true",),
         replicas=1,
         nproc_per_replica=1,
@@ -23,7 +24,10 @@ def environment(base: dict[str, str], token_file: Path | None = None, tls: TlsFi
         token_file=token_file,
         tls=tls or TlsFiles(),
     )
-    return rank_environment(spec, 0, 0, restart=0, master_port=1, base=base)
+
+
+def environment(base: dict[str, str], token_file: Path | None = None, tls: TlsFiles | None = None) -> dict[str, str]:
+    return rank_environment(job(token_file, tls), 0, 0, restart=0, master_port=1, base=base)
 
 
 def secure(variables: dict[str, str]) -> dict[str, str]:
@@ -60,3 +64,19 @@ def test_a_lighthouse_of_the_jobs_own_speaks_plain_http_on_loopback(tmp_path: Pa
     base = {"KEEPSTEP_LIGHTHOUSE_TLS_CERT": "l.pem", "KEEPSTEP_WORKER_TOKEN": "w" * 20}
     (told,) = lighthouse_program(1, tmp_path, base).environments(0)
     assert told == {"KEEPSTEP_WORKER_TOKEN": "w" * 20}
+
+
+def test_a_group_of_several_machines_has_the_ranks_of_all_of_them_and_one_store() -> None:
+    spec = replace(job(), nproc_per_replica=8, nnodes=3, node_rank=2, master=("m0", 29500))
+    found = rank_environment(spec, 0, 5, restart=0, master_port=1, base={})
+    expected = {
+        "RANK": "21",
+        "WORLD_SIZE": "24",
+        "LOCAL_RANK": "5",
+        "LOCAL_WORLD_SIZE": "8",
+        "GROUP_RANK": "2",
+        "GROUP_WORLD_SIZE": "3",
+        "MASTER_ADDR": "m0",
+        "MASTER_PORT": "29500",
+    }
+    assert expected.items() <= found.items()

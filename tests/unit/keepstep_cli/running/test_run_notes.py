@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from contextlib import AsyncExitStack
+import shutil
+import subprocess
+import sys
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +78,33 @@ async def test_an_order_reaches_the_run_of_its_job_only() -> None:
     assert answer == {"restarted": ["r1"], "groups": ["r0", "r1"]}
     assert restarted == ["r1"]
     assert str(os.getpid()) in address
+
+
+RUN = """
+import asyncio, os, sys
+from keepstep_cli.running.run_control import accepting_orders
+async def run():
+    async with accepting_orders("contained", [sys.argv[1]], print):
+        print("ready", os.getpid(), flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+asyncio.run(run())
+"""
+CONTAINER = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable, "-c", RUN)
+
+
+def test_runs_of_two_containers_that_share_a_network_take_orders() -> None:
+    """Each is process 1 of its container."""
+    if shutil.which("unshare") is None or subprocess.run([*CONTAINER[:5], "true"], check=False).returncode:
+        pytest.skip("needs the right to make a pid namespace")
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with ExitStack() as stack:
+        for name in ("r0", "r1"):
+            run = stack.enter_context(subprocess.Popen([*CONTAINER, name], **pipes))
+            assert run.stdout is not None
+            assert run.stdout.readline() == "ready 1\n"
+        answers = [order_restart(address, ["r1"]) for address in running_here("contained", 1)]
+    assert sorted(one["groups"] for one in answers) == [["r0"], ["r1"]]
+    assert sum(one["restarted"] == ["r1"] for one in answers) == 1
 
 
 async def test_an_order_is_refused_if_several_runs_have_a_group_of_this_name(monkeypatch: pytest.MonkeyPatch) -> None:

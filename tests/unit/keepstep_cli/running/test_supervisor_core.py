@@ -5,14 +5,16 @@ from dataclasses import replace
 
 import pytest
 
-from keepstep_cli.running.supervisor import Phase, Supervisor, describe_exit
+from keepstep_cli.running.supervisor import Phase, Supervisor
 from keepstep_cli.running.supervisor_events import (
+    RESTARTED,
     Action,
     AskBan,
     AskJob,
     BanLearned,
     Begin,
     Event,
+    GroupEnded,
     GroupSpec,
     JobLearned,
     Note,
@@ -24,7 +26,14 @@ from keepstep_cli.running.supervisor_events import (
     Stop,
     Tick,
 )
-from keepstep_mesh.exit_codes import ENDS_THE_SAME, EXIT_EVICTED, EXIT_GROUP_FAILED, EXIT_SCRIPT_FAILS
+from keepstep_mesh.exit_codes import (
+    ENDS_THE_SAME,
+    EXIT_EVICTED,
+    EXIT_GROUP_FAILED,
+    EXIT_PREFLIGHT,
+    EXIT_SCRIPT_FAILS,
+    describe_exit,
+)
 from keepstep_mesh.net.backoff import Backoff
 
 RESTARTS = Restarts(max_restarts=3, backoff=Backoff(1.0, 8.0), ran_well=100.0, grace=10.0)
@@ -32,23 +41,58 @@ TERM, KILL = signal.SIGTERM, signal.SIGKILL
 
 
 class Job:
-    """A supervisor that is validated after every event and whose notes are left aside."""
+    """A supervisor that is validated after every event. Its notes and the ends of its groups are left aside."""
 
     def __init__(self, *groups: GroupSpec, restarts: Restarts = RESTARTS) -> None:
         self.core = Supervisor(groups, restarts)
         self.notes: list[str] = []
+        self.ends: list[GroupEnded] = []
 
     def __call__(self, event: Event, now: float, chance: float = 1.0) -> list[Action]:
         actions = self.core.handle(event, now, chance)
         self.core.validate()
         self.notes += [f"{one.group}: {one.sentence}" for one in actions if isinstance(one, Note)]
-        return [one for one in actions if not isinstance(one, Note)]
+        self.ends += [one for one in actions if isinstance(one, GroupEnded)]
+        return [one for one in actions if not isinstance(one, Note | GroupEnded)]
 
 
 def job(*groups: GroupSpec, restarts: Restarts = RESTARTS) -> Job:
     made = Job(*groups, restarts=restarts)
     assert made(Begin(), 0.0) == [StartGroup(one.name, 0) for one in groups]
     return made
+
+
+def test_an_end_is_told_with_the_ranks_in_their_order_and_why_the_group_was_ended() -> None:
+    run = job(GroupSpec("r0", 2), GroupSpec("r1"), GroupSpec("lighthouse", service=True))
+    run(RankExited("r0", 1, -KILL), 5.0)
+    assert run.ends == [], "rank 0 runs"
+    run(RankExited("r0", 0, EXIT_GROUP_FAILED), 6.0)
+    assert run.ends == [GroupEnded("r0", ((1, -KILL), (0, EXIT_GROUP_FAILED)))]
+    run(RankExited("lighthouse", 0, 1), 6.5)
+    run(Tick(), 8.0)
+    run(OrderRestart("r0"), 9.0)
+    run(RankExited("r0", 0, 0), 9.5)
+    run(RankExited("r0", 1, -TERM), 9.5)
+    assert run.ends[1:] == [GroupEnded("r0", ((0, 0), (1, -TERM)), RESTARTED)]
+    run(Stop(signal.SIGINT), 20.0)
+    run(RankExited("r1", 0, 0), 20.0)
+    assert run.ends[2:] == [GroupEnded("r1", ((0, 0),), "SIGINT")]
+
+
+def test_the_end_of_a_group_that_finishes_is_not_told() -> None:
+    run = job(GroupSpec("r0", 2))
+    run(RankExited("r0", 0, 0), 5.0)
+    run(RankExited("r0", 1, 0), 5.0)
+    assert run.core.phase("r0") is Phase.FINISHED
+    assert run.ends == []
+
+
+def test_a_group_that_failed_before_the_stop_ended_by_itself() -> None:
+    run = job(GroupSpec("r0", 2))
+    run(RankExited("r0", 0, 1), 5.0)
+    run(Stop(TERM), 5.5)
+    run(RankExited("r0", 1, -TERM), 6.0)
+    assert run.ends == [GroupEnded("r0", ((0, 1), (1, -TERM)))]
 
 
 def test_an_ordered_restart_ends_a_group_that_runs_and_starts_it_without_a_pause() -> None:
@@ -129,6 +173,35 @@ def test_an_evicted_group_starts_again_when_its_ban_is_over() -> None:
     assert run(RankExited("r0", 0, 1), 60.0) == [SignalGroup("r0", TERM)]
     run(RankExited("r0", 1, 1), 60.0)
     assert run.core.phase("r0") is Phase.WAITING, "that it was evicted once is forgotten"
+
+
+def test_a_group_whose_machine_fails_its_checks_waits_twice_as_long_each_time_in_a_row() -> None:
+    run = job(GroupSpec("r0", 2), restarts=Restarts(max_restarts=5, refused_pause=60.0, refused_most=200.0))
+    now = 0.0
+
+    def refused() -> float:
+        run(RankExited("r0", 1, EXIT_PREFLIGHT), now)
+        run(RankExited("r0", 0, -15), now)
+        deadline = run.core.deadline()
+        assert deadline is not None
+        return deadline - now
+
+    for pause in (60.0, 120.0, 200.0):
+        assert refused() == pause
+        now += pause
+        assert run(Tick(), now)[0] == StartGroup("r0", run.core.restarts("r0"))
+    assert "r0: refused by the checks of its machine, 3 in a row" in run.notes
+    run(RankExited("r0", 1, 1), now)
+    run(RankExited("r0", 0, -15), now)
+    assert run.core.deadline() != now + 60, "another failure waits no longer than before"
+    now += 100
+    run(Tick(), now)
+    assert refused() == 60.0, "a run that was not refused ends the row"
+    now += 60
+    run(Tick(), now)
+    run(RankExited("r0", 1, EXIT_PREFLIGHT), now)
+    run(RankExited("r0", 0, -15), now)
+    assert run.core.exit_code() == EXIT_PREFLIGHT, "the last restart is used up"
 
 
 def test_while_nobody_says_whether_a_group_is_banned_it_is_not_started() -> None:

@@ -1,4 +1,4 @@
-"""Two releases, one after the other, understand each other; ``version_5.json`` has what the older one wrote."""
+"""Two releases, one after the other, understand each other; ``version_7.json`` has what the older one wrote."""
 
 from __future__ import annotations
 

@@ -151,3 +151,26 @@ def test_chunks_of_an_open_upload_or_transfer_are_evicted_last():
     relay(ChunkArrived(B, DISK))
     assert relay(MemoryWanted(1)) == [Evict((B,))]
     assert relay(MemoryWanted(1)) == [Evict((A,))]
+
+
+def test_a_durable_checkpoint_gets_the_memory_of_those_before_it_that_the_disk_has():
+    relay = Driver()
+    other = Key("other", "c1")
+    live, durable = Facts(1, Kind.LIVE, 1), Facts(1, Kind.DURABLE, 1)
+    relay.committed(other, LAST, facts=durable)
+    relay.committed(C3, bytes(16), facts=live)
+    relay.committed(C1, A, B, C, facts=durable)
+    relay(*(ChunkArrived(digest, DISK) for digest in (A, C, LAST, bytes(16))), ChunkHeld(C))
+    decisions = relay.committed(C2, b"d" * 16, C, facts=durable)
+    assert Evict((A,)) in decisions, "only memory has B, a reader holds C, and the others are not of this job and kind"
+    relay(ChunkArrived(b"d" * 16, DISK), ChunkReleased(C))
+    assert Evict((C, b"d" * 16)) in relay.committed(Key("job", "c4"), b"e" * 16, facts=durable)
+    assert not any(isinstance(one, Evict) for one in relay.committed(Key("job", "c5"), b"f" * 16, facts=live))
+
+
+def test_a_durable_checkpoint_keeps_its_own_chunks_in_memory():
+    relay = Driver()
+    durable = Facts(1, Kind.DURABLE, 1)
+    relay.committed(C1, A, B, facts=durable)
+    relay(ChunkArrived(A, DISK), ChunkArrived(B, DISK))
+    assert Evict((A,)) in relay.committed(C2, B, facts=durable)

@@ -45,7 +45,7 @@ from keepstep_relay.core.events import (
 from keepstep_relay.core.invariants import check_invariants
 from keepstep_relay.core.machine import RelayCore
 
-KEYS = st.sampled_from([Key("job", "a"), Key("job", "b"), Key("other", "a")])
+KEYS = st.sampled_from([Key("job", "a"), Key("job", "a~1"), Key("job", "a~2"), Key("job", "b"), Key("other", "a")])
 WHOLE = st.sampled_from([bytes([letter]) * 16 for letter in b"abc"])
 SHORT = st.sampled_from([bytes([letter]) * 16 for letter in b"uv"])
 DIGESTS = WHOLE | SHORT
@@ -117,9 +117,12 @@ class Onlooker(RuleBasedStateMachine):
                     self.tiers[Tier.DURABLE] -= self.copies.pop(key, set()) - set().union(*self.copies.values())
         return decisions
 
-    @rule(key=KEYS, step=st.integers(0, 3), ranks=st.integers(1, 2), quorum_id=st.integers(0, 1))
-    def begins(self, key: Key, step: int, ranks: int, quorum_id: int) -> None:
-        self.step(Begun(key, Facts(step, Kind.LIVE, ranks, quorum_id)))
+    @rule(
+        key=KEYS, step=st.integers(0, 3), ranks=st.integers(1, 2), quorum_id=st.integers(0, 1), overwrite=st.booleans()
+    )
+    def begins(self, key: Key, step: int, ranks: int, quorum_id: int, overwrite: bool) -> None:
+        version = self.core.to_begin(key, overwrite=overwrite)
+        self.step(Begun(version, Facts(step, Kind.LIVE, ranks, quorum_id)))
 
     @rule(key=KEYS, rank=RANKS, whole=st.lists(WHOLE, max_size=3), last=DIGESTS, root=st.sampled_from([b"r", b"s"]))
     def table(self, key: Key, rank: int, whole: list[bytes], last: bytes, root: bytes) -> None:
@@ -141,9 +144,13 @@ class Onlooker(RuleBasedStateMachine):
         last=SHORT,
         tier=UPLOADED,
         done=st.booleans(),
+        overwrite=st.booleans(),
     )
-    def upload(self, key: Key, step: int, whole: list[bytes], last: bytes, tier: Tier, done: bool) -> None:
-        self.begins(key, step, 1, 1)
+    def upload(
+        self, key: Key, step: int, whole: list[bytes], last: bytes, tier: Tier, done: bool, overwrite: bool
+    ) -> None:
+        key = self.core.to_begin(key, overwrite=overwrite)
+        self.begins(key, step, 1, 1, overwrite)
         self.table(key, 0, whole, last, b"r")
         one = self.core.checkpoints.get(key)
         for digest in sorted(one.digests() if one else ()):

@@ -12,11 +12,14 @@ if __name__ == "sitecustomize":
     try:
         from importlib.util import module_from_spec, spec_from_file_location
 
-        path = os.path.join(os.path.dirname(os.path.dirname(__file__)), "in_template.py")  # noqa: PTH118, PTH120 - cheap
-        spec = spec_from_file_location("keepstep_in_template", path)
-        template = module_from_spec(spec)  # type: ignore[arg-type]
-        spec.loader.exec_module(template)  # type: ignore[union-attr]
-        found = template.serve(os.path.dirname(__file__), loaded)  # noqa: PTH120
+        parts = []
+        for name in ("template_forks", "template_imports"):
+            path = os.path.join(os.path.dirname(os.path.dirname(__file__)), f"{name}.py")  # noqa: PTH118, PTH120 - cheap
+            spec = spec_from_file_location(f"keepstep_{name}", path)
+            parts.append(module_from_spec(spec))  # type: ignore[arg-type]
+            spec.loader.exec_module(parts[-1])  # type: ignore[union-attr]
+        forks, imports = parts
+        found = forks.serve(os.path.dirname(__file__), loaded, imports.Preload)  # noqa: PTH120
     except BaseException:  # noqa: BLE001 - whatever it is, the template must not run the script
         import traceback
 

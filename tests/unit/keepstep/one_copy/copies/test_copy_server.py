@@ -1,19 +1,22 @@
 import socket
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from keepstep.one_copy.copies import copy_sender
 from keepstep.one_copy.copies.copy_sender import CopySender, Membership
-from keepstep.one_copy.copies.copy_server import CopyServer
-from keepstep.one_copy.copies.frames import CopyError, connect
+from keepstep.one_copy.copies.copy_server import CopyServer, RebuiltSlices
+from keepstep.one_copy.copies.early_gradients import PARTS
+from keepstep.one_copy.copies.frames import CopyError, Frames, connect
 from keepstep.one_copy.copies.keeper import Keeper
 from keepstep.one_copy.copies.rank_state import RankState
 from keepstep.one_copy.copies.shard_reader import ShardReader
 from keepstep.one_copy.core.holding import State
 from keepstep_mesh.security.tokens import ClientToken
+from keepstep_mesh.threads.starting import ThreadPoolExecutor
 
 SECONDS = 30.0
 TOKEN = ClientToken.of("secret")
@@ -136,6 +139,121 @@ def test_a_step_without_all_bases_is_not_confirmed(server: CopyServer, sender: C
     sender._fill, state.slices_per_step = False, 0.5
     with pytest.raises(CopyError, match="not whole"):
         step(state, sender, 1)
+
+
+def test_the_process_in_the_place_of_a_lost_owner_sends_no_base_again(
+    server: CopyServer, sender: CopySender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = rank_state()
+    sender.connect(state, Membership(1, 0, 1), {"k": (server.address, True)}, whole=False)
+    for number in range(1, 4):
+        step(state, sender, number)
+    state.slices_per_step = 1
+    sent: list[str] = []
+    send = CopySender._send_state
+
+    def counted(self: CopySender, part: str, *args: Any, **kwargs: Any) -> None:
+        sent.append(part)
+        send(self, part, *args, **kwargs)
+
+    monkeypatch.setattr(CopySender, "_send_state", counted)
+    sender.connect(state, Membership(1, 0, 2), {"k": (server.address, False)}, whole=False)
+    step(state, sender, 4)
+    assert sent.count("base") == 1 < len(state.slices)
+    found, _ = ShardReader(TOKEN, 1, State(4, 4), SECONDS, lambda: "").read(server.address, 0, copy=True)
+    assert torch.equal(found["weight"]["parameter"], state.parameters[0])
+    state.slices = (tuple(range(len(state.parameters))),)  # cut otherwise
+    sent.clear()
+    sender.connect(state, Membership(1, 0, 3), {"k": (server.address, False)}, whole=False)
+    step(state, sender, 5)
+    assert sent.count("base") == 1, "the keeper has other slices, and gets all bases"
+    found, _ = ShardReader(TOKEN, 1, State(5, 5), SECONDS, lambda: "").read(server.address, 0, copy=True)
+    assert torch.equal(found["weight"]["parameter"], state.parameters[0])
+
+
+def test_each_slice_is_rebuilt_once_for_ranks_that_read_it_together() -> None:
+    rebuilt: list[int] = []
+
+    def rebuild(number: int) -> dict[str, Any]:
+        rebuilt.append(number)
+        return {"number": number}
+
+    with ThreadPoolExecutor(2) as pool:
+        slices = RebuiltSlices(pool, rebuild, 9, 4)
+        for number in range(9):
+            first, second = slices(number), slices(number)
+            assert first is second
+            assert first["number"] == number
+        assert sorted(rebuilt) == list(range(9))
+        assert slices(0)["number"] == 0, "a rank that comes late gets it too"
+        assert rebuilt.count(0) == 2
+    with ThreadPoolExecutor(2) as pool:
+        alone = RebuiltSlices(pool, rebuild, 9, 1)
+        rebuilt.clear()
+        assert [alone(number)["number"] for number in range(9)] == rebuilt == list(range(9)), "none ahead"
+
+
+def test_a_slice_that_was_not_rebuilt_is_rebuilt_for_the_next_reader() -> None:
+    """The error that a reader got has a reference to the slices, so that they are still there."""
+    memory = [False, True]
+
+    def rebuild(number: int) -> dict[str, Any]:
+        if number == 1 and not memory.pop(0):
+            raise MemoryError
+        return {"number": number}
+
+    with ThreadPoolExecutor(2) as pool:
+        slices = RebuiltSlices(pool, rebuild, 3, 4)
+        assert slices(0)["number"] == 0
+        with pytest.raises(MemoryError):
+            slices(1)
+        assert [slices(number)["number"] for number in range(3)] == [0, 1, 2]
+
+
+def test_nothing_of_a_step_that_failed_is_sent_after_the_end_of_its_connections(sender: CopySender) -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    def fail() -> None:
+        raise CopyError("a keeper is lost")
+
+    def send() -> None:
+        begun.set()
+        go.wait(SECONDS)
+
+    sender._submit(fail)
+    sender._submit(send)
+    with pytest.raises(CopyError, match="a keeper is lost"):
+        sender.filled()
+    assert begun.wait(SECONDS)
+    threading.Timer(0.1, go.set).start()
+    sender.disconnect()
+    assert go.is_set(), "disconnect has waited for it"
+
+
+def test_gradients_of_all_slices_go_out_in_few_calls(
+    server: CopyServer, sender: CopySender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(12)))
+    state = RankState(model, torch.optim.AdamW(model.parameters(), foreach=False))
+    assert len(state.slices) == 12
+    sender.connect(state, Membership(1, 0, 1), {"k": (server.address, True)}, whole=False)
+    calls = [0]
+    send = Frames.send_bytes
+
+    def counted(self: Frames, *args: Any) -> None:
+        calls[0] += threading.current_thread().name.startswith("keepstep-copying")
+        send(self, *args)
+
+    monkeypatch.setattr(Frames, "send_bytes", counted)
+    for number in range(8):
+        calls[0] = 0
+        sender.begin(State(number, number), lambda: end(state), State(number + 1, number + 1))
+        model(torch.randn(4, 8)).square().mean().backward()
+        sender.finish(State(number + 1, number + 1), end(state))
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+    bases = 2 * 3  # at most three in a step, each with its digests
+    assert calls[0] <= bases + PARTS + len(["seal", "end", "digests of the end"])
 
 
 def test_a_wrong_token_and_a_large_hello_are_refused(server: CopyServer) -> None:

@@ -5,11 +5,21 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from keepstep.one_copy.copies.frames import CopyError, Frames, send_state
-from keepstep.one_copy.copies.kept_bytes import BLOCK_BYTES, Memory, Stored
+from keepstep.one_copy.copies.kept_bytes import (
+    BLOCK_BYTES,
+    Memory,
+    Stored,
+    TensorPack,
+    pack_bytes,
+    pack_of,
+    pack_of_gradients,
+    pieces_of,
+)
 
 SECONDS = 30.0
 STATE = {
@@ -104,3 +114,24 @@ def test_blocks_are_used_again_when_nobody_reads_them() -> None:
     second = Stored.of({"a": torch.zeros(BLOCK_BYTES)}, memory)
     assert memory.free_bytes == 0
     assert torch.equal(second.state()["a"], torch.zeros(BLOCK_BYTES))
+
+
+def test_gradients_are_described_as_other_states_are() -> None:
+    """Their pieces lie in their own memory, also those that share a storage as the gradients of FSDP2 do."""
+    flat = torch.arange(40, dtype=torch.float32)
+    gradients = {
+        "odd": torch.ones(3, 5, dtype=torch.bfloat16),
+        "none": torch.empty(0),
+        "number": torch.tensor(2.0),
+        "large": torch.randn(70, 70),
+    }
+    pack, whole = pack_of_gradients(gradients), pack_of(gradients)
+    assert isinstance(pack, TensorPack)
+    assert pack.content_bytes == whole.content_bytes
+    assert b"".join(pieces_of(pack)) == b"".join(pieces_of(whole))
+    assert any(np.frombuffer(one, np.uint8).ctypes.data == gradients["large"].data_ptr() for one in pack.pieces)
+    shared = {"a": flat[:20], "b": flat[20:]}
+    assert pack_bytes(pack_of_gradients(shared).content_bytes) == 128 + 80
+    assert b"".join(pieces_of(pack_of_gradients(shared))) == b"".join(pieces_of(pack_of(shared)))
+    turned = pack_of_gradients({"turned": torch.randn(4, 6).t()})
+    assert not isinstance(turned, TensorPack)

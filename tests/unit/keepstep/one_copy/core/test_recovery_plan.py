@@ -42,7 +42,7 @@ def test_a_spare_takes_the_empty_seat_and_reads_the_shard_from_its_keeper() -> N
     assert (found.world.number, found.world.formed) == (1, 7)
     assert ways(found) == [(0, Way.LIVE), (1, Way.COPY), (1, Way.LIVE)]
     assert found.building == (1,)
-    assert found.fills == ((0, 1), (1, 2)), "the spare keeps nothing yet, and its own shard may be cut otherwise"
+    assert found.fills == ((0, 1),), "the spare keeps nothing yet; the keeper of the lost rank goes on with its copy"
 
 
 def test_a_member_that_is_back_under_its_name_has_its_seat_again() -> None:

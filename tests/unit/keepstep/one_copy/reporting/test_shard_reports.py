@@ -38,17 +38,27 @@ def one() -> Reported:
 
 def test_a_recovery_is_reported_with_seat_keepers_and_numbers_of_ranks(one: Reported) -> None:
     assert one.recovers(Kind.RESIZED, "a", "b", "c") == ShardReport(
-        9, 1, 6, 4, "resized", 4, 0.5, 100, ("c",), formed=True
+        9, 1, 6, 4, "resized", 4, 0.5, 100, ("c",), formed=True, keeps=("a",)
     )
+
+
+def test_a_member_tells_of_which_others_it_has_copies_when_all_ranks_have_some(one: Reported) -> None:
+    assert one.recovers(Kind.REPLACED, "a", "b", "c").keeps == ()
+    one.reports.committed(covered=False)
+    assert len(one.sent) == 1
+    one.reports.committed(covered=True)
+    assert one.sent[-1].keeps == ("a",)
+    one.reports.committed(covered=False)
+    assert one.sent[-1].keeps == ()
 
 
 def test_a_rank_whose_keeper_is_new_is_exposed_until_the_next_commit(one: Reported) -> None:
     told = one.recovers(Kind.REPLACED, "a", "b", "c", fills=((2, 4),))
     assert told.exposed == (Exposure("c", "they are on their way"),)
-    one.reports.committed()
+    one.reports.committed(covered=True)
     assert one.sent[-1].exposed == ()
     assert not one.sent[-1].formed
-    one.reports.committed()
+    one.reports.committed(covered=True)
     assert len(one.sent) == 2, "nothing has changed"
 
 
@@ -57,14 +67,14 @@ def test_a_keeper_that_refuses_exposes_the_rank_which_then_may_not_leave(one: Re
     assert one.recovers(Kind.FRESH, "a", "b", "c").exposed == (Exposure("c", "no memory"),)
     assert not one.reports.covered
     one.refused = {}
-    one.reports.committed()
+    one.reports.committed(covered=True)
     assert one.sent[-1].exposed == ()
     assert one.reports.covered
 
 
 def test_the_only_member_is_exposed_and_may_leave(one: Reported) -> None:
     assert one.recovers(Kind.RESIZED, "b").exposed == shard_reports.ALONE
-    one.reports.committed()
+    one.reports.committed(covered=True)
     assert len(one.sent) == 1
     assert one.reports.covered
 
@@ -72,10 +82,10 @@ def test_the_only_member_is_exposed_and_may_leave(one: Reported) -> None:
 def test_a_report_is_repeated_for_a_lighthouse_that_took_over(one: Reported, monkeypatch: pytest.MonkeyPatch) -> None:
     one.recovers(Kind.FRESH, "a", "b", "c")
     one.kept = 200
-    one.reports.committed()
+    one.reports.committed(covered=True)
     assert len(one.sent) == 1
     monkeypatch.setattr(shard_reports, "REPEAT_SECONDS", 0.0)
-    one.reports.committed()
+    one.reports.committed(covered=True)
     assert (one.sent[-1].copies_bytes, one.sent[-1].formed) == (200, False)
 
 

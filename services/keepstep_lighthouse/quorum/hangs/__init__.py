@@ -1,0 +1,1 @@
+"""Name the rank and the line in which a job hangs, and end its group. Pure."""

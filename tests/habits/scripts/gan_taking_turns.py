@@ -1,0 +1,30 @@
+"""The usual loop of a GAN: discriminator and generator take turns by their place in the loop."""
+
+import torch
+from habit import start
+from torch import nn
+
+job = start()
+generator = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 8))
+discriminator = nn.Sequential(nn.Linear(8, 16), nn.LeakyReLU(), nn.Linear(16, 1))
+adam_g = torch.optim.Adam(generator.parameters(), lr=1e-3, betas=(0.5, 0.999))
+adam_d = torch.optim.Adam(discriminator.parameters(), lr=2e-3, betas=(0.5, 0.999))
+job.state = {"generator": generator, "discriminator": discriminator, "adam_g": adam_g, "adam_d": adam_d}
+ddp_g, ddp_d = job.ddp(generator), job.ddp(discriminator)
+optimizer_g, optimizer_d = job.optimizer(adam_g), job.optimizer(adam_d)
+bce = nn.functional.binary_cross_entropy_with_logits
+
+while job.current_step() < 12:
+    real, _ = job.batch()
+    noise = job.share(torch.randn(16, 4, generator=torch.Generator().manual_seed(1)))
+    optimizer_d.zero_grad()
+    fake = generator(noise).detach()
+    loss_d = bce(ddp_d(real), torch.ones(len(real), 1)) + bce(ddp_d(fake), torch.zeros(len(real), 1))
+    loss_d.backward()
+    optimizer_d.step()
+    optimizer_g.zero_grad()
+    loss_g = bce(discriminator(ddp_g(noise)), torch.ones(len(real), 1))
+    loss_g.backward()
+    optimizer_g.step()
+    job.record(loss_g)
+job.finish()

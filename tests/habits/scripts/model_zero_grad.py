@@ -1,0 +1,20 @@
+"""model.zero_grad() instead of that of the optimizer."""
+
+import torch
+from habit import start
+from torch import nn
+
+job = start(refused="no step has begun: call start_quorum() first (Optimizer.zero_grad() does)")
+model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+job.state = {"model": model, "adamw": adamw}
+ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+
+for _ in range(12):
+    x, y = job.batch()
+    ddp.zero_grad()
+    loss = nn.functional.mse_loss(ddp(x), y)
+    loss.backward()
+    optimizer.step()
+    job.record(loss)
+job.finish()

@@ -1,0 +1,1 @@
+"""keepstep_relay.tiers."""
