@@ -24,7 +24,7 @@ GIB = 1 << 30
 TENSORS = 256
 TENSORS_OF_QUARTER = 16
 """A shard of a tensor has several chunks then."""
-ROUNDS = 5
+ROUNDS = 3
 RUN_TIMEOUT = 300.0
 """Of one library on one number of ranks."""
 PEERS = ("dcp", "torch_checkpointing")

@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 from tests.faults.rows import play
 
-QUICK_KILLS = 5
+KILLS, QUICK_KILLS = 15, 5
 SCENES = (("leader_killed", "SIGKILL", 1.0), ("leader_stopped", "SIGTERM", 0.2))
 """Row, signal, most seconds."""
 
@@ -28,7 +28,7 @@ def run(_ours: Side, _theirs: Side, *, quick: bool, log: Path) -> list[Figure]:
     figures = []
     for row, how, limit in SCENES:
         print(f"{how} to the leading lighthouse, again and again:", flush=True)
-        outcome = asyncio.run(play(row, QUICK_KILLS if quick else 0, keep=log.parent))
+        outcome = asyncio.run(play(row, QUICK_KILLS if quick else KILLS, keep=log.parent))
         if not outcome.seconds or outcome.violations:
             raise RuntimeError(f"{row}: {outcome.broken}; see {log.parent / row}")
         figures.append(

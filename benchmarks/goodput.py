@@ -42,7 +42,7 @@ from rich.table import Table
 from sides import HERE, Side
 from way_back import Job, under_keepstep_run, under_torchft
 
-WINDOWS = {10.0: 100.0, 60.0: 180.0}
+WINDOWS = {10.0: 60.0, 60.0: 120.0}
 """Seconds of the window by the mean time between failures."""
 QUICK_WINDOWS = {10.0: 40.0}
 RARE_SECONDS = 600.0

@@ -29,9 +29,9 @@ from sides import ROOT, Side, keepstep_side, stop
 from keepstep_mesh.exit_codes import EXIT_COLLECTIVES_DIFFER
 
 SCRIPT = ROOT / "tests" / "support" / "jobs" / "hanging_trainer.py"
-LIMIT, QUICK_LIMIT = 15.0, 4.0
+LIMIT, QUICK_LIMIT = 6.0, 4.0
 """``--hang-after``, in seconds."""
-TIMES, QUICK_TIMES = 3, 1
+TIMES, QUICK_TIMES = 2, 1
 COMPILATION, EVALUATION = 1.0, 10.0
 """Duration of each, in limits."""
 COLLECTIVE_LIMITS = 3.0

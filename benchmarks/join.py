@@ -33,8 +33,8 @@ from tests.support.network.namespaces import Namespaces, why_not
 RATE = "1gbit"
 UPLINK = 40e6
 """Bytes per second; a third of the link."""
-JOINS = 20
-BASELINE_JOINS = 3
+JOINS = 6
+BASELINE_JOINS = 1
 BEFORE_SECONDS = 6.0
 """Between two joins; its steps are those of the median."""
 AFTER_SECONDS = 2.0

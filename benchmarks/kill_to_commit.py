@@ -26,9 +26,9 @@ from keepstep_chaos.histories.reading import check_files
 from keepstep_chaos.histories.report import summary_lines, violation_lines
 
 GROUPS = 3
-KILLS = 40
-WORKER_KILLS = 10
-FREEZES = 5
+KILLS = 15
+WORKER_KILLS = 4
+FREEZES = 3
 PAUSE = 0.01
 COLLECTIVE_TIMEOUT = 30.0
 GIVE_UP = 120.0

@@ -15,7 +15,7 @@ from sides import HERE, keepstep_side, lighthouse, stop
 
 GROUPS = 2
 SYNC_EVERY = 10
-OUTER_STEPS, QUICK_OUTER_STEPS = 60, 10
+OUTER_STEPS, QUICK_OUTER_STEPS = 30, 10
 
 Found = dict[tuple[str, str], tuple[float, float]]
 """The loss, and the bytes that a group sent in an outer step, by outer optimizer and codec."""

@@ -27,7 +27,7 @@ RANKS = 4
 EVERY = 10
 """Steps between two checkpoints of the other side."""
 STATES = {"64 MB": 64e6, "1 GB": 1e9}
-KILLS = 5
+KILLS = 3
 STEP_RANKS, STEP_LAYERS, STEP_BATCH, STEPS = 2, 8, 384, 40
 LIMIT_SECONDS = 180.0
 MANY = 10**6
@@ -225,7 +225,7 @@ def run(*, quick: bool, log: Path) -> list[Figure]:
             Figure(f"host memory of copies by bytes of the shard, {name}", "x", "max", copies, [], Limit(value=2.2)),
         ]
     added, plain = [], []
-    for _ in range(1 if quick else 3):
+    for _ in range(1 if quick else 2):
         alone = step_seconds(side, "torch", STEPS, log)
         with_copies = step_seconds(side, "keepstep", STEPS, log)
         plain += alone

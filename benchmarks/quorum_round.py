@@ -33,7 +33,7 @@ JOINS = 5
 JOINS_FROM = 8
 """From this size on joins are measured, where both sides are: 256 clients of one process that each read a list of 1024
 take longer for it than the heartbeat timeout, which no trainer would."""
-REPEATS = 3
+REPEATS = 2
 HEARTBEAT_TIMEOUT_S = 60
 """So that none of hundreds of clients in one process is given up while the others read their first member list."""
 LIMITS = {

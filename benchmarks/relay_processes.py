@@ -20,7 +20,7 @@ from relay import delete, processor_seconds, running_relay, upload
 
 STREAMS = 4
 MEBIBYTES = 1024
-TURNS = 5
+TURNS = 3
 RELAY_CORES = 2
 START_SECONDS = 60.0
 FASTER = 1.6

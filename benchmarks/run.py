@@ -1,6 +1,6 @@
 """Measure keepstep beside torchft in one run, print a table, and write ``.bench/results.json``.
 
-make bench                                     everything (about 25 minutes)
+make bench                                     everything (less than an hour on two cores)
 make bench BENCH="quorum kill --quick"         some of it, with fewer samples
 make bench BENCH="--peer-python ~/torchft/bin/python"
 """
@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import checkpoint_speed
@@ -92,17 +93,27 @@ def main(names: tuple[str, ...], *, quick: bool, peer_python: Path | None) -> No
         sides.append(torchft_side(peer_python))
     facts = machine()
     done: dict[str, Done] = {}
+    broken: list[str] = []
     for name in names or (*BENCHMARKS, *ALONE):
         began = time.monotonic()
-        figures = ALONE[name](quick=quick, log=log) if name in ALONE else BENCHMARKS[name](*sides, quick=quick, log=log)
+        try:
+            figures = (
+                ALONE[name](quick=quick, log=log) if name in ALONE else BENCHMARKS[name](*sides, quick=quick, log=log)
+            )
+        except Exception:  # noqa: BLE001 - the others still run
+            traceback.print_exc()
+            broken.append(name)
+            continue
         done[name] = Done(time.monotonic() - began, figures)
         print(f"{name}: {done[name].seconds:.0f} s", flush=True)
         path = write(done, facts, sides, quick=quick)
+    if not done:
+        sys.exit(f"no benchmark ended: {', '.join(broken)}")
     figures = [figure for one in done.values() for figure in one.figures]
     console = Console(width=None if os.isatty(1) else 140)
     console.print(table(figures))
     console.print(f"every sample: {path}; `python benchmarks/measured.py` writes the page of them")
-    if failed := [one.name for one in figures if one.must and one.reached() is False]:
+    if failed := broken + [one.name for one in figures if one.must and one.reached() is False]:
         sys.exit(f"failed: {', '.join(failed)}")
 
 

@@ -23,9 +23,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
-import quorum_round
 from figures import Figure, Limit, p50
-from sides import HERE, ROOT, free_port, keepstep_side, stop
+from sides import HERE, ROOT, free_port, stop
 
 sys.path.insert(0, str(ROOT))
 
@@ -33,7 +32,6 @@ import itertools
 
 from tests.support.services.etcd_server import EtcdCluster
 
-SIZES = (8, 64, 256, 1024)
 GROUPS, QUICK_GROUPS = 1024, 128
 PROCESSES = 4
 STEP_SECONDS = 1.0
@@ -301,29 +299,9 @@ def conclude(seen: Seen, marks: list[tuple[str, float]], answers: list[tuple[flo
 
 
 def run(*, quick: bool, log: Path) -> list[Figure]:
-    figures: list[Figure] = []
-    ours = keepstep_side()
-    for size in SIZES:
-        rounds = max(20, quorum_round.ROUNDS[size] // (4 if quick else 1))
-        runs = []
-        for _ in range(1 if quick else quorum_round.REPEATS):
-            print(f"quorum round, N={size} ...", flush=True)
-            runs.append(quorum_round.measure(ours, size, rounds, 0, log))
-        figures += _rounds(size, runs)
     groups, changes = (QUICK_GROUPS, QUICK_CHANGES) if quick else (GROUPS, CHANGES)
     print(f"a job of {groups} groups ...", flush=True)
-    return figures + _job(groups, play(groups, changes, log))
-
-
-def _rounds(size: int, runs: list[quorum_round.Run]) -> list[Figure]:
-    times = [one for run in runs for one in run.round_ms]
-    cpu = [run.lighthouse_cpu_ms for run in runs]
-    title = f"quorum round, N={size}"
-    return [
-        Figure(title, "ms", "p50", times, limit=quorum_round.LIMITS[size] if size == GROUPS else None),
-        Figure(f"{title}, p95", "ms", "p95", times),
-        Figure(f"{title}, lighthouse CPU", "ms", "p50", cpu),
-    ]
+    return _job(groups, play(groups, changes, log))
 
 
 def _job(groups: int, seen: Seen) -> list[Figure]:

@@ -21,8 +21,8 @@ from sides import HERE, WORK, Side, keepstep_side, megatron_side
 RANKS = 2
 GIB = 1 << 30
 TENSORS = 256
-ROUNDS = 5
-SMALL_ROUNDS = 3
+ROUNDS = 3
+SMALL_ROUNDS = 2
 """Megatron Core needs seconds for each save and load of many tensors."""
 SMALL_TENSORS = 10_000
 SMALL_BYTES = 16

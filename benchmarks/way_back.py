@@ -33,7 +33,8 @@ from rich.table import Table
 from sides import HERE, Side, lighthouse, stop
 
 GROUPS = 3
-KILLS, QUICK_KILLS, HEAVY_COLD_KILLS = 20, 3, 6
+KILLS, SLOW_KILLS, QUICK_KILLS = 15, 5, 3
+"""Warm starts; cold starts, and restarts of torchft; with ``--quick``."""
 LIFE_SECONDS = 11.0
 """Longer than the shortest life after which `keepstep run` restarts a group at once."""
 LIMIT_SECONDS = 180.0
@@ -222,15 +223,14 @@ def show(rows: dict[str, list[Back]]) -> None:
 
 
 def run(ours: Side, theirs: Side, *, quick: bool, log: Path) -> list[Figure]:
-    kills = QUICK_KILLS if quick else KILLS
+    kills, few = (QUICK_KILLS, QUICK_KILLS) if quick else (KILLS, SLOW_KILLS)
     missing = [name for name in HEAVY if importlib.util.find_spec(name) is None]
     rows: dict[str, list[Back]] = {}
-    plans = [("torchft", theirs, kills, (), ()), ("keepstep, cold", ours, kills, ("--cold",), ())]
+    plans = [("torchft", theirs, few, (), ()), ("keepstep, cold", ours, few, ("--cold",), ())]
     plans.append(("keepstep, warm", ours, kills, (), ()))
     if missing:
         print(f"way back with {' and '.join(HEAVY)}: skipped, not installed: {', '.join(missing)}")
     else:
-        few = min(kills, HEAVY_COLD_KILLS)
         plans.append(("keepstep, cold, transformers and lightning", ours, few, ("--cold",), HEAVY))
         plans.append(("keepstep, warm, transformers and lightning", ours, kills, (), HEAVY))
     for title, side, count, flags, also in plans:
