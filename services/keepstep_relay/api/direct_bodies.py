@@ -2,7 +2,7 @@
 
 ``DirectBodies`` stands between a connection and aiohttp's protocol, and passes on all bytes but these bodies. In the
 head of such a request, ``Content-Length`` becomes ``Keepstep-Body``, so that aiohttp expects no body; the handler gets
-it from ``body_of``. After a request whose length is not given by one ``Content-Length``, all bytes are aiohttp's.
+it from ``body_of``. After a request that has another field of ``_FRAMING``, or several, all bytes are aiohttp's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ LEAST_BYTES = 512 << 10
 """The kernel reports bytes of a body when so many are there: few wake-ups, and they are hashed in the cache."""
 _PUT = b"PUT /v1/chunks/"
 _HEAD_END = b"\r\n\r\n"
-_FRAMING = re.compile(rb"(?i)\r\n(content-length|transfer-encoding|upgrade):[ \t]*([^\r\n]*)")
+_FRAMING = re.compile(
+    rb"(?i)\r\n(content-length|transfer-encoding|upgrade|expect|" + BODY.lower().encode() + rb"):[ \t]*([^\r\n]*)"
+)
+"""aiohttp may answer a request with ``Expect`` before any handler, and then nothing would drop its body."""
 Accept = Callable[[], asyncio.BaseProtocol]
 _NUMBER = re.compile(rb"[0-9]{1,15}")
 

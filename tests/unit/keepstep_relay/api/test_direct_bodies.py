@@ -13,7 +13,7 @@ from keepstep_mesh.net.event_loop import new_event_loop
 from keepstep_mesh.net.http import Problem
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES, chunk_digest
 from keepstep_relay.api import direct_bodies
-from keepstep_relay.api.direct_bodies import BODY, body_of, direct, drop_unread
+from keepstep_relay.api.direct_bodies import BODY, DirectBodies, body_of, direct, drop_unread
 
 SECONDS = 60.0
 PATH = "/v1/chunks/" + "ab" * 16
@@ -33,6 +33,7 @@ class Scene:
         self.asked = asyncio.Event()
         self.body_seconds = SECONDS
         self.port = 0
+        self.connections: list[DirectBodies] = []
 
     async def put(self, request: web.Request) -> web.Response:
         self.asked.set()
@@ -63,7 +64,15 @@ class Scene:
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
         assert runner.server is not None
-        server = await asyncio.get_running_loop().create_server(direct(runner.server), "127.0.0.1", 0)
+        accept = direct(runner.server)
+
+        def accepted() -> asyncio.BaseProtocol:
+            connection = accept()
+            assert isinstance(connection, DirectBodies)
+            self.connections.append(connection)
+            return connection
+
+        server = await asyncio.get_running_loop().create_server(accepted, "127.0.0.1", 0)
         try:
             self.port = server.sockets[0].getsockname()[1]
             yield self
@@ -260,5 +269,18 @@ def test_a_client_cannot_name_a_body_of_another_request(run: Run) -> None:
         await client.send(f"PUT {PATH} HTTP/1.1\r\nHost: localhost\r\n{BODY}: 1\r\n\r\n".encode())
         assert await client.answer() == "200 aiohttp"
         assert scene.received == [(b"", b"")]
+
+    run(work)
+
+
+@pytest.mark.parametrize("field", [f"{BODY}: none", "Expect: something"])
+def test_no_body_is_kept_for_a_request_that_no_handler_can_find_it_with(run: Run, field: str) -> None:
+    async def work(scene: Scene, client: Client) -> None:
+        body = CHUNK[:1000]
+        head = f"PUT {PATH} HTTP/1.1\r\nHost: localhost\r\n{field}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        for _ in range(3):
+            await client.send(head, body)
+            assert await client.answer()
+        assert [len(one.bodies) for one in scene.connections] == [0]
 
     run(work)
