@@ -12,7 +12,7 @@ from typing import Any
 
 from keepstep_mesh.checks.findings import Finding, GpuFacts, Verdict, of_gpu, of_xids
 
-_XID = re.compile(rb"NVRM: Xid \([^)]*\): (\d+)")
+_XID = re.compile(rb"^\d+,(\d+),[^;\n]*;.*NVRM: Xid \([^)]*\): (\d+)", re.MULTILINE)
 MAX_RECORDS = 100_000
 """Of the kernel log, so that a log that grows while it is read ends."""
 
@@ -30,7 +30,7 @@ def examine_gpus(uuids: tuple[str, ...] | None = None) -> list[Finding]:
         nvml.nvmlInit()
     except ImportError:
         found = "not there: install nvidia-ml-py to read ECC, NVLink, and memory bandwidth"
-        return [Finding("GPU counters", Verdict.OK, found), of_xids(_xids())]
+        return [Finding("GPU counters", Verdict.OK, found), of_xids(_codes())]
     except Exception as error:  # noqa: BLE001  its errors are classes of its own
         return [Finding("GPU counters", Verdict.FAIL, f"NVML: {error}", "reload the driver, or take the machine out")]
     found_all: list[Finding] = []
@@ -46,7 +46,7 @@ def examine_gpus(uuids: tuple[str, ...] | None = None) -> list[Finding]:
         found_all.append(Finding(name, Verdict.FAIL, f"NVML: {error}", "reset the GPU, or take the machine out"))
     finally:
         nvml.nvmlShutdown()
-    return [*found_all, of_xids(_xids())]
+    return [*found_all, of_xids(_codes())]
 
 
 def _facts(nvml: Any, handle: Any, index: int) -> GpuFacts:
@@ -78,23 +78,31 @@ def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-def xid_errors() -> tuple[list[int], str]:
-    """Return the XID errors of the kernel log, oldest first, and whether they could be read, a sentence."""
+def _codes() -> list[int] | None:
+    found = _xids()
+    return None if found is None else list(found.values())
+
+
+def xid_errors() -> tuple[dict[int, int], str]:
+    """Return the XID errors of the kernel log, oldest first, and whether they could be read, a sentence.
+
+    Each has the number of its record as key: the log drops its oldest records, and numbers never come back.
+    """
     if not Path("/proc/driver/nvidia").exists():
-        return [], "not there: no NVIDIA driver"
+        return {}, "not there: no NVIDIA driver"
     found = _xids()
     if found is None:
-        return [], "not there: this user may not read the kernel log"
+        return {}, "not there: this user may not read the kernel log"
     return found, "read from the kernel log"
 
 
-def _xids(log: str = "/dev/kmsg") -> list[int] | None:
-    """Return the XID errors of the kernel log; None: this user may not read it."""
+def _xids(log: str = "/dev/kmsg") -> dict[int, int] | None:
+    """Return the XID errors of the kernel log by the number of the record; None: this user may not read it."""
     try:
         file = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return None
-    found = []
+    found: dict[int, int] = {}
     try:
         for _ in range(MAX_RECORDS):
             try:
@@ -107,7 +115,7 @@ def _xids(log: str = "/dev/kmsg") -> list[int] | None:
                 return None
             if not record:
                 break
-            found += [int(one) for one in _XID.findall(record)]
+            found |= {int(number): int(code) for number, code in _XID.findall(record)}
     finally:
         os.close(file)
     return found

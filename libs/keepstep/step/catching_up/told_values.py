@@ -44,6 +44,8 @@ class ToldValues:
         self._context = context
         self._steps: dict[str, Told] = {}
         self._asking: concurrent.futures.Future[dict[str, Told]] | None = None
+        self._silent: set[str] = set()
+        """Addresses that did not answer in time: the other groups would wait for each step that is replayed."""
 
     def ask(self, address: str) -> None:
         """Ask the group served at ``address`` for the values of its last steps, unless an answer is awaited."""
@@ -55,22 +57,27 @@ class ToldValues:
 
     def of(self, key: str, address: str) -> Told:
         """Return the values of the step ``key``, as ``StepValues`` names it; empty: they are not known in time."""
+        answered = address in self._silent
         for _ in range(2):  # an answer that is awaited may be older than the step
-            if key not in self._steps:
+            if key not in self._steps and address not in self._silent:
                 self.ask(address)
-                self._take(ANSWER_WAIT_SECONDS)
+                answered |= self._take(ANSWER_WAIT_SECONDS)
+        if key not in self._steps and not answered:
+            self._silent.add(address)
         return self._steps.pop(key, {})
 
     def forget(self) -> None:
         """Forget all steps."""
         self._steps.clear()
+        self._silent.clear()
         if self._asking is not None:
             self._asking.cancel()
             self._asking = None
 
-    def _take(self, seconds: float) -> None:
+    def _take(self, seconds: float) -> bool:
+        """Take the answer that is awaited. Return whether it came, and tells anything."""
         if self._asking is None or not (seconds or self._asking.done()):
-            return
+            return False
         try:
             found = self._asking.result(seconds)
         except (TimeoutError, concurrent.futures.CancelledError):
@@ -78,6 +85,7 @@ class ToldValues:
         self._asking = None
         if len(self._steps) < MAX_KEPT:
             self._steps.update(found)
+        return bool(found)
 
 
 def write_told(optimizer: Optimizer, told: Told) -> None:

@@ -18,6 +18,7 @@ from keepstep_cli.asking.rest import Lighthouse
 from keepstep_cli.errors import Refused
 from keepstep_cli.running.bans import name_at_lighthouse
 from keepstep_cli.running.ends.last_lines import (
+    MAX_CHARACTERS,
     LastLines,
     cause_of,
     exception_of,
@@ -60,7 +61,8 @@ class EndReports:
         """A sentence about the last end of each group, until the lighthouse has told its verdict."""
         self._more = asyncio.Event()
         self._memory_file, self._oom_kills = _memory()
-        self._xids = len(xid_errors()[0])
+        self._last_xid = max(xid_errors()[0], default=-1)
+        """Number of its record in the kernel log."""
 
     # ---- facts
 
@@ -96,6 +98,7 @@ class EndReports:
             "log": lines.text,
         }
         report = {name: without_secrets(one) if isinstance(one, str) else one for name, one in report.items()}
+        report["log"] = report["log"][-MAX_CHARACTERS:]  # a text without its secrets may be longer
         self._reports.append((time.monotonic(), report))
         ordered = report["stopped_by"] or code in (EXIT_EVICTED, EXIT_JOB_CLOSED)  # no verdict comes
         self._untold[end.group] = "" if ordered else _sentence(report)
@@ -119,8 +122,8 @@ class EndReports:
     def _of_machine(self) -> dict[str, Any]:
         (where, kills), before = _memory(), self._oom_kills
         xids, gpu = xid_errors()
-        new, self._oom_kills = xids[self._xids :], kills
-        self._xids = len(xids)
+        new, self._oom_kills = [code for number, code in xids.items() if number > self._last_xid], kills
+        self._last_xid = max(self._last_xid, *xids) if xids else self._last_xid
         return {"oom_kills": max(0, kills - before), "memory": where, "xids": " ".join(map(str, new)), "gpu": gpu}
 
     # ---- sending

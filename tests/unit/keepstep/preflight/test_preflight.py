@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import signal
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -139,3 +143,36 @@ def test_a_machine_without_a_folder_for_temporary_files_is_refused(
 
     monkeypatch.setattr("tempfile.gettempdir", missing)
     assert "disk for temporary files: [Errno 2] No usable temporary directory" in refusal(loop_thread)
+
+
+TRACED = """
+import ctypes, os, signal, sys
+libc = ctypes.CDLL(None)
+libc.prctl(0x59616D61, ctypes.c_ulong(2**64 - 1), 0, 0, 0)  # PR_SET_PTRACER: any process
+if os.fork() == 0:
+    os.setsid()
+    seized = libc.ptrace(0x4206, os.getppid(), None, None)  # PTRACE_SEIZE: its death is the tracer's to notice
+    with open(sys.argv[1] + ".new", "w") as file:
+        file.write(f"{os.getpid()} {os.getppid()} {seized}")
+    os.rename(sys.argv[1] + ".new", sys.argv[1])
+signal.pause()
+"""
+
+
+@pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")
+def test_an_own_command_that_cannot_be_killed_does_not_hold_up_the_check(
+    loop_thread: LoopThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, told = tmp_path / "traced.py", tmp_path / "tracer"
+    script.write_text(TRACED)
+    monkeypatch.setattr(preflight, "OWN_CHECK_SECONDS", 5.0)
+    monkeypatch.setattr(preflight, "END_SECONDS", 0.1)
+    try:
+        assert "did not end within 5 s" in refusal(loop_thread, f"command=exec {sys.executable} {script} {told}")
+    finally:
+        if told.exists():
+            tracer, command, refused = map(int, told.read_text().split())
+            os.kill(tracer, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):  # already waited for
+                os.waitpid(command, 0)
+            assert not refused, "this machine does not let a process trace its parent"

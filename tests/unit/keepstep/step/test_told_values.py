@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
+import socket
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from keepstep.group.agreement import StepValues
+from keepstep.runtime.loop_thread import LoopThread
 from keepstep.script_checks.common_values import CommonValues
-from keepstep.step.catching_up.told_values import write_told
+from keepstep.step.catching_up import told_values
+from keepstep.step.catching_up.told_values import ToldValues, write_told
 
 
 def values_of(optimizer: torch.optim.Optimizer) -> dict[str, str]:
@@ -52,3 +57,22 @@ def test_a_tensor_keeps_its_memory_and_what_is_no_value_is_left_alone():
     assert optimizer.param_groups[0]["eps"] == 1e-8
     write_told(optimizer, {})
     assert rate.item() == 0.125
+
+
+def test_a_group_that_does_not_answer_is_waited_for_once_and_not_for_each_step(monkeypatch):
+    monkeypatch.setattr(told_values, "ANSWER_WAIT_SECONDS", 0.2)
+    loop_thread = LoopThread()
+    with socket.create_server(("127.0.0.1", 0)) as frozen:  # the kernel accepts, and nothing reads
+        context = SimpleNamespace(settings=SimpleNamespace(token=None, rank=0), loop_thread=loop_thread)
+        values = ToldValues(context)
+        address = f"http://127.0.0.1:{frozen.getsockname()[1]}"
+        assert [values.of(f"3/{step}", address) for step in range(5)] == [{}] * 5
+        frozen.setblocking(False)
+        connections = 0
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                frozen.accept()[0].close()
+                connections += 1
+        assert 1 <= connections <= 2
+        values.forget()
+    loop_thread.stop()

@@ -20,7 +20,7 @@ def test_the_numbers_of_xid_errors_are_read_from_a_kernel_log(tmp_path: Path) ->
         "4,2,2,-;NVRM: Xid (PCI:0000:3b:00): 31, pid=1, name=python\n"
         "4,3,3,-;NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.\n"
     )
-    assert gpu_counters._xids(str(log)) == [31, 79]
+    assert gpu_counters._xids(str(log)) == {2: 31, 3: 79}
     assert gpu_counters._xids(str(tmp_path / "missing")) is None
 
 
