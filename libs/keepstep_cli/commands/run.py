@@ -279,8 +279,10 @@ def run(
         )
     in_job = spares if spares_in_job is None else spares_in_job
     _check_numbers(replicas, spares, first_replica, replicas_in_job, in_job, min_replicas)
+    if node_rank >= nnodes:
+        raise click.UsageError(f"--node-rank {node_rank} must be below --nnodes {nnodes}")
     if nnodes > 1:
-        _check_machines(nnodes, node_rank, replicas + spares, master_addr, addresses)
+        _check_machines(nnodes, replicas + spares, master_addr, addresses)
     if (told_spares := os.environ.get("KEEPSTEP_SPARES", "")) not in ("", str(in_job)):
         raise click.UsageError(
             f"KEEPSTEP_SPARES={told_spares} is set, and the job has {in_job} spares: pass --spares-in-job, "
@@ -395,10 +397,8 @@ def _check_numbers(
         )
 
 
-def _check_machines(nnodes: int, node_rank: int, groups: int, master: str | None, addresses: str | None) -> None:
+def _check_machines(nnodes: int, groups: int, master: str | None, addresses: str | None) -> None:
     """Check the options of a group of several machines. Raises ``click.UsageError``."""
-    if node_rank >= nnodes:
-        raise click.UsageError(f"--node-rank {node_rank} must be below --nnodes {nnodes}")
     if groups > 1:
         raise click.UsageError(f"--nnodes {nnodes} is for one group, and {groups} are started here: pass --replicas 1")
     if not master or not addresses:

@@ -373,6 +373,7 @@ def test_a_program_that_is_not_there_any_more_is_given_up_at_once(tmp_path: Path
         (("--replicas", "2", "--spares", "2", "--spares-in-job", "1"), "--spares 2 exceeds --spares-in-job 1"),
         (("--replicas", "2", "--spares", "1", "--first-replica", "1", "--replicas-in-job", "2"), "up to r3, but"),
         (("--replicas", "1", "--nnodes", "2", "--node-rank", "2"), "--node-rank 2 must be below --nnodes 2"),
+        (("--replicas", "1", "--node-rank", "1"), "--node-rank 1 must be below --nnodes 1"),
         (("--replicas", "2", "--nnodes", "2"), "--nnodes 2 is for one group, and 2 are started here"),
         (("--replicas", "1", "--nnodes", "2", "--master-addr", "m0"), "--nnodes 2 needs --master-addr"),
     ],

@@ -1,4 +1,4 @@
-"""What a launcher tells about ends, and its notes when its own lighthouse ends with it."""
+"""Reports of a launcher about ends, and its notes when its own lighthouse ends with it."""
 
 from __future__ import annotations
 
