@@ -38,7 +38,7 @@ BUILTIN_SECONDS = 5.0
 NETWORK_SECONDS = 3.0
 OWN_CHECK_SECONDS = 60.0
 """Limit of each own command, and of each HTTP endpoint."""
-END_SECONDS = 5.0
+KILLED_SECONDS = 5.0
 """Limit of the wait for the end of an own command that was killed."""
 DISK_SECONDS = 1.0
 LEAST_TEMPORARY = 64 << 20
@@ -201,7 +201,7 @@ def _of_command(command: str) -> Finding:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             with contextlib.suppress(subprocess.TimeoutExpired):  # it waits for a dead file system or device
-                process.wait(END_SECONDS)
+                process.wait(KILLED_SECONDS)
         output.seek(max(0, output.seek(0, os.SEEK_END) - 4096))
         lines = [line for line in output.read().decode(errors="replace").splitlines() if line.strip()]
     return findings.of_command(command, code, lines[-1] if lines else "", OWN_CHECK_SECONDS)

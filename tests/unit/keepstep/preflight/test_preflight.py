@@ -166,7 +166,7 @@ def test_an_own_command_that_cannot_be_killed_does_not_hold_up_the_check(
     script, told = tmp_path / "traced.py", tmp_path / "tracer"
     script.write_text(TRACED)
     monkeypatch.setattr(preflight, "OWN_CHECK_SECONDS", 5.0)
-    monkeypatch.setattr(preflight, "END_SECONDS", 0.1)
+    monkeypatch.setattr(preflight, "KILLED_SECONDS", 0.1)
     try:
         assert "did not end within 5 s" in refusal(loop_thread, f"command=exec {sys.executable} {script} {told}")
     finally:
