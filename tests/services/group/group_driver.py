@@ -15,7 +15,7 @@ from keepstep_mesh.protocol.group_messages import RankAsk
 from keepstep_mesh.protocol.messages import MemberLost
 from keepstep_mesh.security.tokens import ClientToken
 
-DEADLINE = 20.0
+DEADLINE = 60.0
 
 
 class Group:

@@ -23,7 +23,7 @@ from typing import Self
 FOLDER = Path("/run/netns")
 BLOCKS = 512
 """Subnets of 254 addresses in 198.18.0.0/15, which is reserved for network tests."""
-GONE_SECONDS = 10.0
+GONE_SECONDS = 60.0
 
 _numbers = itertools.count()
 

@@ -114,7 +114,7 @@ class ForkServer:
         if self.process is not None:
             assert self.process.stdin is not None
             self.process.stdin.close()
-            self.process.wait(10)
+            self.process.wait(60)
             self.process, self._address = None, b""
 
 

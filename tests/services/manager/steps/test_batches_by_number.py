@@ -26,7 +26,7 @@ def test_committed_steps_train_every_batch_once_while_groups_come_and_go(mode, s
         change = urllib.request.Request(
             f"{server.address()}/v1/jobs/default", b'{"min_replicas": 2}', JSON, method="PATCH"
         )
-        urllib.request.urlopen(change, timeout=20).close()
+        urllib.request.urlopen(change, timeout=60).close()
 
     trained: list[int] = []
     four, eight, twenty = threading.Barrier(3, let_two_go_on), threading.Event(), threading.Barrier(3)

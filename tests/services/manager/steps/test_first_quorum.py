@@ -63,20 +63,20 @@ def order(lighthouse: str, path: str) -> None:
     request = urllib.request.Request(
         f"{lighthouse}/v1/jobs/default/replicas/{path}", b'{"reason": "new machine"}', headers
     )
-    with urllib.request.urlopen(request, timeout=20):
+    with urllib.request.urlopen(request, timeout=60):
         pass
 
 
 def asking(lighthouse: str) -> int:
     """Return the number of groups that ask for a quorum."""
-    with urllib.request.urlopen(f"{lighthouse}/v1/jobs/default/quorum", timeout=20) as answer:
+    with urllib.request.urlopen(f"{lighthouse}/v1/jobs/default/quorum", timeout=60) as answer:
         return len(json.load(answer)["asking"])
 
 
 def change_policy(lighthouse: str, **changes: Any) -> None:
     headers, body = {"Content-Type": "application/json"}, json.dumps(changes).encode()
     url = f"{lighthouse}/v1/jobs/default"
-    with urllib.request.urlopen(urllib.request.Request(url, body, headers, method="PATCH"), timeout=20):
+    with urllib.request.urlopen(urllib.request.Request(url, body, headers, method="PATCH"), timeout=60):
         pass
 
 

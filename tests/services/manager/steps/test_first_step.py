@@ -40,7 +40,7 @@ def test_a_first_step_commits_though_all_copies_together_take_longer_than_the_ti
         transport = transports[number]
         options = {"checkpoint_transport": transport, "timeout": TIMEOUT, "min_replica_size": GROUPS}
         with manager(all_at_once, f"r{number}", state, **options) as m:
-            ready.wait(30)
+            ready.wait(60)
             committed, attempts = False, 0
             while not committed and attempts < STEPS_AT_MOST:
                 attempts += 1
@@ -76,7 +76,7 @@ def test_a_joiner_that_heals_for_longer_than_the_timeout_fails_nobodys_step(ligh
         with manager(lighthouse, name, state, min_replica_size=2, **options) as m:
             if sync and name == "a":
                 m.load_state_dict({"step": 5, "batches_committed": 10, "lineage": 3})
-            ready.wait(30)
+            ready.wait(60)
             m.start_quorum()
             gradient = torch.full((1,), float(ord(name)))
             worked = m.allreduce(gradient).wait()
@@ -99,7 +99,7 @@ def test_a_heal_that_fails_before_the_first_step_is_tried_again_from_the_same_st
         options = {"checkpoint_transport": flaky} if name == "b" else {}
         state = {"weights": torch.full((4,), float(ord(name)))}
         with manager(lighthouse, name, state, min_replica_size=2, **options) as m:
-            ready.wait(30)
+            ready.wait(60)
             m.start_quorum()
             gradient = torch.full((1,), float(ord(name)))
             m.allreduce(gradient).wait()
@@ -127,7 +127,7 @@ def test_a_group_that_cannot_heal_fails_the_step_of_all_with_its_reason_and_not_
         transport = unreachable if name == "b" else None
         state = {"w": torch.ones(1)}
         with manager(lighthouse, name, state, min_replica_size=2, checkpoint_transport=transport) as m:
-            ready.wait(30)
+            ready.wait(60)
             m.start_quorum()
             end.wait(30)
             return m.should_commit(), str(m.errored())
@@ -148,7 +148,7 @@ def test_a_joiner_that_is_too_slow_is_left_behind_and_has_more_time_in_its_next_
         state = {"weights": torch.full((BYTES // 4,), float(ord(name)))}
         alone = 0
         with manager(lighthouse, name, state, checkpoint_transport=transports[name], timeout=5 * SECOND) as m:
-            ready.wait(30)
+            ready.wait(60)
             while not healed.is_set():
                 m.start_quorum()
                 m.allreduce(torch.ones(1)).wait()
@@ -178,12 +178,12 @@ def test_a_group_that_is_told_to_leave_while_it_heals_does_not_ask_for_the_step_
         with manager(lighthouse, name, {"w": torch.ones(1)}, use_async_quorum=False, min_replica_size=2) as m:
             if name == "b":
                 m.set_state_dict_fns(lambda _: m._membership.request_leave("told to"), lambda: {"w": torch.zeros(1)})
-            ready.wait(30)
+            ready.wait(60)
             try:
                 m.start_quorum()
             except Drained as error:
                 over.set()
                 return str(error)
-            return "" if over.wait(20) else "took part"
+            return "" if over.wait(60) else "took part"
 
     assert together(lambda: group("a"), lambda: group("b")) == ["", "told to"]

@@ -86,7 +86,7 @@ def test_once_the_lighthouse_is_back_the_same_manager_goes_on():
 def test_the_manager_knows_the_services_that_registered(lighthouse):
     body = json.dumps({"address": "http://10.0.0.7:29520"}).encode()
     request = urllib.request.Request(f"{lighthouse}/v1/services/relay/relay-1", body, method="PUT")
-    with urllib.request.urlopen(request, timeout=20):
+    with urllib.request.urlopen(request, timeout=60):
         pass
     with manager(lighthouse, "a") as m:
         assert m.services == (ServiceAddress("relay", "relay-1", "http://10.0.0.7:29520"),)
@@ -96,7 +96,7 @@ def test_a_group_that_is_banned_when_it_reconnects_exits_as_evicted(lighthouse):
     with manager(lighthouse, "other", init_sync=False):
         body = json.dumps({"reason": "bad GPU", "ban_seconds": 500}).encode()
         order = urllib.request.Request(f"{lighthouse}/v1/jobs/default/replicas/a/evict", body, method="POST")
-        with urllib.request.urlopen(order, timeout=20):
+        with urllib.request.urlopen(order, timeout=60):
             pass
     first = LighthouseServer("127.0.0.1:0", min_replicas=1)
     with manager(f"{first.address()},{lighthouse}", "a", init_sync=False) as m:

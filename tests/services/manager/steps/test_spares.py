@@ -56,7 +56,7 @@ def test_a_spare_with_a_checkpoint_waits_for_its_place_and_for_no_time_limit(
 
 
 def state_of_b(lighthouse: str) -> str:
-    with urllib.request.urlopen(f"{lighthouse}/v1/jobs/default/replicas/b", timeout=20) as answer:
+    with urllib.request.urlopen(f"{lighthouse}/v1/jobs/default/replicas/b", timeout=60) as answer:
         return str(json.load(answer)["state"])
 
 

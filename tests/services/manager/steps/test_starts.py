@@ -14,7 +14,7 @@ from tests.services.manager.groups import manager
 
 
 def job(lighthouse: str) -> dict[str, Any]:
-    with urllib.request.urlopen(f"{lighthouse}/v1/jobs/default", timeout=20) as answer:
+    with urllib.request.urlopen(f"{lighthouse}/v1/jobs/default", timeout=60) as answer:
         return dict(json.load(answer))
 
 

@@ -22,7 +22,7 @@ def test_all_relays_are_asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     all_asked = threading.Barrier(len(relays))
 
     def stored_at(relay: Endpoint, _job: str) -> list[Stored]:
-        all_asked.wait(5)
+        all_asked.wait(60)
         return [Stored(relay.address, "step-1-1-a", 1, 1, 1, 0.0)]
 
     monkeypatch.setattr(newest_checkpoint, "stored_at", stored_at)

@@ -267,7 +267,7 @@ def test_a_limit_ends_a_transfer_before_the_timeout_of_a_message(cohort: Callabl
             with pytest.raises(TimeoutError):
                 transport(group).recv_checkpoint(0, "", 7, MINUTE, limit=timedelta(seconds=0.2))
             over.set()
-        elif not over.wait(15):
+        elif not over.wait(60):
             transport(group).send_checkpoint([1], 7, state_of(7, 1), MINUTE)
         return True
 

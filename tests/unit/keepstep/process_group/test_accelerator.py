@@ -31,7 +31,7 @@ from keepstep.process_group.torch_backends.torch_variables import environment, n
 from keepstep_mesh.errors import ForkError
 
 LONG = timedelta(seconds=7)
-DEADLINE = 20.0
+DEADLINE = 60.0
 WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 

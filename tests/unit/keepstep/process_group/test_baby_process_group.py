@@ -149,7 +149,7 @@ def test_a_spawner_that_did_not_answer_in_time_is_not_asked_again(monkeypatch) -
         with pytest.raises(ProcessGroupError, match="did not answer"):
             spawner.fork()
         process.resume()
-        spawner._keeper.join(20)
+        spawner._keeper.join(60)
         assert not spawner.alive
     finally:
         spawner.release()

@@ -181,7 +181,7 @@ def test_an_operation_in_flight_is_aborted_though_the_change_is_planned() -> Non
     mine.started(operation)
     assert members.become(0) == [None]
     first, second = members.created[0]
-    assert first.aborted.wait(20)
+    assert first.aborted.wait(60)
     assert not second.aborted.is_set()
     members.close()
 

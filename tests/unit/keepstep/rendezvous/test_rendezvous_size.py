@@ -124,9 +124,9 @@ async def test_a_world_that_the_rendezvous_cannot_hold_is_refused_before_anybody
         match=r"1100 groups of 8 ranks need 80\.\d MB at the rendezvous of a rebuild \(limit: 67\.1 MB\).*"
         r"g00001 runs an older keepstep.* update it",
     ):
-        await asyncio.wait_for(builder.follow(plan_of(1100, versions=(2, 1))), 10)
+        await asyncio.wait_for(builder.follow(plan_of(1100, versions=(2, 1))), 60)
     with pytest.raises(KeepstepError, match=r"30000 groups of 8 ranks need .* use fewer groups or fewer ranks"):
-        await asyncio.wait_for(builder.follow(plan_of(30_000)), 10)
+        await asyncio.wait_for(builder.follow(plan_of(30_000)), 60)
     assert not server._tables
     assert builder.broken
     builder.shutdown()
@@ -139,7 +139,7 @@ def test_1024_groups_of_8_ranks_fit() -> None:
 
 async def test_a_process_group_that_stores_nothing_has_no_limit(server) -> None:
     builder = reconfigurer(server, ProcessGroupDummy(), ranks=8)
-    assert await asyncio.wait_for(builder.follow(plan_of(30_000)), 10)
+    assert await asyncio.wait_for(builder.follow(plan_of(30_000)), 60)
     builder.shutdown()
 
 

@@ -15,7 +15,7 @@ from keepstep.runtime import devices
 from keepstep.runtime.devices import device_types, generators, ignore_captures
 from keepstep.state.device_copies import device_copies
 
-DEADLINE = 20.0
+DEADLINE = 60.0
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,7 @@ def test_a_log_within_the_queueing_of_another_neither_waits_nor_fails(
     export._queue = queued = Interrupted()
     adding = threading.Thread(target=export.add, args=spans_of("a")[:1], daemon=True)
     adding.start()
-    adding.join(10.0)
+    adding.join(60.0)
     assert [type(one).__name__ for one in queued] == ["Span", "LogEntry"]
     assert "not enough arguments" in capsys.readouterr().err, "as every handler of logging"
     export.close(1.0)
