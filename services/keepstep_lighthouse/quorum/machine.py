@@ -133,7 +133,7 @@ class JobCore:
                     heals.progressed(job, group, told, now)
             case ShardsReported(session, told):
                 if (group := self.heard(session, now)) is not None:
-                    features.shards.reported(group, told)
+                    features.shards.reported(group, told, now)
             case StacksReported(session, found):
                 if (group := self.heard(session, now)) is not None:
                     features.hangs.answered(group, found, now)

@@ -6,8 +6,8 @@ a takeover these may not come back to tell. A shard can be had of its member and
 
 * No quorum forms without all groups that have a shard, as long as one of them is there, also if it hangs: the others
   could not go on. Those that were lost by their silence, or did not reconnect after a takeover, may live behind a
-  broken network: they have ``join_timeout`` to come back. Then the quorum forms, and its members find that the shard
-  is lost.
+  broken network: they have ``join_timeout`` to come back, and so have those that only others named, after a quorum
+  without them. Then the quorum forms, and its members find that the shard is lost.
 * ``max_replicas`` and ``QuorumRequest.multiple`` leave out no group that alone has a shard, so a job may shrink in
   several quorums.
 * Groups that drain get the order one after the other, if together they would take a shard with them: the next one
@@ -38,17 +38,20 @@ class Shards:
         self._world = self._logged = 0
         """The newest world of which a group has told, and the newest that was logged."""
 
-    def reported(self, group: Group, told: ShardReport) -> None:
+    def reported(self, group: Group, told: ShardReport, now: float) -> None:
         """The group reports its shards."""
         before, group.shards = group.shards, told
-        record = self._job.record
+        record, sources = self._job.record, self._job.groups.sources
         if told.world > self._world:
             self._world = told.world
-            self._job.groups.sources.begin(record.members if record.quorum_id == told.world else ())
+            sources.begin(record.members if record.quorum_id == told.world else ())
         if told.world == self._world and told.how != LOST:
             without = {hole.keeper for hole in told.exposed}
             has = [one for one in told.keepers if one not in without]
-            self._job.groups.sources.told(group.replica_id, has, told.keeps)
+            sources.told(group.replica_id, has, told.keeps)
+            if record.quorum_id != told.world:  # its members are known from the reports only
+                for other in {*has, *told.keeps} - self._job.groups.by_id.keys():
+                    sources.silenced(other, now)
         if told.formed and told.world > self._logged:
             self._logged = told.world
             self._log_world(told)
@@ -67,10 +70,11 @@ class Shards:
         kept = {one.replica_id for one in chosen}
         if surplus(len(chosen), groups) or any(groups.sources.lost_without(kept, groups.by_id)):
             return Verdict("shards")
-        unheard = [one for one in groups.sources.unheard if name_of(one) not in groups.by_name]
+        unheard = {one: at for one, at in groups.sources.unheard.items() if name_of(one) not in groups.by_name}
         first_asked = groups.first_asked()
-        if first_asked is not None and any(groups.sources.lost_without(kept, unheard)):
-            until = first_asked + self._job.record.policy.join_timeout
+        needed = [unheard[one] for one in groups.sources.lost_without(kept, unheard)]
+        if first_asked is not None and needed:
+            until = max(first_asked, *needed) + self._job.record.policy.join_timeout
             return Verdict("shards", until) if now < until else None
         return None
 

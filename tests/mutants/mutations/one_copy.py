@@ -252,8 +252,15 @@ MUTATIONS = (
     Mutation(
         "a member that was cut off from the lighthouse with its keeper is not waited for",
         f"{QUORUM}/presence/health.py",
-        "            groups.sources.silenced(group.replica_id)\n",
+        "            groups.sources.silenced(group.replica_id, now)\n",
         "",
+        SHARDS,
+    ),
+    Mutation(
+        "keepers of which only others have told are not waited for",
+        f"{QUORUM}/groups/shard_sources.py",
+        "            if keeper not in self._of:\n                self._note(keeper, ())\n",
+        "            pass\n",
         SHARDS,
     ),
     Mutation(
@@ -315,7 +322,7 @@ MUTATIONS = (
     Mutation(
         "sources of shards of an older world count",
         f"{QUORUM}/shards.py",
-        "            self._job.groups.sources.begin(record.members if record.quorum_id == told.world else ())\n",
+        "            sources.begin(record.members if record.quorum_id == told.world else ())\n",
         "",
         SHARDS,
     ),

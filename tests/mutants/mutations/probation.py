@@ -33,6 +33,13 @@ MUTATIONS = (
         Test(f"{SCENARIOS}[41_heals_that_always_fail]"),
     ),
     Mutation(
+        "a group that is killed after it has healed counts as one whose heal failed",
+        f"{PROBATION}/probation.py",
+        "        if (told.error or not told.ended) and self.partings.heal_failed(group.name):\n",
+        "        if self.partings.heal_failed(group.name):\n",
+        Test(f"{SCENARIOS}[41_heals_that_always_fail]"),
+    ),
+    Mutation(
         "all groups that a liar names are accused",
         f"{PROBATION}/evidence.py",
         "            pairs &= both\n",

@@ -15,25 +15,29 @@ class ShardSources:
         """By group: the members whose shards it has."""
         self._told: set[str] = set()
         """Members that have told their keepers."""
-        self.unheard: set[str] = set()
-        """Members that were lost by their silence: they may live, and come back."""
+        self.unheard: dict[str, float] = {}
+        """Members that may live and come back: lost by their silence, or named by others only. The value is the time
+        of that, in monotonic seconds."""
 
     def __bool__(self) -> bool:
         return bool(self._of)
 
     def begin(self, members: Iterable[str]) -> None:
         """A world was formed. The keepers of its members are not known yet."""
-        self._of, self._at, self._told, self.unheard = {}, {}, set(), set()
+        self._of, self._at, self._told, self.unheard = {}, {}, set(), {}
         for member in members:
             self._note(member, ())
 
     def told(self, member: str, keepers: Iterable[str], keeps: Iterable[str]) -> None:
         """A member tells which groups have copies of its shards, and of which members it has copies itself.
 
-        Of the latter count those that have told nothing themselves, since they know better.
+        Of the latter count those that have told nothing themselves, since they know better. Keepers are members too.
         """
         self._told.add(member)
         self._note(member, keepers)
+        for keeper in keepers:
+            if keeper not in self._of:
+                self._note(keeper, ())
         for owner in keeps:
             if owner not in self._told:
                 self._note(owner, (*self._of.get(owner, ()), member))
@@ -45,10 +49,10 @@ class ShardSources:
         for source in self._of[member]:
             self._at.setdefault(source, set()).add(member)
 
-    def silenced(self, group: str) -> None:
-        """The group is lost by its silence."""
+    def silenced(self, group: str, now: float) -> None:
+        """The group is lost by its silence, or only others have named it."""
         if group in self._of:
-            self.unheard.add(group)
+            self.unheard[group] = now
 
     def needs(self, group: str, kept: set[str]) -> bool:
         """Return whether ``kept`` have a shard that they do not have without ``group``."""

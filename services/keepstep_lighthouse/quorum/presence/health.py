@@ -53,7 +53,7 @@ class Health:
         elif self._takeover.until is not None:
             for replica_id in sorted(self._takeover.absent):
                 self._departures.give_up_absent(replica_id, "it did not reconnect within takeover_grace", now)
-                self._job.groups.sources.silenced(replica_id)
+                self._job.groups.sources.silenced(replica_id, now)
             self._takeover.end_grace(now)
         else:
             self._lose_overdue(now)
@@ -71,7 +71,7 @@ class Health:
             if group.session is not None:
                 self._job.end(group.session)
             self._departures.lose(group, f"it was silent for {policy.heartbeat_timeout:g} s", now, SILENT)
-            groups.sources.silenced(group.replica_id)
+            groups.sources.silenced(group.replica_id, now)
         if self._job.round.left is not None and now >= self._job.round.left[0] + policy.heartbeat_timeout:
             _, group = self._job.round.left
             self._job.round.left = None

@@ -79,9 +79,11 @@ class Probation:
             self.forgive(name, "it committed a step")
 
     def lost_while_healing(self, group: Group, reason: str, now: float) -> None:
-        """A member is lost. If it was healing, its heal failed."""
-        heals = group.member and group.heal is not None and not group.heal_given_up
-        if heals and self.partings.heal_failed(group.name):
+        """A member is lost. If it was healing, its heal failed; it had loaded the state if it has said so."""
+        if not group.member or group.heal is None or group.heal_given_up:
+            return
+        told = group.heal.progress
+        if (told.error or not told.ended) and self.partings.heal_failed(group.name):
             self._part(group.name, "heal", self._failed_heals(group.name, reason), now)
 
     # ---- before a quorum forms
