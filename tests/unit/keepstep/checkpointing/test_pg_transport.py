@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh, distribute_tensor
 
 from keepstep.checkpointing import PGTransport, TransferError, UnsupportedValue, pg_transport
+from keepstep.process_group import ProcessGroupDummy
 from keepstep.state.state_bytes import save_state
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES
 
@@ -275,9 +277,15 @@ def test_a_limit_ends_a_transfer_before_the_timeout_of_a_message(cohort: Callabl
 
 
 def test_a_dtensor_on_a_mesh_without_dimensions_arrives_also_in_a_rank_outside_of_it(cohort: Callable[..., Any]):
-    """Such a mesh shards nothing. torch computes an empty shard for a rank that is not in it, and keeps the whole."""
-    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    """Such a mesh shards nothing. torch computes an empty shard for a rank that is not in it, and keeps the whole.
+
+    The world is not one of torch's Gloo: a DTensor makes torch keep the world, sockets and all.
+    """
+    dist.Backend.register_backend("transport-world", lambda *_: ProcessGroupDummy(), devices=["cpu"])
+    dist.init_process_group("transport-world", store=dist.HashStore(), rank=0, world_size=1)
     try:
+        if DeviceMesh("cpu", 0).get_coordinate() is None:
+            pytest.skip("torch 2.9 gives no rank a coordinate in a mesh without dimensions: docs/dependencies.md")
         state = {
             name: distribute_tensor(torch.tensor([5, 6, 7]), DeviceMesh("cpu", rank), [])
             for name, rank in (("inside", 0), ("outside", 1))
@@ -294,4 +302,4 @@ def test_a_dtensor_on_a_mesh_without_dimensions_arrives_also_in_a_rank_outside_o
             assert received[name].device_mesh == sent.device_mesh
             assert received[name].placements == ()
     finally:
-        torch.distributed.destroy_process_group()
+        dist.destroy_process_group()
