@@ -14,7 +14,7 @@ from keepstep.connection.deadline import Deadline
 from keepstep.relay_client.relay_paths import AtRelay
 from keepstep.state.errors import CheckpointDamaged, StateMismatch
 from keepstep.state.flattening import Leaf, build, flatten
-from keepstep.state.values.sharding import is_dtensor
+from keepstep.state.values.sharding import is_dtensor, sharding_of, to_dtensor
 from keepstep_mesh.config.logging import get_logger
 
 log = get_logger("keepstep.durable")
@@ -89,4 +89,7 @@ def _new(key: str, stored: StoredCheckpoint, models: Sequence[Leaf]) -> Any:
             f"{key} is sharded, and this group has no DTensor of shape {tuple(tensor.shape)} whose sharding it could "
             f"have; register a state that has {key} before the first step"
         )
-    return torch.empty_like((named or alike)[0].value, dtype=tensor.dtype, requires_grad=False)
+    like = (named or alike)[0].value
+    # torch's dispatch of DTensors crashes a thread of torch 2.11: docs/dependencies.md
+    local = torch.empty_like(like.to_local().detach(), dtype=tensor.dtype)
+    return to_dtensor(local, sharding_of(like), like.device_mesh)
