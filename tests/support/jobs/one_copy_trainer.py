@@ -33,7 +33,7 @@ from keepstep.one_copy.world.world_groups import WorldGroups
 STEPS = os.environ.get("ONE_COPY_STEPS", "8")
 """Number of the last step, or a file that has it, which may change."""
 KIND = os.environ.get("ONE_COPY_KIND", "plain")
-if KIND == "torch 2.12":
+if KIND == "torch 2.12" and hasattr(FSDPModule, "reset_iter_state"):
     del FSDPModule.reset_iter_state  # new in torch 2.13
 FAULTS = [one.split(":") for one in os.environ.get("ONE_COPY_FAULTS", "").split(",") if one]
 DIRECTORY = Path(os.environ["ONE_COPY_DIRECTORY"])
