@@ -158,13 +158,17 @@ loop, reporter = LoopThread().loop, StackReporter(0, Activity())
 answered = threading.Event()
 loop.call_soon_threadsafe(reporter.start, lambda found: answered.set())
 
+reads, writes = os.pipe()
+
 def worker_that_hangs():
+    os.write(writes, b"x")
     while True:
         time.sleep(60)
 
 pid = os.fork()
 if not pid:
     worker_that_hangs()
+os.read(reads, 1)  # it runs: a child that the kernel has not started yet has no stack
 print(pid, flush=True)
 
 def ask():
