@@ -254,9 +254,15 @@ class DiskTier:
         partial = self._partial / str(next(self._numbers))
         try:
             with partial.open("wb", buffering=0) as file:
+                if sync:
+                    _bypass_cache(file.fileno(), True)
                 rest = memoryview(data)
                 while rest:
-                    rest = rest[file.write(rest) :]
+                    try:
+                        rest = rest[file.write(rest) :]
+                    except OSError as error:
+                        if error.errno != errno.EINVAL or not _bypass_cache(file.fileno(), False):
+                            raise
                 if sync:
                     os.fsync(file.fileno())
             partial.replace(path)
@@ -287,6 +293,21 @@ def _delete_rest(folder: Path) -> bool:
         with contextlib.suppress(OSError):
             folder.parent.rmdir()
     return not folder.exists()
+
+
+def _bypass_cache(descriptor: int, wanted: bool) -> bool:
+    """Write to the device from the memory of the caller, or not. Return whether this changed anything.
+
+    The copy into the cache of the system takes most of the processor time of a save. The kernel refuses a write from
+    memory that is not aligned, or of a length that is no multiple of a block, with ``EINVAL``.
+    """
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    changed = flags | os.O_DIRECT if wanted else flags & ~os.O_DIRECT
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, changed)
+    except OSError:  # this file system always uses the cache
+        return False
+    return changed != flags
 
 
 def _sync(path: Path) -> None:

@@ -6,6 +6,8 @@ Buffers of dropped chunks are used again, because the page faults of fresh memor
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import mmap
 from collections.abc import Callable
 
 from keepstep_mesh.errors import KeepstepError
@@ -58,7 +60,11 @@ class MemoryTier:
         """Return an uninitialized buffer for ``size`` reserved bytes."""
         if self.slots is not None and size == CHUNK_BYTES and (slot := self.slots.take()) is not None:
             return slot
-        return memoryview(self._spare.pop() if size == CHUNK_BYTES and self._spare else bytearray(size))
+        if size != CHUNK_BYTES:
+            return memoryview(bytearray(size))
+        buffer = self._spare.pop() if self._spare else bytearray(size + mmap.PAGESIZE)
+        start = -ctypes.addressof(ctypes.c_char.from_buffer(buffer)) % mmap.PAGESIZE
+        return memoryview(buffer)[start : start + size]  # the disk tier writes it past the cache of the system
 
     def hold(self, size: int) -> None:
         """Count bytes that are already in memory, even beyond the limit."""
