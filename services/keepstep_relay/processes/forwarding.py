@@ -20,6 +20,7 @@ from keepstep_mesh.serving.application import certificate_name
 from keepstep_relay.api import answers, frames
 from keepstep_relay.api.direct_bodies import BODY, Body, body_of
 from keepstep_relay.node import RETRY_AFTER_SECONDS
+from keepstep_relay.tiers.chunks import ROOM_SECONDS
 from keepstep_relay.tiers.shared_slots import SharedSlots
 
 WITHOUT_SLOT = 4
@@ -60,7 +61,7 @@ class Forwarding:
                 answer = await self._put_chunk(request, body)
                 if answer is not None:
                     return answer
-            async with self._without_slot:
+            async with self._place():
                 data = bytearray(body.length)
                 await body.receive(memoryview(data), self._body_seconds)
                 return await self._forward(request, data)
@@ -69,6 +70,24 @@ class Forwarding:
         except aiohttp.ClientError as error:
             reason = f"the main process of the relay did not answer: {error}; retry"
             return Problem(HTTPStatus.SERVICE_UNAVAILABLE, reason, retry_after=RETRY_AFTER_SECONDS).response()
+
+    @contextlib.asynccontextmanager
+    async def _place(self) -> AsyncIterator[None]:
+        """Hold one of the places of chunks without a slot. The main process checks the token of the client later."""
+        try:
+            async with asyncio.timeout(ROOM_SECONDS):
+                await self._without_slot.acquire()
+        except TimeoutError:
+            raise Problem(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                f"{WITHOUT_SLOT} other chunks that are not of {CHUNK_BYTES} bytes kept a process of the relay busy for "
+                f"{ROOM_SECONDS:g} s; retry, or look for clients that send slowly",
+                retry_after=RETRY_AFTER_SECONDS,
+            ) from None
+        try:
+            yield
+        finally:
+            self._without_slot.release()
 
     async def _forward(
         self, request: web.BaseRequest, body: aiohttp.StreamReader | bytearray | None

@@ -19,6 +19,7 @@ from keepstep_mesh.security.tls import TlsFiles
 from keepstep_mesh.serving import service
 from keepstep_relay.api import bulk
 from keepstep_relay.processes import main_process
+from keepstep_relay.processes.forwarding import WITHOUT_SLOT
 from tests.support.network.certificates import Authority
 from tests.support.services.access_table import TOKENS
 from tests.support.services.relay_driver import DEADLINE, Client, client, get, metric, raw, relay, relay_process, state
@@ -137,6 +138,31 @@ async def test_processes_share_a_full_memory_get_new_certificates_and_are_replac
         monkeypatch.setattr(main_process, "MAX_LOST_PINGS", 10_000)
         await until(lambda: one.processes == 2)
         assert await served(one.address, trusting) == shown
+
+
+async def test_slow_clients_delay_other_uploads_of_a_process_only_for_a_time() -> None:
+    saved = state(1)
+    last, digest = saved.chunks[-1], saved.digests[-1]
+    head = f"PUT /v1/chunks/{digest} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(last)}\r\n\r\n".encode()
+    async with relay(processes=2) as one, client(one.address) as worker, contextlib.AsyncExitStack() as stack:
+        await until(lambda: one.processes == 2)
+        await worker.begin()
+        await worker.manifest(saved)
+        uploads = [
+            await stack.enter_async_context(raw(one.address, head + last[:10])) for _ in range(2 * WITHOUT_SLOT + 4)
+        ]
+        answers = {asyncio.create_task(reader.readuntil(b"}")): writer for reader, writer in uploads}
+        done, slow = await asyncio.wait(answers, timeout=DEADLINE, return_when=asyncio.FIRST_COMPLETED)
+        for refused in done:
+            assert refused.result().startswith(b"HTTP/1.1 503")
+            assert b"look for clients that send slowly" in refused.result()
+        assert done
+        for waiting in slow:
+            waiting.cancel()
+            answers[waiting].close()
+        async with client(one.address) as other:
+            for number, each in enumerate((worker, other), start=2):
+                await each.upload(state(number), f"c{number}", number)
 
 
 async def test_a_killed_process_loses_only_its_connections_and_ends_with_the_main_one() -> None:

@@ -348,10 +348,11 @@ async def test_full_memory_without_a_disk_is_503_and_what_was_committed_is_safe(
         assert one.chunks.memory.used <= one.chunks.memory.limit
 
 
-async def test_memory_that_is_full_spills_to_disk(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["live", "durable"])
+async def test_memory_that_is_full_spills_to_disk(tmp_path: Path, kind: str) -> None:
     big = state(4, 6 * CHUNK_BYTES)
     async with relay(data_dir=tmp_path, memory=3 * CHUNK_BYTES) as one, client(one.address) as worker:
-        await worker.store(big)
+        await (worker.store(big) if kind == "live" else store_durable(worker, big, "c1", 1))
         for _ in range(2):
             assert await worker.pack() == big.pack
             assert one.chunks.memory.used <= one.chunks.memory.limit
