@@ -298,7 +298,7 @@ def _delete_rest(folder: Path) -> bool:
 def _bypass_cache(descriptor: int, wanted: bool) -> bool:
     """Write to the device from the memory of the caller, or not. Return whether this changed anything.
 
-    The copy into the cache of the system takes most of the processor time of a save. The kernel refuses a write from
+    The copy into the cache of the system takes most of the processor time of a save. The kernel may refuse a write from
     memory that is not aligned, or of a length that is no multiple of a block, with ``EINVAL``.
     """
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)

@@ -128,7 +128,7 @@ def test_a_last_chunk_of_any_length_is_written_and_synced(disk: DiskTier, synced
     assert len(synced) == 1
 
 
-def test_a_chunk_in_memory_that_is_not_aligned_goes_through_the_cache(disk: DiskTier, synced: list[bool]) -> None:
+def test_a_chunk_in_memory_that_is_not_aligned_is_written_too(disk: DiskTier, synced: list[bool]) -> None:
     check(disk, memoryview(bytearray(CHUNK_BYTES + 1))[1:])
     assert len(synced) == 1
 
