@@ -23,7 +23,7 @@ IMPORTS = 200.0
 """Limit in seconds of a wait that includes the imports of Transformers, 7 s of CPU time in each trainer."""
 EXAMPLES = Path(__file__).parents[3] / "examples"
 SCRIPT, SHARDED = EXAMPLES / "train_transformers.py", EXAMPLES / "train_transformers_fsdp2.py"
-RANKS = Path(__file__).with_name("transformers_ranks.py")
+RANKS, LOOP = (Path(__file__).with_name(name) for name in ("transformers_ranks.py", "accelerate_ranks.py"))
 
 
 def losses(group: Group) -> dict[int, str]:
@@ -152,6 +152,26 @@ async def test_groups_in_float16_skip_the_same_updates_and_save_a_checkpoint_bef
         overflows = sorted(line for line in group.output if line.startswith("overflow in step"))
         assert overflows == [f"overflow in step {step}" for step in range(1, 9) for _rank in range(2)]
     assert (tmp_path / "output" / "checkpoint-4").exists()
+
+
+@pytest.mark.timeout(900)
+async def test_a_checkpoint_of_accelerate_before_the_first_update_leaves_the_group_in_step(tmp_path: Path) -> None:
+    """Only one group saves, and torch creates the state of its optimizer. Slow: imports Accelerate in 4 trainers."""
+    async with Job("--initial-replicas", "2", min_replicas=2) as job:
+        groups = [
+            await job.start(
+                number, ranks=2, launcher=(sys.executable, str(LOOP)), NUM_REPLICA_GROUPS="2",
+                OUTPUT=str(tmp_path / "checkpoint"),
+            )
+            for number in "01"
+        ]  # fmt: skip
+        ranks = [rank for group in groups for rank in group.ranks]
+        await job.until(lambda: all(rank.exit_code is not None for rank in ranks), "the groups end", IMPORTS)
+        assert [await group.exit_codes() for group in groups] == [[0, 0], [0, 0]], job.report()
+    ends = [line for group in groups for line in group.output if line.startswith("ends at step 8 ")]
+    assert len(ends) == 4
+    assert len(set(ends)) == 1, "equal weights and states of the optimizer"
+    assert any((tmp_path / "checkpoint" / "optimizer_0").iterdir())
 
 
 def test_the_page_begins_with_the_script() -> None:

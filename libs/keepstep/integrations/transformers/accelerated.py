@@ -140,7 +140,7 @@ def replace_model(manager: Manager, accelerator: Accelerator, model: nn.Module, 
         raise ValueError(f"{', '.join(kwargs)}: arguments of DistributedDataParallel, and this model is sharded")
     else:
         average_over_groups(model, manager)
-    model.register_forward_pre_hook(begin)
+    model.register_forward_pre_hook(begin, prepend=True)  # before FSDP2 unshards, as a heal reads and writes shards
     return model
 
 
