@@ -1,6 +1,6 @@
 """Measure keepstep beside torchft in one run, print a table, and write ``.bench/results.json``.
 
-make bench                                     everything (less than an hour on two cores)
+make bench                                     everything
 make bench BENCH="quorum kill --quick"         some of it, with fewer samples
 make bench BENCH="--peer-python ~/torchft/bin/python"
 """
