@@ -28,6 +28,7 @@ import pytest
 import pytest_asyncio
 import structlog
 
+from keepstep_mesh.threads.starting import reserve_for_exit
 from tests.support.processes import forked
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def pytest_configure() -> None:
     child does not inherit a handler: it starts with the default action.
     """
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    reserve_for_exit()  # no test leaves these threads behind
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:

@@ -32,6 +32,7 @@ from keepstep.step.reduction import Reduction
 from keepstep.step.retrying.kept_reductions import BATCH_BY_NUMBER, KeptReductions
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.net.fork_safety import OfParent, never_free, tell_children
+from keepstep_mesh.threads.starting import reserve_for_exit
 
 if TYPE_CHECKING:
     from keepstep.checkpoint.managed.durable_writer import LastCheckpoint
@@ -227,6 +228,7 @@ class Manager:
         tell_children(self)
         self._membership.start(context)
         atexit.register(self._exit)  # a script that just ends leaves the job too
+        reserve_for_exit()
 
     # ---- parts, for DDP, optimizers, samplers, LocalSGD and DiLoCo of keepstep
 
@@ -851,7 +853,9 @@ class Manager:
         if in_step and attempt is not None:
             attempt.refuse_joiners("this group ended in the middle of a step")
         self._membership.end(context, limit, error, in_step=in_step)
-        self._durability.close(finish=wait and not in_step and not error)
         from keepstep.lifecycle import wiring
 
-        wiring.disconnect(context, limit, wait=wait)
+        try:
+            self._durability.close(finish=wait and not in_step and not error)
+        finally:
+            wiring.disconnect(context, limit, wait=wait)

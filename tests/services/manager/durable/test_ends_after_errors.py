@@ -35,6 +35,7 @@ FALLBACK = TRAIN + "try:\n    1 / 0\nexcept ZeroDivisionError:\n    train(2)\n  
         pytest.param(["-i"], SESSION + "train(1)\n1 / 0\nmanager.shutdown()\n", True, id="a cell failed before"),
         pytest.param(["-i"], SESSION + "train(1)\n1 / 0\n", True, id="the session ends"),
         pytest.param([], FALLBACK, True, id="the script trains while it handles an error"),
+        pytest.param([], TRAIN + "train(2)\n", True, id="the script ends without a shutdown"),
         pytest.param([], TRAIN + "train(2)\n1 / 0\n", False, id="the error ends the script"),
         pytest.param(
             [], TRAIN + "try:\n    train(2)\n    1 / 0\nfinally:\n    manager.shutdown()\n", False, id="finally"
@@ -51,5 +52,6 @@ async def test_a_due_checkpoint_is_written_unless_the_script_ends_with_an_error(
         )
         async with asyncio.timeout(DEADLINE):
             _, errors = await process.communicate(code.encode())
-        assert (b"ZeroDivisionError" in errors) is (program is not FALLBACK), errors
+        assert process.returncode == (0 if saved else 1), errors
+        assert (b"ZeroDivisionError" in errors) is (program is not FALLBACK and "1 / 0" in program), errors
         assert await listed(url) == ({2: "committed"} if saved else {})
