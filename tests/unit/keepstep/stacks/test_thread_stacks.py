@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 
+import pytest
 import torch
 from torch.utils.data import DataLoader
 
@@ -74,8 +75,10 @@ def compile_until(end: threading.Event) -> None:
         torch.compile(lambda x: x.sin() + 1, backend="eager")(torch.ones(2))
 
 
-def test_a_thread_that_compiles_has_the_limit_of_a_compilation() -> None:
+def test_a_thread_that_compiles_has_the_limit_of_a_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
     """The import of the compiler takes seconds."""
+    # torch.compile reads this. It keeps a module of an earlier test if two threads left their forward passes crosswise.
+    monkeypatch.setattr(torch.nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
     end = threading.Event()
     thread = threading.Thread(target=compile_until, args=(end,))
     thread.start()
