@@ -298,8 +298,8 @@ def _delete_rest(folder: Path) -> bool:
 def _bypass_cache(descriptor: int, wanted: bool) -> bool:
     """Write to the device from the memory of the caller, or not. Return whether this changed anything.
 
-    The copy into the cache of the system takes most of the processor time of a save. The kernel may refuse a write from
-    memory that is not aligned, or of a length that is no multiple of a block, with ``EINVAL``.
+    The copy into the cache of the system takes most of the processor time of a save. For a write past the cache, the
+    kernel may require aligned memory and a length of whole blocks. It answers ``EINVAL`` if they are not given.
     """
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     changed = flags | os.O_DIRECT if wanted else flags & ~os.O_DIRECT

@@ -28,5 +28,5 @@ def test_a_step_runs_few_instructions_on_the_training_thread(lighthouse, monkeyp
 
         for _ in range(3):
             step()
-        counts = [operations(step) for _ in range(STEPS)]  # a step that waits long says so, which is no part of others
+        counts = [operations(step) for _ in range(STEPS)]  # a step that waits long logs it; others do not
     assert min(counts) <= LIMIT, sorted(counts)
