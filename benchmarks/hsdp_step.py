@@ -18,7 +18,7 @@ RANKS = 2
 WARM_UP = 24
 STEPS = 320
 """Of both kinds."""
-REPEATS = 3
+REPEATS = 2
 LIMIT_PERCENT = 5.0
 
 

@@ -33,7 +33,7 @@ from tests.support.network.namespaces import Namespaces, why_not
 RATE = "1gbit"
 UPLINK = 40e6
 """Bytes per second; a third of the link."""
-JOINS = 6
+JOINS = 4
 BASELINE_JOINS = 1
 BEFORE_SECONDS = 6.0
 """Between two joins; its steps are those of the median."""

@@ -1,4 +1,6 @@
-"""Write ``benchmarks/MEASURED.md`` from ``.bench/results.json``: ``python benchmarks/measured.py [RESULTS]``.
+"""Write ``benchmarks/MEASURED.md``, and the table of README.md, from ``.bench/results.json``.
+
+python benchmarks/measured.py [RESULTS]
 
 The newest run of each benchmark is kept in ``benchmarks/measured.json``, without its samples, with the number of lines
 of the code that it measures that have changed since. A run with ``--quick`` replaces only a run with ``--quick``.
@@ -7,6 +9,7 @@ of the code that it measures that have changed since. A run with ``--quick`` rep
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +18,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / "benchmarks" / "measured.json"
 PAGE = ROOT / "benchmarks" / "MEASURED.md"
+README = ROOT / "README.md"
 SERVICES = ("libs/keepstep_mesh", "services/keepstep_lighthouse")
 TRAINING = ("libs/keepstep", *SERVICES)
 RELAY = (*TRAINING, "services/keepstep_relay")
@@ -27,6 +31,28 @@ MEASURES = {
     "sharded": ("libs/keepstep", "libs/keepstep_formats", "libs/keepstep_megatron"),
 }
 """Folders that a benchmark measures; of all others ``TRAINING``."""
+SHOWN = (
+    ("goodput of 3 groups, one SIGKILL every 10 s", "goodput", "goodput, a failure every 10 s"),
+    ("the same, one every 60 s; above 1 is noise", "goodput", "goodput, a failure every 60 s"),
+    ("SIGKILL of 1 of 3 groups to the others' next commit", "kill", "SIGKILL to next commit"),
+    ("the same, p95", "kill", "SIGKILL to next commit, p95"),
+    ("the killed group's own next commit, restarted by `keepstep run`", "way_back", "way back, warm start"),
+    ("SIGSTOP of one, worst (default heartbeat timeout: 5 s)", "kill", "SIGSTOP to next commit, max"),
+    ("SIGKILL of the leading lighthouse: gap between commits, p95", "failover", "SIGKILL to the leading lighthouse"),
+    ("quorum round, 1 group", "quorum", "quorum round, N=1, steady"),
+    ("8 groups", "quorum", "quorum round, N=8, steady"),
+    ("64 groups", "quorum", "quorum round, N=64, steady"),
+    ("256 groups", "quorum", "quorum round, N=256, steady"),
+    ("1,024 groups", "quorum", "quorum round, N=1024, steady"),
+    ("added to a step of plain DDP, tiny model", "step", "step, tiny model, added to"),
+    ("added to a step of plain DDP, 2.1 M parameters", "step", "step, 2.1 M parameters, added to"),
+    ("1 GiB of live state to a joiner, direct, verified (torchft: unverified)", "heal", "heal 1 GiB, direct"),
+    ("the same through the relay", "heal", "heal 1 GiB, through the relay"),
+    ("128 MiB to 8 joiners at once, 1 Gbit/s each", "swarm", "8 joiners behind 1gbit/s each, 128 MiB"),
+    ("1 GiB to one joiner over 1 Gbit/s: longest step of the others", "join", "a third group joins"),
+)  # fmt: skip
+"""The rows of README.md: their text, the benchmark, and the figure, or the beginning of its name."""
+TABLE = ("| | torchft | keepstep | ratio | again with `make bench` |", "|---|---|---|---|---|")
 HEAD = """# Measured
 
 `python benchmarks/measured.py` writes this page from the results of `make bench`; [README.md](README.md) defines each
@@ -39,8 +65,11 @@ def git(*arguments: str, root: Path = ROOT) -> str:
     return subprocess.run(["git", *arguments], cwd=root, check=True, capture_output=True, text=True).stdout
 
 
-def changed_lines(commit: str, folders: tuple[str, ...], root: Path = ROOT) -> int:
-    """Return the added and removed lines of Python between ``commit`` and the tree."""
+def changed_lines(commit: str, folders: tuple[str, ...], root: Path = ROOT) -> int | None:
+    """Return the added and removed lines of Python between ``commit`` and the tree; None: no such commit exists."""
+    known = ["git", "cat-file", "-e", f"{commit.rstrip('+')}^{{commit}}"]
+    if subprocess.run(known, cwd=root, capture_output=True, check=False).returncode:
+        return None
     lines = git("diff", "--numstat", commit.rstrip("+"), "--", *(f"{one}/**.py" for one in folders), root=root)
     return sum(int(number) for line in lines.splitlines() for number in line.split("\t")[:2])
 
@@ -54,7 +83,11 @@ def merged(kept: dict[str, Any], results: dict[str, Any]) -> dict[str, Any]:
             continue
         keys = ("name", "unit", "statistic", "keepstep", "torchft", "ratio", "limits", "more_is_better", "reached")
         figures = [
-            {**{key: one[key] for key in keys}, "samples": max(map(len, one["samples"].values()))}
+            {
+                **{key: one[key] for key in keys},
+                **({"restart": one["restart"]} if "restart" in one else {}),
+                "samples": max(map(len, one["samples"].values())),
+            }
             for one in found["figures"]
         ]
         new[name] = {**run, "seconds": found["seconds"], "figures": figures}
@@ -65,6 +98,12 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
+def _other(figure: dict[str, Any]) -> str:
+    value = _number(figure["torchft"])
+    restart = figure.get("restart")  # of goodput, which has a third side
+    return value if restart is None else f"{value}; torchrun and DCP {_number(restart)}"
+
+
 def _row(figure: dict[str, Any]) -> str:
     sign, hardest = (">=", max) if figure["more_is_better"] else ("<=", min)
     limit = hardest(figure["limits"], default=None)
@@ -73,7 +112,7 @@ def _row(figure: dict[str, Any]) -> str:
         figure["name"],
         f"{figure['unit']} {figure['statistic']} of {figure['samples']}".strip(),
         _number(figure["keepstep"]),
-        _number(figure["torchft"]),
+        _other(figure),
         _number(figure["ratio"]),
         "" if limit is None else f"{sign} {_number(limit)} {reached}".rstrip(),
     )
@@ -91,11 +130,36 @@ def page(kept: dict[str, Any]) -> str:
             f"{', `--quick`' if run['quick'] else ''}; {machine['processor']}, {machine['cores']} cores, "
             f"load {machine['load_before']:.1f} before it, Python {machine['python']}; {versions}."
         )
-        if run["changed_lines"]:
+        if run["changed_lines"] is None:
+            told += " **Of a commit that is not in this repository:** the code that it measures may be newer."
+        elif run["changed_lines"]:
             told += f" **Older than the code:** {run['changed_lines']:,} lines of what it measures have changed since."
         table = ["| figure | unit | keepstep | other | ratio | target |", "|---|---|---|---|---|---|"]
         parts.append("\n".join((f"## {name}", *wrapped(told), "", *table, *map(_row, run["figures"]))) + "\n")
     return "\n".join(parts)
+
+
+def readme_rows(kept: dict[str, Any]) -> list[str]:
+    """Return the lines of the table of README.md; a figure that was not measured has no row."""
+    rows = list(TABLE)
+    for what, benchmark, start in SHOWN:
+        figures = kept.get(benchmark, {"figures": []})["figures"]
+        found = [one for one in figures if one["name"] == start]
+        for one in found or [one for one in figures if one["name"].startswith(start)][:1]:
+            theirs, ours = (
+                f"{value} {one['unit']}".strip() if value else "" for value in (_other(one), _number(one["keepstep"]))
+            )
+            ratio = "" if one["ratio"] is None else f"{one['ratio']:.2g}"
+            rows.append(f"| {what} | {theirs} | {ours} | {ratio} | `BENCH={benchmark}` |")
+    return rows
+
+
+def with_rows(readme: str, rows: list[str]) -> str:
+    """Return the text of README.md with these lines in the place of its table."""
+    text, tables = re.subn(re.escape(TABLE[0]) + r"\n(?:\|.*\n)*", lambda _: "\n".join(rows) + "\n", readme)
+    if tables != 1:
+        raise ValueError(f"README.md has {tables} tables that begin with {TABLE[0]!r}, not 1")
+    return text
 
 
 def wrapped(text: str, width: int = 120) -> list[str]:
@@ -113,10 +177,12 @@ def main(results: Path) -> None:
         kept = merged(kept, json.loads(results.read_text(encoding="utf-8")))
     for name, run in kept.items():
         run["changed_lines"] = changed_lines(run["commit"], MEASURES.get(name, TRAINING))
-        if run["changed_lines"]:
-            print(f"{name}: {run['changed_lines']:,} lines of what it measures have changed since {run['when'][:10]}")
+        if run["changed_lines"] != 0:
+            lines = "unknown" if run["changed_lines"] is None else f"{run['changed_lines']:,}"
+            print(f"{name}: lines of what it measures that have changed since {run['when'][:10]}: {lines}")
     KEPT.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     PAGE.write_text(page(kept), encoding="utf-8")
+    README.write_text(with_rows(README.read_text(encoding="utf-8"), readme_rows(kept)), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -144,9 +144,20 @@ def undisturbed(lines: dict[int, list[tuple[float, int, int]]]) -> float:
     return p50([later - earlier for one in times for earlier, later in itertools.pairwise(one)])
 
 
-def kill_ours(side: Side, layers: int, spares: int, log: Path) -> tuple[float, float, float]:
-    """Return the seconds from SIGKILL of a rank to the next commit of all, and of a step before it; and copies by bytes
-    of the shard."""
+def repeated(lines: dict[int, list[tuple[float, int, int]]], killed: float) -> int:
+    """Return the most steps that a process committed before a kill and had to commit again after it."""
+    most = 0
+    for rows in lines.values():
+        before = [step for when, step, _ in rows if when <= killed]
+        after = [step for when, step, _ in rows if when > killed]
+        if before and after:
+            most = max(most, before[-1] + 1 - min(after))
+    return most
+
+
+def kill_ours(side: Side, layers: int, spares: int, log: Path) -> tuple[float, float, float, int]:
+    """Return the seconds from SIGKILL of a rank to the next commit of all, and of a step before it; copies by bytes of
+    the shard; and the steps that are repeated."""
     with tempfile.TemporaryDirectory() as folder:
         ranks, left = Ranks(Path(folder)), RANKS if spares else RANKS - 1
         words = command(side, "keepstep", Path(folder), layers, 4, MANY)
@@ -161,7 +172,7 @@ def kill_ours(side: Side, layers: int, spares: int, log: Path) -> tuple[float, f
             killed = time.time()
             os.kill(victim, signal.SIGKILL)
             resumed, _ = ranks.resumed(killed, left, new=False, old=set())
-            return resumed - killed, undisturbed(lines), copies
+            return resumed - killed, undisturbed(lines), copies, repeated(ranks.lines(), killed)
 
 
 def kill_theirs(side: Side, layers: int, log: Path, at: int) -> tuple[float, float, int]:
@@ -198,21 +209,23 @@ def run(*, quick: bool, log: Path) -> list[Figure]:
     kills = 1 if quick else KILLS
     for name, size in list(STATES.items())[: 1 if quick else None]:
         layers = max(1, round(size / LAYER_BYTES))
-        spare, shrunk, restart, copies, repeated = [], [], [], [], []
+        spare, shrunk, restart, copies, lost, their_lost = [], [], [], [], [], []
         less: dict[str, list[float]] = {"spare": [], "shrunk": [], "restart": []}
         for number in range(kills):
             print(f"one copy, {name} of state, kill {number + 1} of {kills} ...", flush=True)
-            seconds, step, share = kill_ours(side, layers, 1, log)
+            seconds, step, share, steps = kill_ours(side, layers, 1, log)
             spare.append(seconds)
             less["spare"].append(seconds - step)
             copies.append(share)
-            seconds, step, _ = kill_ours(side, layers, 0, log)
+            lost.append(float(steps))
+            seconds, step, _, steps = kill_ours(side, layers, 0, log)
             shrunk.append(seconds)
             less["shrunk"].append(seconds - step)
+            lost.append(float(steps))
             seconds, step, steps = kill_theirs(side, layers, log, 1 + number * EVERY // kills)
             restart.append(seconds)
             less["restart"].append(seconds - step)
-            repeated.append(float(steps))
+            their_lost.append(float(steps))
         what = f"SIGKILL of 1 of {RANKS} ranks to the next commit of all, {name} of state"
         figures += [
             Figure(f"{what}, with a spare", "s", "p50", spare, restart, Limit(value=1.0, times_theirs=0.1)),
@@ -221,7 +234,7 @@ def run(*, quick: bool, log: Path) -> list[Figure]:
                 f"the same less an undisturbed step, with a spare, {name}", "s", "p50", less["spare"], less["restart"]
             ),
             Figure(f"the same less an undisturbed step, without, {name}", "s", "p50", less["shrunk"], less["restart"]),
-            Figure(f"steps lost, {name} of state", "steps", "p50", [0.0] * kills, repeated, Limit(value=0.0)),
+            Figure(f"steps lost, {name} of state", "steps", "max", lost, their_lost, Limit(value=0.0)),
             Figure(f"host memory of copies by bytes of the shard, {name}", "x", "max", copies, [], Limit(value=2.2)),
         ]
     added, plain = [], []

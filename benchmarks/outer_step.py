@@ -19,7 +19,7 @@ from sides import HERE, Side, lighthouse
 GROUPS = 2
 WARM_UP = 3
 STEPS = {"1M": 40, "100M": 8}
-REPEATS = 2
+REPEATS = 1
 CODECS = ("quantized", "top-k", "two-bit")
 
 

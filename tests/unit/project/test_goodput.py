@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import sys
 from itertools import pairwise
@@ -33,10 +34,14 @@ def test_a_job_without_groups_to_spare_loses_what_is_missing():
     assert loss.goodput(mean=1.0, groups=1) == 0.0
 
 
-def test_the_measured_constants_of_the_page_are_in_the_benchmarks():
-    text = (ROOT / "benchmarks" / "README.md").read_text() + (ROOT / "docs" / "scaling.md").read_text()
-    for figure in ("0.05 / 0.06 / 0.07 s", "5.00 / 5.02 s", "7.93 GB/s", "0.54, 0.62, 0.70 s", "0.15, 0.17, 0.19 s"):
+def test_the_measured_constants_of_the_page_are_on_it_or_in_the_results():
+    text = (ROOT / "docs" / "scaling.md").read_text()
+    for figure in ("7.9 GB/s", "0.54, 0.62, 0.70 s", "0.15, 0.17, 0.19 s"):
         assert figure in text
+    kills = json.loads((ROOT / "benchmarks" / "measured.json").read_text())["kill"]["figures"]
+    measured = {one["name"]: one["keepstep"] for one in kills}
+    assert SCALING["PAUSE"] >= measured["SIGKILL to next commit"]
+    assert SCALING["HANG"] == pytest.approx(measured["SIGSTOP to next commit"], abs=0.1)
 
 
 def test_kills_fill_the_window_with_the_number_that_its_mean_time_gives(model):

@@ -30,6 +30,25 @@ def test_the_page_is_as_its_script_writes_it_now() -> None:
     assert MEASURED["page"](kept) == (ROOT / "benchmarks" / "MEASURED.md").read_text(), "run benchmarks/measured.py"
 
 
+def test_the_table_of_the_readme_is_as_the_script_writes_it_now() -> None:
+    kept = json.loads((ROOT / "benchmarks" / "measured.json").read_text())
+    readme = (ROOT / "README.md").read_text()
+    rows = MEASURED["readme_rows"](kept)
+    assert len(rows) == 2 + len(MEASURED["SHOWN"]), "every row is measured"
+    assert MEASURED["with_rows"](readme, rows) == readme, "run benchmarks/measured.py"
+
+
+def test_a_row_of_the_readme_has_the_figure_of_its_name_before_one_that_begins_with_it() -> None:
+    def figure(name: str, keepstep: float) -> dict[str, object]:
+        return {**FIGURE, "name": name, "keepstep": keepstep}
+
+    figures = [figure("SIGKILL to next commit, p95", 9.0), figure("SIGKILL to next commit", 0.05)]
+    rows = MEASURED["readme_rows"]({"kill": {"figures": figures}})
+    assert rows[2] == "| SIGKILL of 1 of 3 groups to the others' next commit | 1 ms | 0.05 ms | 0.2 | `BENCH=kill` |"
+    assert rows[3].startswith("| the same, p95 | 1 ms | 9 ms |")
+    assert MEASURED["with_rows"](f"a\n{rows[0]}\n|---|\n| old |\n\nb\n", rows[:2]) == f"a\n{rows[0]}\n{rows[1]}\n\nb\n"
+
+
 def test_a_run_replaces_its_own_benchmarks_and_a_quick_one_no_figure_of_a_whole_one() -> None:
     kept = MEASURED["merged"]({}, results("step", "kill"))
     assert kept["step"]["figures"][0]["samples"] == 3
@@ -47,6 +66,8 @@ def test_the_page_says_how_much_code_has_changed_since() -> None:
     assert "Older" not in page
     kept["step"]["changed_lines"] = 1200
     assert "**Older than the code:** 1,200 lines of what it measures" in " ".join(MEASURED["page"](kept).split())
+    kept["step"]["changed_lines"] = None
+    assert "**Of a commit that is not in this repository:**" in " ".join(MEASURED["page"](kept).split())
 
 
 def test_changed_lines_are_those_of_python_in_the_folders(tmp_path: Path) -> None:
@@ -69,3 +90,4 @@ def test_changed_lines_are_those_of_python_in_the_folders(tmp_path: Path) -> Non
     git("commit", "-qam", "second")
     assert MEASURED["changed_lines"](f"{first}+", ("libs/a", "libs/b"), tmp_path) == 3
     assert MEASURED["changed_lines"](first, ("libs/b",), tmp_path) == 0
+    assert MEASURED["changed_lines"]("12345678+", ("libs/b",), tmp_path) is None
