@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from keepstep.checkpoint.stored import StoredCheckpoint
 from keepstep.state.errors import CheckpointError
-from keepstep.state.values.sharding import is_dtensor
+from keepstep.state.values.sharding import is_dtensor, new_like
 from keepstep_mesh.protocol.stored_keys import Index, Path, key_of
 
 
@@ -119,4 +119,4 @@ def _place_of(owner: object, steps: Path, key: str, stored: StoredCheckpoint) ->
     number = int(steps[1]) if str(steps[1]).isdecimal() else len(parameters)
     if number >= len(parameters) or not is_dtensor(parameters[number]) or parameters[number].shape != tensor.shape:
         return None
-    return torch.empty_like(parameters[number], dtype=tensor.dtype, requires_grad=False)
+    return new_like(parameters[number], dtype=tensor.dtype)

@@ -31,7 +31,7 @@ from keepstep.state.flattening import Expanded, Leaf, expand, flatten, list_leng
 from keepstep.state.local_parts import Part, TensorPart, local_parts
 from keepstep.state.pack_layout import may_overlap_itself
 from keepstep.state.values.known_classes import class_name
-from keepstep.state.values.sharding import is_dtensor, is_sharded_tensor
+from keepstep.state.values.sharding import is_dtensor, is_sharded_tensor, new_like
 from keepstep.state.values.tensor_subclasses import is_whole_value, is_wrapper
 from keepstep_mesh.protocol.boxes import Box
 from keepstep_mesh.protocol.stored_keys import Path, key_of
@@ -199,7 +199,7 @@ def _is_meta(value: Any) -> bool:
 def _allocated(value: Any) -> torch.Tensor:
     """Return memory for a tensor on the device "meta": on that of its mesh, or of the default process group."""
     if is_dtensor(value):
-        return torch.empty_like(value, device=value.device_mesh.device_type, requires_grad=False)
+        return new_like(value)
     device, accelerator = torch.device("cpu"), torch.accelerator.current_accelerator()
     if accelerator is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
         backends = torch.distributed.get_backend_config()

@@ -94,7 +94,7 @@ def differences(loaded: Any, held: Any, path: str = "") -> Iterator[str]:
 def _same_tensor(loaded: Any, held: Any) -> bool:
     if not isinstance(loaded, torch.Tensor) or not isinstance(held, torch.Tensor) or loaded.shape != held.shape:
         return False
-    loaded, held = (one.to_local() if is_dtensor(one) else one for one in (loaded.detach(), held.detach()))
+    loaded, held = ((one.to_local() if is_dtensor(one) else one).detach() for one in (loaded, held))
     if loaded.dtype != held.dtype or loaded.shape != held.shape:
         return False
     same_place = loaded.device == held.device and loaded.data_ptr() == held.data_ptr()

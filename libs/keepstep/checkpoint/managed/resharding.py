@@ -14,7 +14,7 @@ from keepstep.connection.deadline import Deadline
 from keepstep.relay_client.relay_paths import AtRelay
 from keepstep.state.errors import CheckpointDamaged, StateMismatch
 from keepstep.state.flattening import Leaf, build, flatten
-from keepstep.state.values.sharding import is_dtensor, sharding_of, to_dtensor
+from keepstep.state.values.sharding import is_dtensor, new_like
 from keepstep_mesh.config.logging import get_logger
 
 log = get_logger("keepstep.durable")
@@ -90,6 +90,4 @@ def _new(key: str, stored: StoredCheckpoint, models: Sequence[Leaf]) -> Any:
             f"have; register a state that has {key} before the first step"
         )
     like = (named or alike)[0].value
-    # torch's dispatch of DTensors crashes a thread of torch 2.11: docs/dependencies.md
-    local = torch.empty_like(like.to_local().detach(), dtype=tensor.dtype)
-    return to_dtensor(local, sharding_of(like), like.device_mesh)
+    return new_like(like, dtype=tensor.dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeGuard, cast
@@ -152,11 +152,33 @@ def to_dtensor(local: torch.Tensor, sharding: Sharding, mesh: DeviceMesh) -> DTe
     shape, placements = torch.Size(sharding.global_shape), _placements(sharding)
     stride = _global_stride(local, shape)
     if mesh.get_coordinate() is None:  # `from_local` would make it empty
-        from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # noqa: PLC0415  # slow import
-
-        spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, local.dtype))
-        return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        return _wrapped(local, mesh, placements, shape, stride)
     return DTensor.from_local(local, mesh, placements, shape=shape, stride=stride)
+
+
+def new_like(like: DTensor, *, dtype: torch.dtype | None = None) -> DTensor:
+    """Return a DTensor with new memory, which needs no gradient.
+
+    torch's own ``empty_like`` enters a ``FakeTensorMode`` in each thread, which can crash the process if two threads
+    do: docs/dependencies.md.
+
+    Args:
+        like: the new one has its shape, sharding and device. A tensor on the device "meta" gets that of its mesh.
+        dtype: that of the new one. Default: that of ``like``.
+    """
+    device = like.device_mesh.device_type if like.is_meta else None
+    local = torch.empty_like(like.to_local().detach(), dtype=dtype, device=device)
+    return _wrapped(local, like.device_mesh, like.placements, like.shape, like.stride())
+
+
+def _wrapped(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...]
+) -> DTensor:
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415  # slow import
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # noqa: PLC0415  # slow import
+
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, local.dtype))
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def _global_stride(local: torch.Tensor, shape: torch.Size) -> tuple[int, ...]:

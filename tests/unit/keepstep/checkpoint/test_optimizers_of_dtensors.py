@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.distributed.tensor import DTensor, Shard
 
 from keepstep.checkpoint import StoredCheckpoint
@@ -45,6 +48,40 @@ def test_an_optimizer_without_state_gets_its_shards(world_size):
             assert exp_avg.placements == weight.placements
             torch.testing.assert_close(exp_avg.to_local(), 0.1 * whole.chunk(world_size)[rank])
             assert optimizer.state[weight]["step"] == 1
+
+
+def test_a_load_makes_new_shards_without_a_plan_of_torch(monkeypatch):
+    """Two threads that plan crash a process with a CUDA build of torch 2.11 and no GPU: each enters such a mode."""
+
+    def entered(_mode):
+        raise AssertionError("a FakeTensorMode was entered")
+
+    saved = []
+    for rank in range(2):
+        with fake_rank(rank, 2):
+            optimizer, weight, whole = optimizer_of(rank, 2, 0)
+            weight.grad = weight.detach().clone()
+            optimizer.step()
+            saved.append(parts_of({"optimizer": optimizer.state_dict(), "weight": weight.detach()}))
+            updated = weight.detach().to_local().clone()
+    stored = StoredCheckpoint(in_memory(saved))
+    with fake_rank(1, 2):
+        optimizer, weight, _ = optimizer_of(1, 2, 1)
+        without_memory = torch.empty(4, 3, device="meta").t().contiguous().t()
+        meta = DTensor.from_local(without_memory, weight.device_mesh, [Shard(0)], shape=weight.shape, stride=(1, 8))
+        state = {"optimizer": optimizer.state_dict(), "weight": meta}
+        monkeypatch.setattr(FakeTensorMode, "__enter__", entered)
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(complete, optimizer, state["optimizer"], ("optimizer",), stored).result(60)
+            thread.submit(load_leaves, state, stored, strict=True).result(60)
+        monkeypatch.undo()
+        exp_avg, new = state["optimizer"]["state"][0]["exp_avg"], state["weight"]
+        for one in (exp_avg, new):
+            assert (one.placements, one.shape, one.requires_grad) == (weight.placements, weight.shape, False)
+            assert one.device.type == "cpu"
+        assert (new.stride(), new.to_local().stride()) == ((1, 8), (1, 4))
+        torch.testing.assert_close(exp_avg.to_local(), 0.1 * whole.chunk(2)[1])
+        torch.testing.assert_close(new.to_local(), updated)
 
 
 def test_a_shard_that_wraps_others_heals_and_is_refused_by_a_checkpoint_of_several_ranks():
