@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -32,6 +32,8 @@ from keepstep import Manager, Optimizer, ProcessGroupGloo
 from keepstep.device_mesh import average_over_groups, ft_init_device_mesh
 from tests.support.jobs.trainer import digest, say
 
+CAN_RUN = hasattr(_fsdp_common, "ShardPlacementResult")
+"""Whether this torch shards one module over two meshes: torch 2.11 does not."""
 STAGES, MICRO_BATCHES, SAMPLES = 2, 2, 4
 """``SAMPLES``: in the batch of one rank of a stage."""
 WORDS, WIDTH, LENGTH = 16, 8, 4
@@ -169,7 +171,8 @@ class Trainer:
         spread = mesh["dp_shard"]
         weight = distribute_tensor(model.experts.weight.detach(), spread, [Shard(0)], src_data_rank=None)
         model.experts.weight, model.experts.group = nn.Parameter(weight), spread.get_group()
-        of_experts = ShardPlacementResult(Shard(0), FSDPMeshInfo(mesh["expert_shard"], shard_mesh_dim=0))
+        over = _fsdp_common.FSDPMeshInfo(mesh["expert_shard"], shard_mesh_dim=0)
+        of_experts = _fsdp_common.ShardPlacementResult(Shard(0), over)
         fully_shard(
             model, mesh=spread, shard_placement_fn=lambda one: of_experts if one is model.experts.weight else None
         )
