@@ -171,7 +171,7 @@ class OneCopy:
         self._shard = OwnShard()
         seconds = self._timeout.total_seconds()
         self._membership = MemberLink(self._settings, settings_text(common), device_type, seconds, self._groups)
-        self._keeper = Keeper(self._optimizer, torch.device(device_type), self._room(memory))
+        self._keeper = Keeper(self._optimizer, self._device, self._room(memory))
         self._server = CopyServer(self._settings.host, self._membership.token, self._keeper, seconds)
         self._sender = CopySender(self._membership.token, seconds, self._loss)
         self._reports = StepReports(self._membership)
@@ -236,6 +236,10 @@ class OneCopy:
         if kind is None:
             raise CopyError("this process has no optimizer yet")
         return kind(*args, **kwargs)
+
+    def _device(self) -> torch.device:
+        """Return that of the parameters: its type alone would be device 0 in a thread that rebuilds a shard."""
+        return torch.device("cpu") if self._shard.held is None else self._shard.held.tensors.device
 
     # ---- facts
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -42,15 +42,39 @@ def refuse_capture(tensors: Iterable[torch.Tensor]) -> None:
             )
 
 
-def ignore_captures() -> None:
-    """Let this thread use the GPU while another one captures a CUDA graph.
+def begin_gpu_thread(index: int | None) -> None:
+    """Let this thread use the GPU beside the training thread. Call it before the first call of CUDA in the thread.
 
-    The usual mode of a capture forbids other threads even to ask for an event, and such a call ends the capture. Call
-    it at the begin of each thread that uses the GPU beside a training thread.
+    * A thread begins with device 0. Even to ask for an event makes a context on the device of the thread, of some
+      hundred MiB, which the other ranks of the machine would have on device 0 too.
+    * The usual mode of the capture of a CUDA graph forbids other threads to ask for an event, and such a call ends the
+      capture.
+
+    Args:
+        index: number of the device of the training thread; None: that of this thread.
     """
+    if index is not None:
+        torch.accelerator.set_device_index(index)
     exchange = _exchange_capture_mode()
     if exchange is not None:
         exchange(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))  # an error: no GPU, hence no capture
+
+
+def queued_work(device: torch.device) -> Callable[[], None]:
+    """Return a function that waits, in any thread, until the current stream has done the work that it has now.
+
+    Call it in the training thread, and the function in a thread that reads tensors of the training.
+    """
+    if device.type == "cpu":
+        return lambda: None
+    mark = torch.Event(device)
+    mark.record(torch.accelerator.current_stream(device))
+
+    def wait() -> None:
+        begin_gpu_thread(device.index)
+        mark.synchronize()
+
+    return wait
 
 
 @functools.cache

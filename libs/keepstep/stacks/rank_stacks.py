@@ -178,7 +178,7 @@ def _used_gpus() -> list[int]:
 def _device() -> str:
     used = _used_gpus()
     if used:
-        importlib.import_module("keepstep.runtime.devices").ignore_captures()
+        importlib.import_module("keepstep.runtime.devices").begin_gpu_thread(used[0])
     idle = {one: sys.modules["torch"].cuda.default_stream(one).query() for one in used}
     return ", ".join(f"GPU {one} {'is idle' if is_idle else IS_BUSY}" for one, is_idle in idle.items())
 

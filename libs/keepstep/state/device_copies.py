@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from keepstep.runtime.devices import ignore_captures
+from keepstep.runtime.devices import begin_gpu_thread
 from keepstep_mesh.threads.starting import ThreadPoolExecutor
 
 BUFFERS = 16
@@ -150,7 +150,11 @@ def device_copies(
         A function of a target and a source. The target is uint8, in one dimension, and as long as the source.
     """
     rings: dict[torch.device, _Ring] = {}
-    with ThreadPoolExecutor(THREADS, "keepstep-staging", ignore_captures) as pool:
+
+    def begin() -> None:
+        begin_gpu_thread(next(iter(rings)).index)
+
+    with ThreadPoolExecutor(THREADS, "keepstep-staging", begin) as pool:
 
         def copy(target: torch.Tensor, source: torch.Tensor) -> None:
             if source.device not in rings:

@@ -15,6 +15,7 @@ from keepstep.one_copy.copies.frames import CopyError, Frames, connect, send_sta
 from keepstep.one_copy.copies.kept_bytes import TensorPack, pack_of_gradients, pieces_of
 from keepstep.one_copy.copies.rank_state import RankState
 from keepstep.one_copy.core.holding import State
+from keepstep.runtime.devices import queued_work
 from keepstep.state.pack import Pack
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.protocol.manifest import chunk_digests
@@ -270,7 +271,14 @@ class CopySender:
             self._confirm(state)
 
     def _submit(self, run: Callable[..., None], *arguments: Any) -> None:
-        self._tasks.append(self._pool.submit(run, *arguments))
+        wait = queued_work(self._state.device) if self._state is not None else None
+
+        def follow() -> None:
+            if wait is not None:
+                wait()  # the optimizer, for a base: the stream of the training need not be that of this thread
+            run(*arguments)
+
+        self._tasks.append(self._pool.submit(follow))
 
     def _stop_tasks(self) -> None:
         """Forget tasks of an attempt that was dropped, and wait for the one that runs."""

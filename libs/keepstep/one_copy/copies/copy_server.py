@@ -234,7 +234,7 @@ class CopyServer:
         with self._changed:
             slices = self._rebuilt.get(key)
             if slices is None:
-                kept = KEPT_SLICES if keeper.device.type == "cpu" else 1
+                kept = KEPT_SLICES if keeper.device().type == "cpu" else 1
                 slices = RebuiltSlices(self._pool, partial(keeper.rebuild, *key), len(names), kept)
                 self._rebuilt[key] = slices
         return Served(

@@ -48,11 +48,13 @@ class Keeper:
 
     Args:
         kind: makes an optimizer of the class of the job.
-        device: on which replayed steps are computed.
+        device: returns the one on which replayed steps are computed.
         limit: returns how many more bytes may be kept.
     """
 
-    def __init__(self, kind: Callable[..., Optimizer], device: torch.device, limit: Callable[[], int]) -> None:
+    def __init__(
+        self, kind: Callable[..., Optimizer], device: Callable[[], torch.device], limit: Callable[[], int]
+    ) -> None:
         self._kind = kind
         self.device = device
         self._limit = limit
@@ -233,7 +235,7 @@ class Keeper:
             log = [(kept.ends[one], kept.gradients[number, one]) for one in steps]
         ends = ((end.state(), gradients) for end, gradients in log)
         entries = ((end["options"], gradients.state()) for end, gradients in ends if not end["skipped"])
-        return replay(self._kind, base.state(), entries, self.device)
+        return replay(self._kind, base.state(), entries, self.device())
 
     def end_of(self, world: int, rank: int, state: State) -> dict[str, Any]:
         """Return options, buffers and random state of a rank at ``state``. CopyError: they are not kept."""

@@ -68,6 +68,8 @@ class RankState:
         """Number of slices whose bases are sent in a step, on average."""
         self.boxes = self._boxes()
         """The box of each shard in its parameter. A DTensor computes it from the rank, which may change."""
+        self.device = next((one.device for one in self.parameters), torch.device("cpu"))
+        """Of the parameters."""
 
     def _bytes(self, index: int) -> int:
         state = self.optimizer.state.get(self.parameters[index], {})

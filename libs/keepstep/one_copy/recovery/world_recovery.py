@@ -33,6 +33,7 @@ from keepstep.one_copy.recovery.sources import Sources, serving
 from keepstep.one_copy.shard.built import Built
 from keepstep.one_copy.shard.own_shard import Held, OwnShard, random_state, restore_random_state
 from keepstep.one_copy.world.world_groups import WorldGroups
+from keepstep.runtime.devices import queued_work
 from keepstep.runtime.exits import MismatchExit, StateMismatchExit
 from keepstep.state.errors import StateMismatch
 from keepstep_mesh.config.logging import get_logger
@@ -398,6 +399,7 @@ class WorldRecovery:
         shard.whole = True
 
     def _served(self, held: Held, number: int, rank: int) -> Served:
+        queued_work(held.tensors.device)()  # other threads read the shard
         return Served(
             *(number, rank, held.state, held.tensors.names_of_slices()),
             slice_of=held.tensors.base,

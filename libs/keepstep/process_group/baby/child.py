@@ -8,7 +8,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch
 from torch.distributed.distributed_c10d import Work
 from torch.futures import Future
 
@@ -19,6 +18,7 @@ from keepstep.process_group.baby.shared_memory import Segment
 from keepstep.process_group.base import ProcessGroup
 from keepstep.process_group.torch_backends.gloo import ProcessGroupGloo
 from keepstep.process_group.torch_backends.nccl import ProcessGroupNCCL, ProcessGroupXCCL
+from keepstep.runtime.devices import begin_gpu_thread
 from keepstep_mesh.threads.starting import Thread
 
 BACKENDS: dict[str, Callable[[timedelta], ProcessGroup]] = {
@@ -41,7 +41,8 @@ class Child:
         self._segments: dict[int, Segment] = {}
         self._group: ProcessGroup | None = None
         self._store: RemoteStore | None = None
-        self._uses_device = False
+        self._device: int | None = None
+        """Index of the accelerator that the group uses."""
 
     def run(self) -> None:
         """Follow the orders. Does not return: the end of the connection ends the process."""
@@ -75,9 +76,8 @@ class Child:
             os._exit(0)
 
     def _configure(self, order: dict[str, Any], _: list[int]) -> None:
-        self._uses_device = order["backend"] != "gloo"
-        if self._uses_device:
-            torch.accelerator.set_device_index(order["device"])
+        self._device = None if order["backend"] == "gloo" else order["device"]
+        begin_gpu_thread(self._device)
         self._store = RemoteStore(self._channel.send, order["store_host"], order["store_version"])
         self._group = BACKENDS[order["backend"]](timedelta(seconds=order["timeout"]))
         self._group.configure("", *order["args"], store=self._store, host=order["host"])
@@ -99,7 +99,7 @@ class Child:
         number = order["segment"]
         call = UnpackedCall(order, None if number is None else self._segments[number])
         work = group._run(call.operation, *call.args)  # noqa: SLF001  both classes are of this package
-        if self._uses_device:
+        if self._device is not None:
             Thread(target=self._wait_for_device, args=(order, call, work), daemon=True).start()
         else:
             work.get_future().add_done_callback(lambda future: self._finished(order, call, future.value))
@@ -108,13 +108,13 @@ class Child:
         """Answer when the device has finished, so that the parent needs no stream of this process."""
 
         def finish() -> None:
+            begin_gpu_thread(self._device)  # else `errored` waits for device 0, and returns before the result is there
             work.wait()
             failure = self._configured().errored()  # waits for the stream
             if failure is not None:
                 raise failure
 
-        with torch.accelerator.current_stream():
-            self._finished(order, call, finish)
+        self._finished(order, call, finish)
 
     def _finished(self, order: dict[str, Any], call: UnpackedCall, outcome: Callable[[], Any] | Future[Any]) -> None:
         error: BaseException | None = None

@@ -26,7 +26,7 @@ from keepstep.process_group.torch_backends.backend_work import NO_TIMEOUT, Backe
 from keepstep.process_group.torch_backends.communicator import Communicator
 from keepstep.process_group.torch_backends.stream_watch import StreamWatch
 from keepstep.process_group.torch_backends.torch_variables import environment
-from keepstep.runtime.devices import ignore_captures
+from keepstep.runtime.devices import begin_gpu_thread
 from keepstep.runtime.exits import end_process
 from keepstep.runtime.late_threads import start_or_run
 from keepstep_mesh.config.logging import get_logger
@@ -72,7 +72,9 @@ class AcceleratorCommunicator(Communicator):
         self._options = options
         self._store = store
         self._variables = variables or {}
-        self._watch = StreamWatch(self.fail)
+        self._index: int | None = None
+        """Of the device."""
+        self._watch = StreamWatch(self.fail, lambda: begin_gpu_thread(self._index))
         self._connecting: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._abort: Thread | None = None
         self._stream_is_free = threading.Event()
@@ -84,9 +86,9 @@ class AcceleratorCommunicator(Communicator):
         While torch connects, it holds a lock that its ``abort`` needs. A thread that still connects after ``fail`` is
         left behind with its backend, and ends by torch's timeout.
         """
-        Thread(
-            target=self._connect_into, args=(current_accelerator(),), name="keepstep-nccl-connect", daemon=True
-        ).start()
+        device = current_accelerator()
+        self._index = device.index
+        Thread(target=self._connect_into, args=(device,), name="keepstep-nccl-connect", daemon=True).start()
         try:
             self._connecting.result()
         except concurrent.futures.CancelledError:
@@ -95,9 +97,9 @@ class AcceleratorCommunicator(Communicator):
             raise self.error from None
 
     def _connect_into(self, device: torch.device) -> None:
-        ignore_captures()
         with contextlib.suppress(concurrent.futures.InvalidStateError):  # `connect` no longer waits
             try:
+                begin_gpu_thread(device.index)
                 self._connect(device)
             except Exception as error:  # noqa: BLE001  the waiting thread gets it
                 self._connecting.set_exception(error)
@@ -110,7 +112,6 @@ class AcceleratorCommunicator(Communicator):
                 abandoned.abort()
 
     def _connect(self, device: torch.device) -> None:
-        torch.accelerator.set_device_index(device.index)  # each thread has a current device of its own
         with environment(self._variables):
             # set before it connects, so that `interrupt` finds it; not in a local variable, see `start`
             self.backend = self._backend_class(self._store, self.rank, self.size, self._options)

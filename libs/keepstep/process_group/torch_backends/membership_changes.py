@@ -213,7 +213,6 @@ class ReconfiguredCommunicator(AcceleratorCommunicator):
         kept.begin(self)
 
     def _connect(self, device: torch.device) -> None:
-        torch.accelerator.set_device_index(device.index)
         with environment(self._variables):
             self.backend = self._kept.take(self, self._store)
         if self.error is not None:

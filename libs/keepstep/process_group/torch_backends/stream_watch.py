@@ -11,7 +11,6 @@ from datetime import timedelta
 from typing import Protocol
 
 from keepstep.process_group.group_errors import timed_out
-from keepstep.runtime.devices import ignore_captures
 from keepstep_mesh.threads.starting import Thread
 
 BACKLOG_POLL_SECONDS = 0.1
@@ -43,10 +42,12 @@ class StreamWatch:
 
     Args:
         fail: called once, with the error.
+        begin: called first in its thread.
     """
 
-    def __init__(self, fail: Callable[[Exception], object]) -> None:
+    def __init__(self, fail: Callable[[Exception], object], begin: Callable[[], object]) -> None:
         self._fail = fail
+        self._begin = begin
         self._changed = threading.Condition()
         self._expected: collections.deque[_Expected] = collections.deque()
         self._stopped = False
@@ -73,8 +74,8 @@ class StreamWatch:
             thread.join(WATCH_END_SECONDS)
 
     def _run(self) -> None:
-        ignore_captures()
         try:
+            self._begin()
             late = self._await_late()
         except Exception as error:  # noqa: BLE001  of the device, or MemoryError: no thread watches the stream any more
             self._fail(error)

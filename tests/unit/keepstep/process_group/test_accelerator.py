@@ -313,7 +313,7 @@ def test_the_work_before_an_operation_does_not_count_for_its_time() -> None:
         failed.append(error)
         over.set()
 
-    watch, begun, ended = StreamWatch(fail), Mark(), Mark()
+    watch, begun, ended = StreamWatch(fail, lambda: None), Mark(), Mark()
     watch.add(timedelta(seconds=BACKLOG_POLL_SECONDS / 2), begun, ended)
     for _ in range(3):  # each look comes after the time of the operation
         begun.looked.clear()
@@ -337,7 +337,7 @@ def test_a_watch_that_fails_fails_the_communicator() -> None:
         def query(self) -> bool:
             raise MemoryError
 
-    watch = StreamWatch(fail)
+    watch = StreamWatch(fail, lambda: None)
     watch.add(LONG, Mark(), Broken())
     assert over.wait(DEADLINE)
     assert isinstance(failed[0], MemoryError)
@@ -345,7 +345,7 @@ def test_a_watch_that_fails_fails_the_communicator() -> None:
 
 
 def test_an_operation_that_passes_in_time_is_no_failure() -> None:
-    watch, ended = StreamWatch(pytest.fail), Mark()
+    watch, ended = StreamWatch(pytest.fail, lambda: None), Mark()
     watch.add(LONG, Mark(passed=True), ended)
     assert ended.looked.wait(DEADLINE)
     ended.passed = True

@@ -1,6 +1,6 @@
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -25,7 +25,7 @@ START = State(0, 0)
 
 @pytest.fixture
 def keeper() -> Keeper:
-    return Keeper(torch.optim.SGD, torch.device("cpu"), lambda: 1 << 30)
+    return Keeper(torch.optim.SGD, lambda: torch.device("cpu"), lambda: 1 << 30)
 
 
 @pytest.fixture
@@ -77,6 +77,23 @@ def test_a_rank_reads_the_state_that_another_one_has_sent_bit_for_bit(server: Co
     assert torch.equal(part["weight"]["parameter"], state.parameters[0][1:3])
     with pytest.raises(CopyError, match="no copy of rank 0 of world 2"):
         ShardReader(TOKEN, 2, State(5, 5), SECONDS, lambda: "").read(server.address, 0, copy=True)
+
+
+def test_a_copy_follows_the_work_that_the_training_has_queued(
+    server: CopyServer, sender: CopySender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def queued(device: torch.device) -> Callable[[], None]:
+        seen.append((f"queued on {device}", threading.current_thread().name))
+        return lambda: seen.append(("waited", threading.current_thread().name.partition("_")[0]))
+
+    monkeypatch.setattr(copy_sender, "queued_work", queued)
+    state, training = rank_state(), threading.current_thread().name
+    sender.connect(state, Membership(1, 0, 1), {"k": (server.address, True)}, whole=False)
+    step(state, sender, 1)
+    assert set(seen) == {("queued on cpu", training), ("waited", "keepstep-copying")}
+    assert seen[0] == ("queued on cpu", training)
 
 
 def test_gradients_that_are_sent_in_the_backward_pass_count_as_they_are_at_the_end(

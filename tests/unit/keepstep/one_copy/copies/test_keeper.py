@@ -14,7 +14,7 @@ def state(step: int) -> State:
 
 
 def keeper_of(room: int = 1 << 30) -> Keeper:
-    return Keeper(torch.optim.SGD, torch.device("cpu"), lambda: room)
+    return Keeper(torch.optim.SGD, lambda: torch.device("cpu"), lambda: room)
 
 
 def begin(keeper: Keeper, quorum_id: int, *, fill: bool = True, whole: bool = False, need: int = 100) -> None:
@@ -118,3 +118,14 @@ def test_memory_of_a_log_is_bounded_while_bases_go_round() -> None:
         step_to(keeper, 1, step)
         sizes.append(keeper.nbytes)
     assert max(sizes[4:]) == max(sizes[-4:])
+
+
+def test_steps_are_repeated_on_the_device_that_the_parameters_have_then() -> None:
+    """In a thread a type of device alone means number 0, which another rank of the machine uses."""
+    device = torch.device("cpu")
+    keeper = Keeper(torch.optim.SGD, lambda: device, lambda: 1 << 30)
+    begin(keeper, 1)
+    fill(keeper, 1, 0)
+    step_to(keeper, 1, 1)
+    device = torch.device("meta")
+    assert keeper.rebuild(1, 0, state(1), 1)["b"]["parameter"].device == device

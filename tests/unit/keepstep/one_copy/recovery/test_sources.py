@@ -23,7 +23,7 @@ def test_what_this_process_has_is_cut_again_without_a_connection() -> None:
     sum(one.sum() for one in state.parameters).backward()  # type: ignore[union-attr]
     state.optimizer.step()
     world = World(1, 1, (Seat("a", "host"),), 1)
-    server = CopyServer("127.0.0.1", token, Keeper(torch.optim.SGD, torch.device("cpu"), lambda: 1 << 30), 30.0)
+    server = CopyServer("127.0.0.1", token, Keeper(torch.optim.SGD, lambda: torch.device("cpu"), lambda: 1 << 30), 30.0)
     try:
         holding = Holding("a", 0, "host", server.address, (), (), True)
         recovery = Recovery(Kind.RESIZED, world, world, AT, (Source(0, 0, Way.LIVE),), (0,), 0, ())
