@@ -97,7 +97,7 @@ kills: $(STAMP) ## a model that exists once under random SIGKILLs, beside an und
 	@$(BIN)/python -m tests.support.jobs.one_copy_kills --kills $(KILLS) --seed $(SEED)
 
 gpu: $(STAMP) ## checks with NCCL on the GPUs of this machine: make gpu GPU="--only collectives"; GPU="--device cpu"
-	@$(BIN)/python -m tests.gpu $(GPU)
+	@OPENBLAS_NUM_THREADS=1 $(BIN)/python -m tests.gpu $(GPU)
 
 gpu-bundle: $(STAMP) ## the checks and packages for a GPU machine without a registry, in .gpu-bundle
 	@$(BIN)/python -m tests.gpu.bundle --python $(GPU_PYTHON)

@@ -14,6 +14,7 @@ name. Exit code: 0 if no check failed, 1 if one did, 130 after Ctrl-C or SIGTERM
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shutil
 import signal
 import sys
@@ -38,18 +39,20 @@ def main() -> int:
         for check in chosen:
             print(f"{check.name:16} {check.ranks} ranks, {check.seconds:3.0f} s at most  {check.what}")
         return 0
-    machine = Machine.this()
-    for name, value in machine.rows():
-        print(f"{name:8} {value}")
     began = time.monotonic()
     try:
-        outcomes = _run_all(
-            chosen,
-            machine,
-            options.device,
-            Budget(options.seconds),
-            lambda found: write_json(options.report, machine, options.device, found),
-        )
+        with contextlib.closing(Starter.prepared()) as starter:
+            machine = Machine.this()
+            for name, value in machine.rows():
+                print(f"{name:8} {value}")
+            outcomes = _run_all(
+                chosen,
+                machine,
+                options.device,
+                Budget(options.seconds),
+                starter,
+                lambda found: write_json(options.report, machine, options.device, found),
+            )
     except KeyboardInterrupt:
         print("interrupted; all processes have ended", file=sys.stderr)
         return 130
@@ -64,7 +67,12 @@ def main() -> int:
 
 
 def _run_all(
-    chosen: list[Check], machine: Machine, device: str, budget: Budget, report: Callable[[list[Outcome]], None]
+    chosen: list[Check],
+    machine: Machine,
+    device: str,
+    budget: Budget,
+    starter: Starter,
+    report: Callable[[list[Outcome]], None],
 ) -> list[Outcome]:
     """Run the checks. ``report`` gets all outcomes after each check; of those to come, that they did not begin."""
     reason = why_no_gpu() if device == "cuda" else ""
@@ -78,7 +86,6 @@ def _run_all(
     began = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="keepstep-gpu-"))
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # the ranks have sessions of their own
-    starter = Starter.prepared()
 
     def run(check: Check) -> Outcome:
         limited = budget.limited(check, time.monotonic() - began)
@@ -95,7 +102,7 @@ def _run_all(
             report(list(found.values()))
     finally:
         signal.signal(signal.SIGTERM, before)
-        starter.close()
+        starter.close()  # ranks of an interrupted check write into the folder
         shutil.rmtree(folder, ignore_errors=True)  # a killed rank may still write its log
     return list(found.values())
 

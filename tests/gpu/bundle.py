@@ -36,14 +36,13 @@ here=$(cd "$(dirname "$0")" && pwd)
 python=${PYTHON:-python3}
 if [ ! -x "$here/env/bin/python" ]; then
   "$python" -m venv --without-pip "$here/env"
-  site=$("$here/env/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
   "$python" -c 'import sysconfig; print(*{sysconfig.get_path(f"{kind}lib") for kind in ("pure", "plat")}, sep="\\n")' \\
-    >"$site/machine.pth"
+    >"$(echo "$here"/env/lib/python3*/site-packages)/machine.pth"
   "$python" -m pip --disable-pip-version-check --python "$here/env/bin/python" install --quiet --no-index \\
-    --find-links "$here/wheels" 'keepstep[train,services]'
+    --no-compile --find-links "$here/wheels" 'keepstep[train,services]'
 fi
 cd "$here/checks"
-exec "$here/env/bin/python" -m tests.gpu "$@"
+OPENBLAS_NUM_THREADS=1 exec "$here/env/bin/python" -m tests.gpu "$@"
 """
 
 

@@ -1,7 +1,9 @@
 """Start the ranks of checks: as forks of a process that has done the imports, or as new processes of Python.
 
 The imports of torch, keepstep and the checks take seconds for each rank, and a GPU is there for minutes. The process
-that is forked has no threads and has not used CUDA. Where it cannot be had, each rank is a new process.
+that is forked, the template, has no threads and has not used CUDA. It is a fork of the runner, which has done these
+imports too, or a new process if the runner has threads or has used CUDA. Where no template can be had, each rank is a
+new process.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import importlib
 import json
 import os
 import signal
@@ -29,6 +32,8 @@ from tests.gpu.rank import Order, main
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = "import torch; from tests.gpu.rank import main; import sys; main(sys.argv[1])"
 TEMPLATE = "import sys; from tests.gpu.starting import serve; serve(int(sys.argv[1]))"
+IMPORTED_LATER = ("torch._dynamo", "keepstep.lifecycle.wiring")
+"""Modules that the first optimizer and the first Manager of a process import."""
 TEMPLATE_SECONDS = 60.0
 """Limit of its imports; ranks are new processes after that."""
 FORK_SECONDS = 5.0
@@ -76,7 +81,7 @@ class Forked:
 class Starter:
     """Starts ranks. ``template``: the connection to the process that is forked; None: each is a new process."""
 
-    def __init__(self, template: socket.socket | None = None, process: subprocess.Popen[bytes] | None = None) -> None:
+    def __init__(self, template: socket.socket | None = None, process: Process | None = None) -> None:
         self._template, self._process = template, process
         self._lock = threading.Lock()
         self._ranks: list[Process] = []
@@ -88,15 +93,13 @@ class Starter:
 
     @classmethod
     def prepared(cls) -> Starter:
-        """Start the process that is forked, and wait until it has done its imports."""
+        """Start the process that is forked, and wait until it has done its imports.
+
+        Call it before this process uses CUDA or starts threads: the process is a fork of it then.
+        """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        process = subprocess.Popen(
-            [sys.executable, "-c", TEMPLATE, str(theirs.fileno())],
-            cwd=ROOT,
-            env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},  # numpy starts its threads when it is imported
-            pass_fds=[theirs.fileno()],
-        )
+        process = _new_template(theirs) if _unfit() else _forked_template(ours, theirs)
         theirs.close()
         ours.settimeout(TEMPLATE_SECONDS)
         starter = cls(ours, process)
@@ -157,7 +160,7 @@ class Starter:
     def _end(self) -> None:
         if self._template is not None and self._process is not None:
             self._template.close()
-            self._process.kill()
+            self._process.send_signal(signal.SIGKILL)
             self._process.wait()
         self._template = None
 
@@ -166,10 +169,38 @@ COLD = Starter()
 """Starts each rank as a new process."""
 
 
+def _new_template(connection: socket.socket) -> Process:
+    return subprocess.Popen(
+        [sys.executable, "-c", TEMPLATE, str(connection.fileno())],
+        cwd=ROOT,
+        env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},  # numpy starts its threads when it is imported
+        pass_fds=[connection.fileno()],
+    )
+
+
+def _forked_template(ours: socket.socket, connection: socket.socket) -> Process:
+    sys.stdout.flush()  # or each rank writes it again
+    sys.stderr.flush()
+    template = os.fork()
+    if template:
+        return Forked(template)
+    code = 1
+    try:
+        ours.close()
+        serve(connection.detach())
+        code = 0
+    except BaseException:  # noqa: BLE001  the runner's own code must not go on in this process
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
 def serve(descriptor: int) -> None:
     """Do the imports, then fork a rank for each message, until the other end closes. Runs in the template."""
     from tests.gpu import checks  # noqa: F401
 
+    for name in IMPORTED_LATER:
+        importlib.import_module(name)
     connection = socket.socket(fileno=descriptor)
     gc.collect()
     gc.freeze()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 from dataclasses import replace
@@ -22,9 +23,15 @@ from tests.gpu.environment import device_of, environment_of
 from tests.gpu.machine import Machine
 from tests.gpu.report import lines_of, write_page
 from tests.gpu.running import NOT_BEGUN, run_check
-from tests.gpu.starting import Starter
+from tests.gpu.starting import ROOT, Starter
 
 MACHINE = Machine(("H200", "H200"), "580.1", (2, 29, 7), "2.13.0", "13.0", "3.11.7", "8 CPU cores")
+
+
+@pytest.fixture
+def without_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do not prepare the start of ranks, which takes seconds: the test starts none."""
+    monkeypatch.setattr(Starter, "prepared", Starter)
 
 
 def test_ranks_that_share_a_gpu_claim_different_hosts_until_nccl_allows_them_one() -> None:
@@ -43,6 +50,7 @@ def test_each_rank_has_a_gpu_of_its_own_where_enough_exist() -> None:
     assert device_of(1, 0) == "cpu"
 
 
+@pytest.mark.usefixtures("without_ranks")
 def test_without_a_gpu_every_check_is_skipped_by_name(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(command, "why_no_gpu", lambda: "torch finds no CUDA device")
     report, page = tmp_path / "report.json", tmp_path / "gpus.md"
@@ -57,6 +65,7 @@ def test_without_a_gpu_every_check_is_skipped_by_name(tmp_path: Path, monkeypatc
     assert not page.exists()
 
 
+@pytest.mark.usefixtures("without_ranks")
 def test_sigterm_ends_the_check_that_runs_and_no_other_begins(tmp_path: Path, monkeypatch, capsys) -> None:
     begun = []
 
@@ -74,6 +83,7 @@ def test_sigterm_ends_the_check_that_runs_and_no_other_begins(tmp_path: Path, mo
     assert "interrupted" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("without_ranks")
 def test_the_time_of_a_run_is_divided_and_a_check_without_time_is_named(tmp_path: Path, monkeypatch, capsys) -> None:
     check = CHECKS["collectives"]
     budget = Budget(480.0)
@@ -103,6 +113,7 @@ def test_the_most_important_checks_come_first_and_the_slowest_last() -> None:
     assert names[-1] == "torchtitan"
 
 
+@pytest.mark.usefixtures("without_ranks")
 def test_a_run_that_is_cut_off_leaves_a_report_of_what_it_found(tmp_path: Path, monkeypatch) -> None:
     report, seen = tmp_path / "report.json", []
 
@@ -121,6 +132,7 @@ def test_a_run_that_is_cut_off_leaves_a_report_of_what_it_found(tmp_path: Path, 
     ]
 
 
+@pytest.mark.usefixtures("without_ranks")
 def test_a_check_that_sleeps_runs_beside_the_others(tmp_path: Path, monkeypatch) -> None:
     others_end = threading.Event()
 
@@ -173,6 +185,32 @@ def test_checks_run_on_the_cpu_and_one_that_hangs_is_ended(tmp_path: Path) -> No
     assert outcome.state == "failed"
     assert outcome.reason.startswith("not over within 0 s")
     assert "Current thread" in outcome.reason, "the stacks of a late rank"
+
+
+FORKING = """
+import sys
+from pathlib import Path
+from tests.gpu.checks import CHECKS
+from tests.gpu.running import run_check
+from tests.gpu.starting import Forked, Starter
+starter = Starter.prepared()
+print(run_check(CHECKS["collectives"], 0, None, Path(sys.argv[1]), starter).state, isinstance(starter._process, Forked))
+starter.close()
+"""
+
+
+@pytest.mark.training
+def test_a_runner_without_threads_is_forked_itself(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORKING, str(tmp_path)],
+        cwd=ROOT,
+        env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},  # as make gpu sets it
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout.splitlines()[-1:] == ["passed True"], done.stdout + done.stderr
 
 
 def test_a_check_that_needs_a_gpu_is_skipped_with_its_reason(tmp_path: Path) -> None:
