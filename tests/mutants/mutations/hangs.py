@@ -6,6 +6,7 @@ from tests.mutants.mutation import Mutation, Test
 
 HANGS = "services/keepstep_lighthouse/quorum/hangs/hangs.py"
 VERDICT = "services/keepstep_lighthouse/quorum/hangs/verdict.py"
+UNIT = "tests/unit/keepstep_lighthouse/quorum/hangs/test_hangs.py"
 SCENARIOS = "tests/scenarios/test_scenarios.py::test_the_lighthouse_decides_as_the_scenario_says"
 
 MUTATIONS = (
@@ -113,9 +114,16 @@ MUTATIONS = (
     Mutation(
         "a group is ended that alone has the state of the job",
         HANGS,
-        " if max(steps, default=0) < least else",
-        " if max(steps, default=0) < least < 0 else",
+        " if max(held, default=(0, 0)) < least else",
+        " if max(held, default=(0, 0)) < least < (0, 0) else",
         Test(f"{SCENARIOS}[55_hangs]"),
+    ),
+    Mutation(
+        "a group that hangs is spared for steps that the job has left behind",
+        HANGS,
+        "    return (origin(group.lineage).resumed, group.live_step) if group.live_step else (0, 0)\n",
+        "    return (0, group.live_step) if group.live_step else (0, 0)\n",
+        Test(f"{UNIT}::test_a_group_that_missed_a_resume_and_hangs_is_ended_though_it_took_more_steps"),
     ),
     Mutation(
         "after a takeover, a group is in its first steps again",

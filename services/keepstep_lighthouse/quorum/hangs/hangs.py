@@ -28,6 +28,7 @@ from keepstep_lighthouse.quorum.hangs.verdict import (
 from keepstep_lighthouse.quorum.job_state import JobState
 from keepstep_lighthouse.quorum.presence import bans
 from keepstep_lighthouse.quorum.presence.departures import HUNG, Departures
+from keepstep_mesh.protocol.lineage import origin
 from keepstep_mesh.protocol.stack_messages import Hung, RankStacks, StacksRequest, bounded
 
 LEAST_HANG_SECONDS = 60.0
@@ -276,15 +277,17 @@ class Hangs:
         if group.member and groups.sources.needs(group.replica_id, {*members, group.replica_id}):
             return "no other group has its shards of the model"
         unknown = group.member and group.answer is None  # after a takeover
-        steps = [self._live_step(one) for one in stay if one.replica_id not in hang and (one.member or not unknown)]
-        least = 1 if unknown else group.live_step
-        return "no other group has the state of the job" if max(steps, default=0) < least else ""
+        held = [self._held(one) for one in stay if one.replica_id not in hang and (one.member or not unknown)]
+        least = (0, 1) if unknown else _asked_with(group)
+        return "no other group has the state of the job" if max(held, default=(0, 0)) < least else ""
 
-    def _live_step(self, group: Group) -> int:
-        """Return the step of the weights that the group has. It may have healed since it asked."""
+    def _held(self, group: Group) -> tuple[int, int]:
+        """Return the last resume and the step of the weights that the group has. It may have healed since it asked."""
         late = self._late.get(group.replica_id)
-        told = [one.found.step for one in late.ranks.values()] if late is not None else []
-        return max(group.live_step, min(told, default=0))
+        told = min((one.found.step for one in late.ranks.values()), default=0) if late is not None else 0
+        if told <= group.live_step:
+            return _asked_with(group)
+        return origin(group.lineage if group.answer is None else group.answer.announce.lineage).resumed, told
 
     def _end(self, group: Group, ranks: list[Standing], now: float, now_unix: float) -> None:
         reason = ranks[0].sentence
@@ -321,6 +324,14 @@ class Hangs:
             spared=why,
             ban_seconds=ban_seconds,
         )
+
+
+def _asked_with(group: Group) -> tuple[int, int]:
+    """Return the last resume and the step of the live weights with which the group asked; (0, 0): it had none.
+
+    A group that missed a resume may have taken more steps than the job has.
+    """
+    return (origin(group.lineage).resumed, group.live_step) if group.live_step else (0, 0)
 
 
 def _may_hang(group: Group) -> bool:

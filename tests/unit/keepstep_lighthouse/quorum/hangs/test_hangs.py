@@ -18,7 +18,7 @@ from keepstep_mesh.protocol.stack_messages import (
     StacksRequest,
     ThreadStack,
 )
-from tests.support.models.core_driver import Driver
+from tests.support.models.core_driver import Driver, announced
 
 LIMIT = 8.0
 STANDS = RankStacks(1, 0, "train.py:8 next(batches)", stacks=(ThreadStack("MainThread", ("train.py:8 step",)),))
@@ -126,6 +126,17 @@ def test_a_group_that_hangs_while_it_drains_is_ended() -> None:
     for name in ("r0", "r2"):
         driver.asks(name, 5, 1)
     assert ended(stand(driver, LIMIT + 2, "r1"))
+
+
+def test_a_group_that_missed_a_resume_and_hangs_is_ended_though_it_took_more_steps() -> None:
+    driver = Driver(Policy(min_replicas=1, hang_after=LIMIT, verify_every=0))
+    for name in ("r0", "r1", "r2"):
+        driver.opens(name)
+    decisions = driver.asks("r0", 4, "resumed:2:2") + driver.asks("r1", 4, "resumed:2:2") + driver.asks("r2", 9, 1)
+    assert announced(decisions).step == 4
+    for name in ("r0", "r1"):
+        driver.asks(name, 4, "resumed:2:2")
+    assert ended(stand(driver, 60, "r2", found=replace(STANDS, commits=9)))
 
 
 def test_a_spare_that_hangs_before_it_asks_is_ended() -> None:
