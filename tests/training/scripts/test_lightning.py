@@ -79,6 +79,28 @@ async def test_a_heal_at_the_end_of_fit_steps_no_schedule(interval: str) -> None
         assert ends[0] == ends[1]
 
 
+@pytest.mark.timeout(600)
+async def test_a_group_that_starts_after_the_backbone_has_thawed_trains_it_too() -> None:
+    """Slow: Lightning is imported in three trainers."""
+    script = Path(__file__).with_name("lightning_finetuning.py")
+    variables = {"SCRIPTS": str(script), "NUM_REPLICA_GROUPS": "2"}
+    async with Job("--initial-replicas", "2", min_replicas=2) as job:
+        a, b = await job.start("0", **variables), await job.start("1", **variables, STOPS="1")
+        await job.until(lambda: "thawed" in b.output, "one has trained the backbone", IMPORTS)
+        b.kill()
+        await b.exit_codes()
+        b.output.clear()
+        await job.start("1", **variables)
+        assert [await group.exit_codes() for group in (a, b)] == [[0], [0]], job.report()
+        ends = [[line for line in group.output if line.startswith("ended at 16: ")] for group in (a, b)]
+        assert len(ends[0]) == 1
+        assert ends[0] == ends[1]
+        assert ends[0][0].endswith("[0.1, 0.02] True")
+        digests = [one["digest"] for group in (a, b) for one in group.lines if one["event"] == "finished"]
+        assert len(digests) == 2
+        assert len(set(digests)) == 1, "equal weights and momentum"
+
+
 def without_keepstep(folder: Path) -> Path:
     """Write the script with Lightning's own strategy, and return its path."""
     plain = folder / "plain.py"

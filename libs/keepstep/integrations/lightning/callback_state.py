@@ -21,15 +21,30 @@ def states(own: list[Any]) -> dict[str, Any]:
     return found
 
 
-def load_states(own: list[Any], saved: dict[str, Any]) -> None:
+def load_states(trainer: Any, saved: dict[str, Any]) -> None:
     """Load the states of another group's callbacks."""
-    for one in own:
+    for one in trainer.callbacks:
         state = dict(saved.get(one.state_key) or {})
         if isinstance(one, callbacks.ModelCheckpoint) and state:
             one._last_global_step_saved = state.pop(SAVED_AT)  # noqa: SLF001
             state = in_folder(state, str(one.dirpath))
         if state:
             one.load_state_dict(state)
+        if state and isinstance(one, callbacks.BaseFinetuning):
+            _add_parameters(trainer, one)
+
+
+def _add_parameters(trainer: Any, finetuning: Any) -> None:
+    """Train what ``finetuning`` has added to the optimizers of another group.
+
+    Lightning's callback restores the groups of parameters of each optimizer, and leaves the parameters frozen.
+    """
+    own = [len(one.param_groups) for one in trainer.optimizers]
+    finetuning.on_fit_start(trainer, trainer.lightning_module)
+    for optimizer, number in zip(trainer.optimizers, own, strict=True):
+        for group in optimizer.param_groups[number:]:
+            for parameter in group["params"]:
+                parameter.requires_grad_(True)
 
 
 def in_folder(state: dict[str, Any], folder: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from torch.distributed import ReduceOp
 from keepstep.integrations.group_number import group_and_groups
 from keepstep.integrations.lightning.callback_state import load_states, states
 from keepstep.integrations.lightning.epoch_loop import CommittedEpochLoop
-from keepstep.integrations.lightning.lightning_modules import fabric_data, strategies, trainer_states
+from keepstep.integrations.lightning.lightning_modules import callbacks, fabric_data, strategies, trainer_states
 from keepstep.manager import Manager
 from keepstep.optim import OptimizerWrapper
 from keepstep.process_group.torch_backends.nccl import group_class
@@ -139,6 +139,9 @@ class GroupStrategy(strategies.ParallelStrategy):  # type: ignore[misc]  # its p
                 f"configure_optimizers returned {len(self.optimizers)} optimizers: strategy='keepstep' needs one; "
                 f"docs/training.md has loops for several"
             )
+        for one in trainer.callbacks:
+            if isinstance(one, callbacks.ModelCheckpoint):
+                one._link_checkpoint = partial(self._link_checkpoint, one._link_checkpoint)  # noqa: SLF001  "link"
         if self._optimizer is None:
             self._average_gradients()
             self._optimizer = ClosureOptimizer(self.manager, self.optimizers[0])
@@ -156,10 +159,10 @@ class GroupStrategy(strategies.ParallelStrategy):  # type: ignore[misc]  # its p
         module, register = self.lightning_module, self.manager.register_state_dict_fn
 
         register("model", module.load_state_dict, module.state_dict)
-        register("optimizers", *_each(self.optimizers))
+        register("callbacks", partial(load_states, trainer), partial(states, trainer.callbacks))
+        register("optimizers", *_each(self.optimizers))  # after callbacks, which may add groups of parameters
         register("lr_schedulers", *_each([one.scheduler for one in self.lr_scheduler_configs]))
         register("precision", self.precision_plugin.load_state_dict, self.precision_plugin.state_dict)
-        register("callbacks", partial(load_states, trainer.callbacks), partial(states, trainer.callbacks))
         if self._loop is not None:
             register("position", self._loop.load_position, self._loop.position)
         self.manager.compare_only(COMPARED)
@@ -244,6 +247,11 @@ class GroupStrategy(strategies.ParallelStrategy):  # type: ignore[misc]  # its p
             checkpoint["keepstep"] = self._manager.state_dict()
         if self._writes():
             super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _link_checkpoint(self, link: Callable[..., None], *arguments: Any) -> None:
+        """Let the group that writes set the link of ``ModelCheckpoint(save_last="link")`` to its last checkpoint."""
+        if self._writes():
+            link(*arguments)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         if self._writes():

@@ -27,8 +27,8 @@ class KeepstepStrategy(GroupStrategy, strategies.DDPStrategy):  # type: ignore[m
         **kwargs: of ``DDPStrategy``; all others are of ``keepstep.DistributedDataParallel``.
 
     Raises:
-        ValueError: in ``fit``: more than one process, more than one optimizer, ``sync_batchnorm``, or a group without a
-            number.
+        ValueError: in ``fit``: more than one process, more than one optimizer, ``sync_batchnorm``, ``ddp_comm_hook``,
+            or a group without a number.
     """
 
     # ---- this process is the whole group
@@ -73,7 +73,12 @@ class KeepstepStrategy(GroupStrategy, strategies.DDPStrategy):  # type: ignore[m
         return DistributedDataParallel(self.manager, model, **self._ddp_kwargs)
 
     def _register_ddp_hooks(self) -> None:
-        """Register no hook: the Manager averages the gradients."""
+        """Register no hook: the Manager averages the gradients. ValueError if the script has one."""
+        if self._ddp_comm_hook is not None:
+            raise ValueError(
+                "ddp_comm_hook has no effect: the Manager averages the gradients; remove it, or pass "
+                "should_quantize=True to average values of 8 bits"
+            )
 
 
 strategies.StrategyRegistry.register(

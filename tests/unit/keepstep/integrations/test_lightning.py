@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.utils.data import DataLoader, TensorDataset
 
 from keepstep.coordination import LighthouseServer
@@ -173,6 +175,22 @@ def test_a_group_that_does_not_fit_is_refused(
         fit(Line(set()), max_steps=1)
 
 
+def test_a_hook_of_communication_is_refused_by_name(alone: None) -> None:
+    with pytest.raises(ValueError, match="ddp_comm_hook has no effect"):
+        fit(Line(set()), max_steps=1, strategy=KeepstepStrategy(ddp_comm_hook=fp16_compress_hook))
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_only_the_group_that_writes_sets_the_link_to_its_last_checkpoint(
+    alone: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, writes: bool
+) -> None:
+    """Groups that set it at the same time would remove the link of each other."""
+    monkeypatch.setattr(KeepstepStrategy, "_writes", lambda _: writes)
+    saved = ModelCheckpoint(tmp_path, "{step}", save_last="link", enable_version_counter=False)
+    fit(Line(set()), max_epochs=1, enable_checkpointing=True, callbacks=[saved])
+    assert {one.name for one in tmp_path.iterdir()} == ({"step=4.ckpt", "last.ckpt"} if writes else set())
+
+
 def test_synchronized_batchnorm_is_refused_by_name(alone: None) -> None:
     with pytest.raises(ValueError, match="sync_batchnorm=True has no effect"):
         fit(Line(set()), max_steps=1, sync_batchnorm=True)
@@ -254,7 +272,7 @@ def test_a_model_checkpoint_heals_in_a_folder_of_its_own(tmp_path: Path) -> None
     one.best_k_models, one.best_model_path, one.kth_best_model_path = {best: torch.tensor(0.5)}, best, best
     one.best_model_score = one.kth_value = torch.tensor(0.5)
     one._last_global_step_saved = 8
-    load_states([other], states([one]))
+    load_states(SimpleNamespace(callbacks=[other]), states([one]))
     assert other.best_k_models == {f"{other.dirpath}/step=8.ckpt": torch.tensor(0.5)}
     assert other.best_model_path == other.kth_best_model_path == f"{other.dirpath}/step=8.ckpt"
     assert other._last_global_step_saved == 8
