@@ -95,7 +95,7 @@ class DiLoCo(OuterSteps):
     Raises:
         ValueError: an argument is out of range, the Manager has an asynchronous quorum, a trained parameter is in no
             fragment or in two, or a parameter or buffer cannot be synchronized.
-        TypeError: an optimizer is a ``keepstep.Optimizer``, or a fragment is wrapped in a
+        TypeError: an optimizer is a ``keepstep.Optimizer`` or one of Accelerate, or a fragment is wrapped in a
             ``keepstep.DistributedDataParallel``.
     """
 

@@ -61,6 +61,11 @@ class OuterSteps(ABC):
                 "the inner optimizer is a keepstep.Optimizer, which averages and commits in every step: pass the "
                 "optimizer inside it"
             )
+        if not hasattr(optimizer, "_optimizer_step_post_hooks"):
+            raise TypeError(
+                f"the inner optimizer is a {type(optimizer).__name__} without the hooks of torch.optim.Optimizer, so "
+                f"that its steps cannot be counted: pass the optimizer inside it (of Accelerate: optimizer.optimizer)"
+            )
         if manager.retry_allreduce:
             raise ValueError(
                 f"{type(self).__name__} cannot retry a step: it averages more than the gradients of one batch; make "

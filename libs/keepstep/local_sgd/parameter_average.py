@@ -48,7 +48,8 @@ class LocalSGD(OuterSteps):
     Raises:
         ValueError: ``sync_every`` is below 1, the optimizer trains parameters that are not in the model, or a buffer
             cannot be synchronized.
-        TypeError: the optimizer is a ``keepstep.Optimizer``, or the model a ``keepstep.DistributedDataParallel``.
+        TypeError: the optimizer is a ``keepstep.Optimizer`` or one of Accelerate, or the model is a
+            ``keepstep.DistributedDataParallel``.
     """
 
     def __init__(

@@ -6,6 +6,7 @@ and schedulers do not step.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 
@@ -116,6 +117,8 @@ def replace_optimizer(manager: Manager, accelerator: Accelerator, accelerated: A
     optimizer = GroupOptimizer(manager, accelerated)
     known = accelerator._optimizers  # noqa: SLF001  the list behind optimizer_step_was_skipped
     known[:] = [optimizer if one is accelerated else one for one in known]
+    for scheduler in accelerator._schedulers:  # noqa: SLF001  those that were prepared together with it
+        scheduler.optimizers = [optimizer if one is accelerated else one for one in scheduler.optimizers]
     return optimizer
 
 
@@ -135,7 +138,7 @@ def replace_model(manager: Manager, accelerator: Accelerator, model: nn.Module, 
 
     if not is_sharded(model):
         model = DistributedDataParallel(manager, model, **kwargs)
-        accelerator.no_sync = lambda model: model.no_sync()
+        accelerator.no_sync = lambda model: getattr(model, "no_sync", contextlib.nullcontext)()
     elif kwargs:
         raise ValueError(f"{', '.join(kwargs)}: arguments of DistributedDataParallel, and this model is sharded")
     else:
@@ -149,8 +152,8 @@ def prepare(
 ) -> tuple[nn.Module, GroupOptimizer]:
     """Put what ``accelerator.prepare`` returned in step with the other groups.
 
-    The loop stays as it is: the first forward pass after a step begins the next one. Make and prepare schedulers with
-    the optimizer that this returns. The state is registered with the Manager as ever.
+    The loop stays as it is: the first forward pass after a step begins the next one. Prepared schedulers step with the
+    optimizer only. The state is registered with the Manager as ever.
 
     Args:
         accelerator: of this rank.

@@ -5,7 +5,10 @@ from __future__ import annotations
 import signal
 from typing import Any
 
+from torch import nn
+
 from keepstep_mesh.config.logging import get_logger
+from keepstep_mesh.text import listed
 
 log = get_logger("keepstep.integrations")
 
@@ -34,6 +37,23 @@ def check_arguments(args: Any) -> None:
         )
 
 
+def check_optimizer(optimizer: Any, model: nn.Module) -> None:
+    """Raise ValueError for an optimizer that trains parameters outside of the model, such as those of a loss."""
+    known = {id(one) for one in model.parameters()}
+    outside = [
+        f"shape {tuple(one.shape)}"
+        for group in optimizer.param_groups
+        for one in group["params"]
+        if id(one) not in known
+    ]
+    if outside:
+        raise ValueError(
+            f"the optimizer trains {len(outside)} parameters that are not in the model, such as those of a loss: "
+            f"{listed(outside, 3)}. Each group would train its own, as each process of torchrun does: make them a part "
+            f"of the model, or use a loss without parameters"
+        )
+
+
 def check_stream(dataset: Any) -> None:
     """Raise ValueError for an undivided stream of Hugging Face datasets; warn of any other stream.
 
@@ -54,6 +74,19 @@ def check_stream(dataset: Any) -> None:
         raise ValueError(
             f"the stream is not divided, so that all groups would train on the same samples: pass {remedy}"
         )
+
+
+def warn_of_undivided(kind: str) -> None:
+    """Warn of a training loader that has not asked for the samples of its group.
+
+    Args:
+        kind: name of the Trainer's class.
+    """
+    log.warning(
+        "samples are not divided over the groups",
+        reason=f"get_train_dataloader of {kind} did not call _get_train_sampler, so each group draws from all samples",
+        remedy="pass the share of REPLICA_GROUP_ID, of NUM_REPLICA_GROUPS, as train_dataset, and the same max_steps",
+    )
 
 
 def take_over_sigterm(trainer: Any) -> bool:

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 import transformers
 from torch import nn
 from torch.distributed import ReduceOp
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, Sampler, Subset
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import DefaultFlowCallback, ExportableState
 
@@ -30,11 +30,18 @@ from keepstep.integrations.transformers.accelerated import (
     GroupOptimizer,
     check_ranks,
     give_to_fsdp2,
+    is_sharded,
     replace_model,
     replace_optimizer,
 )
 from keepstep.integrations.transformers.flow import CommittedFlow
-from keepstep.integrations.transformers.group_arguments import check_arguments, check_stream, take_over_sigterm
+from keepstep.integrations.transformers.group_arguments import (
+    check_arguments,
+    check_optimizer,
+    check_stream,
+    take_over_sigterm,
+    warn_of_undivided,
+)
 from keepstep.integrations.transformers.token_weighting import TokenWeighting
 from keepstep.manager import Manager
 from keepstep.process_group.torch_backends.nccl import group_class
@@ -91,6 +98,8 @@ class KeepstepMixin:
         """Number of committed steps in an epoch."""
         self._group_optimizer: GroupOptimizer | None = None
         self._weighting: TokenWeighting | None = None
+        self._divided = False
+        """Whether the last training loader has asked for the samples of this group."""
         self._jit_checkpoint = take_over_sigterm(trainer)
         """Whether a group that is asked to leave writes a checkpoint first."""
         self._place: int | None = 0
@@ -154,7 +163,11 @@ class KeepstepMixin:
         groups, group = os.environ.get("NUM_REPLICA_GROUPS", "1"), os.environ.get("REPLICA_GROUP_ID", "0")
         if isinstance(trainer.train_dataset, IterableDataset) and groups != "1":
             check_stream(trainer.train_dataset)
+        self._divided = False
         loader = super().get_train_dataloader()  # type: ignore[misc]
+        own_sampler = type(self)._get_train_sampler is not KeepstepMixin._get_train_sampler  # noqa: SLF001  ours
+        if groups != "1" and not (self._divided or own_sampler or isinstance(trainer.train_dataset, IterableDataset)):
+            warn_of_undivided(type(self).__name__)
         begin = getattr(loader, "worker_init_fn", None)
         if isinstance(begin, partial) and "rank" in begin.keywords and group.isdecimal():
             loader.worker_init_fn = partial(
@@ -167,6 +180,12 @@ class KeepstepMixin:
         dataset = trainer.train_dataset if train_dataset is None else train_dataset
         if dataset is None or not hasattr(dataset, "__len__"):
             return super()._get_train_sampler(train_dataset)  # type: ignore[misc]
+        self._divided = True
+        of_class = super()._get_train_sampler  # type: ignore[misc]
+        if of_class.__func__ is not transformers.Trainer._get_train_sampler:  # noqa: SLF001  such as of trl's GRPO
+            group, groups = group_and_groups("override _get_train_sampler")
+            share = range(group, len(dataset) // groups * groups, groups)
+            return ShareSampler(of_class(Subset(dataset, share)), share)
         strategy = trainer.args.train_sampling_strategy
         if strategy not in ("random", "sequential"):
             raise ValueError(f"train_sampling_strategy={strategy!r} does not know groups: use 'random' or 'sequential'")
@@ -196,6 +215,8 @@ class KeepstepMixin:
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> tuple[nn.Module, Any]:
         model, dataloader = super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
         trainer: Any = self
+        if not is_sharded(model):
+            check_optimizer(trainer.optimizer, model)
         replicated = replace_model(self.manager, trainer.accelerator, model)
         trainer.model_wrapped = replicated
         self._weighting = TokenWeighting(self.manager, trainer.accelerator, replicated)
@@ -236,6 +257,8 @@ class KeepstepMixin:
         register("scheduler", trainer.lr_scheduler.load_state_dict, trainer.lr_scheduler.state_dict)
         if (scaler := trainer.accelerator.scaler) is not None:
             register("scaler", scaler.load_state_dict, scaler.state_dict)
+        if getattr(trainer.args, "sync_ref_model", False):  # of trl: it follows the model
+            register("ref_model", trainer.ref_model.load_state_dict, trainer.ref_model.state_dict)
         register("trainer", self._load_decisions, self._decisions)
         self.manager.compare_only(["model", "optimizer", "scheduler"])
 
@@ -340,6 +363,29 @@ class KeepstepMixin:
         output = super()._finalize_training(*args, **kwargs)  # type: ignore[misc]
         self.manager.shutdown()
         return output
+
+
+class ShareSampler(Sampler[int]):
+    """Draws from the share of a group with the sampler of a Trainer's class, such as that of trl's GRPO.
+
+    Args:
+        sampler: of the share; it yields positions in it.
+        share: the index of each position in the dataset.
+    """
+
+    def __init__(self, sampler: Any, share: Sequence[int]) -> None:
+        self._sampler, self._share = sampler, share
+
+    def __iter__(self) -> Iterator[int]:
+        return (self._share[position] for position in self._sampler)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the sampler, if it has an order for each epoch."""
+        if hasattr(self._sampler, "set_epoch"):
+            self._sampler.set_epoch(epoch)
 
 
 def newest_checkpoint(folder: str) -> int:

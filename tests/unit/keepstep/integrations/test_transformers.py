@@ -7,12 +7,14 @@ import importlib.util
 import json
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from keepstep import Manager, ProcessGroupGloo
 from keepstep.coordination import LighthouseServer
@@ -23,8 +25,9 @@ if importlib.util.find_spec("transformers") is None or importlib.util.find_spec(
 import accelerate
 import transformers
 
-from keepstep.integrations.transformers import KeepstepTrainer, prepare
+from keepstep.integrations.transformers import KeepstepMixin, KeepstepTrainer, prepare
 from keepstep.integrations.transformers.group_trainer import newest_checkpoint
+from keepstep.local_sgd import LocalSGD
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Transformers, about small runs
 
@@ -175,6 +178,60 @@ def test_arguments_that_would_let_groups_differ_are_refused_by_name(
         make(tmp_path, **options)
 
 
+def test_a_reference_model_of_trl_that_follows_the_model_is_in_the_state(
+    environment: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    trl = pytest.importorskip("trl", reason="trl is not installed")
+    datasets = pytest.importorskip("datasets")
+    tokenizers = pytest.importorskip("tokenizers")
+    environment.setattr("huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY", True)  # by a thread that would stay
+    environment.setattr("tqdm.tqdm.monitor_interval", 0)  # likewise
+    states: dict[str, Any] = {}
+
+    class NotingManager(Manager):
+        def register_state_dict_fn(self, key: str, load: Any, save: Any, **options: Any) -> None:
+            states[key] = save
+            super().register_state_dict_fn(key, load, save, **options)
+
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 0, "sun": 1, "rain": 2}, unk_token="?"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="?", eos_token="?")
+    config = transformers.GPT2Config(vocab_size=3, n_positions=16, n_embd=8, n_layer=1, n_head=1)
+    policy, reference = (transformers.GPT2LMHeadModel(config) for _ in range(2))
+    before = reference.state_dict()["transformer.wte.weight"].clone()
+    args = trl.DPOConfig(
+        str(tmp_path), max_steps=2, per_device_train_batch_size=2, use_cpu=True, bf16=False, report_to="none",
+        save_strategy="no", disable_tqdm=True, sync_ref_model=True, ref_model_sync_steps=1, ref_model_mixup_alpha=1.0,
+    )  # fmt: skip
+    data = datasets.Dataset.from_list([{"prompt": "sun", "chosen": " rain", "rejected": " sun"}] * 8)
+    trainer = type("GroupTrainer", (KeepstepMixin, trl.DPOTrainer), {})(
+        policy,
+        reference,
+        args,
+        train_dataset=data,
+        processing_class=tokenizer,
+        manager=NotingManager(pg=ProcessGroupGloo()),
+    )
+    trainer.train()
+    followed = states["ref_model"]()["transformer.wte.weight"]
+    assert not followed.equal(before)
+    assert followed.equal(policy.transformer.wte.weight)
+
+
+def test_an_optimizer_of_parameters_outside_of_the_model_is_refused(
+    environment: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class OwnLoss(KeepstepTrainer):
+        def create_optimizer(self, *_: Any) -> Any:
+            self.centers = nn.Parameter(torch.zeros(2, 3))
+            self.optimizer = torch.optim.SGD([*self.model.parameters(), self.centers], 0.1)
+            return self.optimizer
+
+    trainer = OwnLoss(model=Line(), args=arguments(tmp_path), train_dataset=DATA, eval_dataset=DATA)
+    with pytest.raises(ValueError, match=r"1 parameters that are not in the model, .* shape \(2, 3\)"):
+        trainer.train()
+
+
 def test_a_stream_that_is_not_divided_is_refused(environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets", reason="datasets is not installed: pip install -e '.[datasets]'")
     environment.setenv("NUM_REPLICA_GROUPS", "2")
@@ -185,6 +242,57 @@ def test_a_stream_that_is_not_divided_is_refused(environment: pytest.MonkeyPatch
     divide = importlib.import_module("datasets.distributed").split_dataset_by_node
     trainer.train_dataset = divide(trainer.train_dataset, 0, 2)
     assert len(list(trainer.get_train_dataloader())) == 2
+
+
+class Twice(torch.utils.data.Sampler[int]):
+    """Yields each position two times, as samplers of reinforcement learning do."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[int]:
+        return (position for position in range(self.length) for _ in range(2))
+
+    def __len__(self) -> int:
+        return 2 * self.length
+
+
+class TwiceTrainer(transformers.Trainer):
+    def _get_train_sampler(self, train_dataset: Any = None) -> Twice:
+        return Twice(len(self.train_dataset if train_dataset is None else train_dataset))
+
+
+class AllTrainer(transformers.Trainer):
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.train_dataset, batch_size=4)
+
+
+def make_of(kind: type, folder: Path, samples: int) -> Any:
+    data = [{"x": torch.full((1,), float(number)), "labels": torch.zeros(1)} for number in range(samples)]
+    group = type("GroupTrainer", (KeepstepMixin, kind), {})
+    return group(model=Line(), args=arguments(folder), train_dataset=data, eval_dataset=data[:2])
+
+
+def test_the_sampler_of_a_class_of_trainers_draws_from_the_samples_of_the_group(
+    environment: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    environment.setenv("NUM_REPLICA_GROUPS", "2")
+    environment.setenv("REPLICA_GROUP_ID", "1")
+    loader = make_of(TwiceTrainer, tmp_path, 7).get_train_dataloader()
+    assert [batch["x"].flatten().tolist() for batch in loader] == [[1, 1], [3, 3], [5, 5]]
+
+
+def test_a_loader_that_does_not_ask_for_the_samples_of_the_group_gets_a_warning(
+    environment: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_of(AllTrainer, tmp_path, 8).get_train_dataloader()
+    assert "samples are not divided" not in caplog.text
+    environment.setenv("NUM_REPLICA_GROUPS", "2")
+    make_of(AllTrainer, tmp_path, 8).get_train_dataloader()
+    assert "get_train_dataloader of GroupTrainer did not call _get_train_sampler" in caplog.text
+    caplog.clear()
+    make(tmp_path).get_train_dataloader()
+    assert "samples are not divided" not in caplog.text
 
 
 def test_workers_of_each_group_have_random_numbers_of_their_own(
@@ -216,17 +324,24 @@ def test_a_group_that_is_asked_to_leave_writes_the_checkpoint_of_enable_jit_chec
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_a_loop_of_accelerate_steps_its_scheduler_only_with_the_optimizer(manager: Any) -> None:
+@pytest.mark.parametrize("together", [True, False])
+def test_a_loop_of_accelerate_steps_its_scheduler_only_with_the_optimizer(manager: Any, together: bool) -> None:
+    """It accumulates a second model too, which no optimizer trains. The scheduler is prepared with all, or later."""
     accelerate.state.GradientState._reset_state()  # the Trainer of another test has left its data there
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
-    plain = Line()
+    plain, teacher = Line(), Line()
     sgd = torch.optim.SGD(plain.parameters(), 0.1)
-    model, optimizer = prepare(accelerator, manager, *accelerator.prepare(plain, sgd))
-    scheduler = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+    if together:
+        own = torch.optim.lr_scheduler.StepLR(sgd, 1, 0.5)
+        model, accelerated, scheduler = accelerator.prepare(plain, sgd, own)
+        model, optimizer = prepare(accelerator, manager, model, accelerated)
+    else:
+        model, optimizer = prepare(accelerator, manager, *accelerator.prepare(plain, sgd))
+        scheduler = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
     manager.register_state_dict_fn("model", plain.load_state_dict, plain.state_dict)
     skipped = []
     for number in range(8):
-        with accelerator.accumulate(model):
+        with accelerator.accumulate(model, teacher):
             accelerator.backward(model(torch.ones(2, 1))["loss"])
             if number == 3:
                 manager.report_error(RuntimeError("planned"))
@@ -238,6 +353,37 @@ def test_a_loop_of_accelerate_steps_its_scheduler_only_with_the_optimizer(manage
     assert skipped == [False, True, False, False]
     assert manager.current_step() == scheduler.scheduler.last_epoch == 3
     assert not plain.layer.weight.grad
+
+
+def test_a_folder_of_accelerate_has_the_step_of_the_manager(environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    steps = []
+    for job in ("first", "second"):
+        environment.setenv("KEEPSTEP_JOB", job)
+        accelerate.state.GradientState._reset_state()
+        accelerator, plain = accelerate.Accelerator(cpu=True), Line()
+        model, inner = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), 0.1))
+        manager = Manager(pg=ProcessGroupGloo())
+        model, optimizer = prepare(accelerator, manager, model, inner)
+        manager.register_state_dict_fn("model", plain.load_state_dict, plain.state_dict)
+        accelerator.register_for_checkpointing(manager)
+        if job == "second":
+            accelerator.load_state(tmp_path)
+        for _ in range(2):
+            accelerator.backward(model(torch.ones(2, 1))["loss"])
+            optimizer.step()
+            optimizer.zero_grad()
+        steps.append(manager.current_step())
+        accelerator.save_state(tmp_path)
+        manager.shutdown()
+    assert steps == [2, 4]
+
+
+def test_the_optimizer_of_an_accelerator_is_refused_where_its_steps_cannot_be_counted(manager: Any) -> None:
+    plain = Line()
+    accelerated = accelerate.Accelerator(cpu=True).prepare(torch.optim.SGD(plain.parameters(), 0.1))
+    with pytest.raises(TypeError, match=r"AcceleratedOptimizer without the hooks .* optimizer\.optimizer"):
+        LocalSGD(manager, plain, accelerated, sync_every=2)
+    LocalSGD(manager, plain, accelerated.optimizer, sync_every=2)
 
 
 def test_an_overflow_and_a_step_that_does_not_commit_step_no_scheduler(manager: Any) -> None:
