@@ -113,6 +113,19 @@ def in_statistics(*, sync_batch_norms: int) -> Mistake | None:
     )
 
 
+def in_forward_pass(*, renormalizing: Sequence[str]) -> Mistake | None:
+    """Judge a wrapped module. ``renormalizing``: its embeddings with ``max_norm``, by name."""
+    if not renormalizing:
+        return None
+    return Mistake(
+        "embedding with max_norm",
+        f"the forward pass of {listed(renormalizing, MAX_NAMED)} shrinks the rows that a batch of this group uses, and "
+        f"those only, so the weights of groups differ after a few steps",
+        "build the embedding without max_norm, and shrink its rows after each step of the optimizer, such as in "
+        "Optimizer(after_commit=...)",
+    )
+
+
 def in_pause(*, seconds: float, missed: int) -> Mistake | None:
     """Judge the time that a group spends between two steps, in an evaluation for example.
 

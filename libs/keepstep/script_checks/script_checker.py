@@ -68,6 +68,11 @@ class ScriptChecker:
         if not dist.is_initialized():
             synced = sum(isinstance(one, nn.SyncBatchNorm) for one in module.modules())
             self._warn(mistakes.in_statistics(sync_batch_norms=synced))
+        embeddings = [
+            (name, one) for name, one in module.named_modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag)
+        ]
+        renormalizing = [name or "the module" for name, one in embeddings if one.max_norm is not None]
+        self._warn(mistakes.in_forward_pass(renormalizing=renormalizing))
         self._trained.add(module)
         self.common.add_module(module)
         if not self._parameters_checked:

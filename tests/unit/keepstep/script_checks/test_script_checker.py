@@ -213,3 +213,12 @@ def test_a_sync_batch_norm_that_normalizes_over_one_group_is_a_mistake() -> None
     script = Script(of(model))
     script.checker.add_module(model)
     assert script.warnings["SyncBatchNorm without a process group"].startswith("1 SyncBatchNorm modules normalize over")
+
+
+def test_an_embedding_that_shrinks_its_rows_in_the_forward_pass_is_a_mistake() -> None:
+    model = nn.Sequential(nn.Embedding(3, 4), nn.Embedding(3, 4, max_norm=1.0))
+    script = Script(of(model))
+    script.checker.add_module(model[0])
+    assert script.warnings == {}
+    script.checker.add_module(model)
+    assert script.warnings["embedding with max_norm"].startswith("the forward pass of 1 shrinks")
