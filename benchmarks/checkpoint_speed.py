@@ -95,13 +95,14 @@ def _speed(seconds: dict[str, dict[str, list[float]]], size: int, ranks: int) ->
 
     def beside(what: str, mine: str, peer: str, title: str, definition: str) -> Figure:
         return Figure(
-            f"{what} of {where}{title}, beside {peer}",
+            f"{what} of {where}{title}",
             "GB/s",
             "p50",
             rates(mine, what),
             rates(peer, what),
             Limit(times_theirs=1.0),
             more_is_better=True,
+            beside=peer,
             definition=f"{definition}; the slowest rank",
             also={"gb_per_second_of_each": {name: p50(rates(name, what)) for name in seconds}},
         )
@@ -118,12 +119,13 @@ def _speed(seconds: dict[str, dict[str, list[float]]], size: int, ranks: int) ->
     best = min(PEERS, key=lambda name: p50(blocked[name]))
     figures.append(
         Figure(
-            f"training blocked by a background save of {where}, beside {best}",
+            f"training blocked by a background save of {where}",
             "ms",
             "p50",
             blocked["keepstep"],
             blocked[best],
             Limit(times_theirs=1.0),
+            beside=best,
             definition="until the state may change; the slowest rank",
             also={"ms_of_each": {name: p50(samples) for name, samples in blocked.items()}},
         )
@@ -141,12 +143,13 @@ def _quarter(ours: Side, theirs: Side, folder: str, log: Path, size: int) -> Fig
             told = measure(side, name, place, log, ranks=1, size=size, tensors=TENSORS_OF_QUARTER, quarter=True)
             shares[name] += told["share"]
     return Figure(
-        "bytes read for a quarter of each shard, beside dcp",
+        "bytes read for a quarter of each shard",
         "of all",
         "p50",
         shares["keepstep"],
         shares["dcp"],
         Limit(value=QUARTER + QUARTER_OVERHEAD),
+        beside="dcp",
         definition=f"through a relay, of tensors of {size // TENSORS_OF_QUARTER >> 20} MiB; dcp: from files",
     )
 

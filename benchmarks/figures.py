@@ -1,7 +1,7 @@
 """Define the result of a benchmark: figures and their limits.
 
-A figure holds every sample of both sides. Its value is one statistic of them. It is reached when the value is within a
-limit: a number, or a multiple of the other side's value of the same run.
+A figure holds every sample of both sides: keepstep, and what is measured beside it. Its value is one statistic of them.
+It is reached when the value is within a limit: a number, or a multiple of the other side's value of the same run.
 """
 
 from __future__ import annotations
@@ -65,6 +65,8 @@ class Figure:
     more_is_better: bool = False
     must: bool = False
     """Whether the run has failed if the limit is not reached."""
+    beside: str = "torchft"
+    """Name of the other side, in tables."""
     definition: str = ""
     also: dict[str, object] = field(default_factory=dict)
     """Further values of the same run, for the JSON."""
@@ -73,7 +75,7 @@ class Figure:
         return STATISTICS[self.statistic](samples) if samples else None
 
     def ratio(self) -> float | None:
-        """keepstep's value divided by torchft's."""
+        """keepstep's value divided by the other side's."""
         ours, theirs = self.value(self.ours), self.value(self.theirs)
         return ours / theirs if ours is not None and theirs else None
 
@@ -100,11 +102,12 @@ class Figure:
             "statistic": self.statistic,
             "definition": self.definition,
             "keepstep": self.value(self.ours),
-            "torchft": self.value(self.theirs),
+            "other": self.value(self.theirs),
+            "beside": self.beside,
             "ratio": self.ratio(),
             "limits": self.bounds(),
             "more_is_better": self.more_is_better,
             "reached": self.reached(),
-            "samples": {"keepstep": list(self.ours), "torchft": list(self.theirs)},
+            "samples": {"keepstep": list(self.ours), "other": list(self.theirs)},
             **self.also,
         }

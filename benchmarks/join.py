@@ -160,6 +160,7 @@ def run(ours: Side, theirs: Side, *, quick: bool, log: Path) -> list[Figure]:
             caught_up.longest,
             other.longest if other is not None else healed.longest,
             Limit(value=STAGING_SECONDS * mebibytes / 1024 + 2 * statistics.median(caught_up.median)),
+            beside="healing" if other is None else theirs.name,
             definition="commit to commit, with nothing configured; theirs waits for the whole transfer",
             also=also,
         )

@@ -61,12 +61,13 @@ def run(*, quick: bool, log: Path) -> list[Figure]:
     found = measure(steps, log)
     return [
         Figure(
-            f"loss after {tokens / 1e6:.2g} M tokens, outer {outer}, {codec} (beside: none)",
+            f"loss after {tokens / 1e6:.2g} M tokens, outer {outer}, {codec}",
             "nats per byte",
             "p50",
             [loss],
             [found[outer, "none"][0]],
-            definition="of held-out text, after training two groups with DiLoCo; theirs: without a codec",
+            beside="no codec",
+            definition="of held-out text, after training two groups with DiLoCo",
             also={"gap": loss - found[outer, "none"][0], "bytes_sent_in_an_outer_step": sent},
         )
         for (outer, codec), (loss, sent) in found.items()

@@ -173,11 +173,12 @@ def run(*, quick: bool, log: Path) -> list[Figure]:
     alone = deaths.pop(ALONE)
     return [
         Figure(
-            f"{kind}: its next commit (beside: one machine)",
+            f"{kind}: its next commit",
             "s",
             "p50",
             seen.back,
             alone.back,
+            beside="on one machine",
             definition="from the death of the machine to the first commit of both ranks of the group",
             also={
                 "group_ended_s": seen.ended,

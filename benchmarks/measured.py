@@ -53,11 +53,13 @@ SHOWN = (
 )  # fmt: skip
 """The rows of README.md: their text, the benchmark, and the figure, or the beginning of its name."""
 TABLE = ("| | torchft | keepstep | ratio | again with `make bench` |", "|---|---|---|---|---|")
+KEYS = ("name", "unit", "statistic", "keepstep", "other", "beside", "ratio", "limits", "more_is_better", "reached")
+"""Values of a figure that are kept."""
 HEAD = """# Measured
 
 `python benchmarks/measured.py` writes this page from the results of `make bench`; [README.md](README.md) defines each
-row. The value is one statistic of all samples. `other` is the peer of the definition, in the same run; `ratio` is
-keepstep's value divided by it.
+row. The value is one statistic of all samples. `other` is the value of what was measured beside keepstep in the same
+run, with its name; `ratio` is keepstep's value divided by it.
 """
 
 
@@ -81,10 +83,9 @@ def merged(kept: dict[str, Any], results: dict[str, Any]) -> dict[str, Any]:
     for name, found in results["benchmarks"].items():
         if run["quick"] and name in kept and not kept[name]["quick"]:
             continue
-        keys = ("name", "unit", "statistic", "keepstep", "torchft", "ratio", "limits", "more_is_better", "reached")
         figures = [
             {
-                **{key: one[key] for key in keys},
+                **{key: one[key] for key in KEYS},
                 **({"restart": one["restart"]} if "restart" in one else {}),
                 "samples": max(map(len, one["samples"].values())),
             }
@@ -99,9 +100,12 @@ def _number(value: float | None) -> str:
 
 
 def _other(figure: dict[str, Any]) -> str:
-    value = _number(figure["torchft"])
-    restart = figure.get("restart")  # of goodput, which has a third side
+    value, restart = _number(figure["other"]), figure.get("restart")  # goodput has a third side
     return value if restart is None else f"{value}; torchrun and DCP {_number(restart)}"
+
+
+def _named(figure: dict[str, Any]) -> str:
+    return f"{figure['beside']}: {_other(figure)}" if figure["other"] is not None else ""
 
 
 def _row(figure: dict[str, Any]) -> str:
@@ -112,7 +116,7 @@ def _row(figure: dict[str, Any]) -> str:
         figure["name"],
         f"{figure['unit']} {figure['statistic']} of {figure['samples']}".strip(),
         _number(figure["keepstep"]),
-        _other(figure),
+        _named(figure),
         _number(figure["ratio"]),
         "" if limit is None else f"{sign} {_number(limit)} {reached}".rstrip(),
     )

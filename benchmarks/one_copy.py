@@ -24,6 +24,7 @@ from one_copy_trainer import LAYER_BYTES
 from sides import HERE, Side, keepstep_side, lighthouse, stop
 
 RANKS = 4
+PEER = "torchrun and DCP"
 EVERY = 10
 """Steps between two checkpoints of the other side."""
 STATES = {"64 MB": 64e6, "1 GB": 1e9}
@@ -226,15 +227,16 @@ def run(*, quick: bool, log: Path) -> list[Figure]:
             restart.append(seconds)
             less["restart"].append(seconds - step)
             their_lost.append(float(steps))
+        limit, rest = Limit(value=1.0, times_theirs=0.1), "the same less an undisturbed step"
         what = f"SIGKILL of 1 of {RANKS} ranks to the next commit of all, {name} of state"
         figures += [
-            Figure(f"{what}, with a spare", "s", "p50", spare, restart, Limit(value=1.0, times_theirs=0.1)),
-            Figure(f"{what}, without", "s", "p50", shrunk, restart, Limit(value=1.0, times_theirs=0.1)),
-            Figure(
-                f"the same less an undisturbed step, with a spare, {name}", "s", "p50", less["spare"], less["restart"]
+            Figure(f"{what}, with a spare", "s", "p50", spare, restart, limit, beside=PEER),
+            Figure(f"{what}, without", "s", "p50", shrunk, restart, limit, beside=PEER),
+            *(
+                Figure(f"{rest}, {how}, {name}", "s", "p50", less[kind], less["restart"], beside=PEER)
+                for how, kind in (("with a spare", "spare"), ("without", "shrunk"))
             ),
-            Figure(f"the same less an undisturbed step, without, {name}", "s", "p50", less["shrunk"], less["restart"]),
-            Figure(f"steps lost, {name} of state", "steps", "max", lost, their_lost, Limit(value=0.0)),
+            Figure(f"steps lost, {name} of state", "steps", "max", lost, their_lost, Limit(0.0), beside=PEER),
             Figure(f"host memory of copies by bytes of the shard, {name}", "x", "max", copies, [], Limit(value=2.2)),
         ]
     added, plain = [], []

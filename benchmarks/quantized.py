@@ -64,13 +64,14 @@ def measure(place: str, hosts: list[Host], *, quick: bool, log: Path) -> list[Fi
             print(f"{mib} MiB, {place}: int8 {p50(ours):.1f} ms, fp32 {p50(plain):.1f} ms", flush=True)
             figures.append(
                 Figure(
-                    f"quantized all-reduce of {mib} MiB, {place} (beside: float32)",
+                    f"quantized all-reduce of {mib} MiB, {place}",
                     "ms",
                     "p50",
                     ours,
                     plain,
                     Limit(times_theirs=1 / FASTER) if place != "loopback" and mib > 1 else None,
-                    definition="from a barrier until the last of two groups has the average; theirs: float32",
+                    beside="float32",
+                    definition="from a barrier until the last of two groups has the average",
                     also={"bytes_sent": bytes_sent, "relative_error": max(one[2] for one in found["int8"])},
                 )
             )

@@ -57,12 +57,17 @@ def run(*, quick: bool, log: Path, sizes: tuple[int, ...] = SIZES) -> list[Figur
                         found.append(took)
                 counts.append(members.counts())
         also = {f"rendezvous_{key}": p50([one[key] for one in counts[WARM_UP:]]) for key in counts[0]}
-        definition = (
-            "from the order to leave the Gloo group until the last member is connected in the next; theirs: TCPStore"
-        )
+        definition = "from the order to leave the Gloo group until the last member is connected in the next"
         figures.append(
             Figure(
-                f"rebuild, {size} members", "ms", "p50", times["ours"], times["tcp"], definition=definition, also=also
+                f"rebuild, {size} members",
+                "ms",
+                "p50",
+                times["ours"],
+                times["tcp"],
+                beside="TCPStore",
+                definition=definition,
+                also=also,
             )
         )
     return figures

@@ -92,13 +92,14 @@ def run(*, quick: bool, log: Path) -> list[Figure]:  # noqa: ARG001 - as every b
         print(f"{way}, {where}: 1 process {p50(one):.2f} GB/s, 2 processes {p50(two):.2f} GB/s", flush=True)
         figures.append(
             Figure(
-                f"{way} through a relay of 2 processes, {where} (beside: 1 process)",
+                f"{way} through a relay of 2 processes, {where}",
                 "GB/s",
                 "p50",
                 two,
                 one,
                 Limit(times_theirs=FASTER),
                 more_is_better=True,
+                beside="1 process",
                 definition=f"1 GiB in chunks of 8 MiB over {STREAMS} connections; {where}",
                 also={
                     f"{what}_seconds_per_gb_by_processes": {n: p50([seen[i] for seen in found[way, n]]) for n in (1, 2)}

@@ -42,9 +42,9 @@ def table(figures: list[Figure]) -> Table:
     def shown(number: float | None) -> str:
         return "" if number is None else f"{number:.3g}" if abs(number) < 1000 else f"{number:.0f}"
 
-    shape = Table(title="keepstep beside torchft, same run")
-    for column in ("figure", "unit", "keepstep", "torchft", "ratio", "target", "reached"):
-        shape.add_column(column, justify="left" if column in ("figure", "unit", "reached") else "right")
+    shape = Table(title="keepstep and what is beside it, same run")
+    for column in ("figure", "unit", "keepstep", "other", "beside", "ratio", "target", "reached"):
+        shape.add_column(column, justify="left" if column in ("figure", "unit", "beside", "reached") else "right")
     for figure in figures:
         sign = ">=" if figure.more_is_better else "<="
         limit = (
@@ -56,6 +56,7 @@ def table(figures: list[Figure]) -> Table:
             f"{figure.unit}, {figure.statistic}",
             shown(figure.value(figure.ours)),
             shown(figure.value(figure.theirs)),
+            figure.beside if figure.theirs else "",
             shown(figure.ratio()),
             "" if limit is None else f"{sign} {shown(limit)}",
             reached,

@@ -90,7 +90,7 @@ def run(*, quick: bool, log: Path) -> list[Figure]:
         small = measure(libraries, folder, many * SMALL_BYTES, many, ("plan", "save", "load"), small_rounds)
         large = measure(libraries, folder, size, TENSORS, ("save", "load"), rounds)
     figures = []
-    beside = f"beside megatron-core {peer.version()}"
+    beside = f"megatron-core {peer.version().split()[0]}"
     for action, samples in large.items():
         rates = {name: [size / 1e9 / one for one in seconds] for name, seconds in samples.items()}
         figures += [
@@ -102,7 +102,8 @@ def run(*, quick: bool, log: Path) -> list[Figure]:
                 rates["megatron"],
                 Limit(times_theirs=1.0),
                 more_is_better=True,
-                definition=f"the slowest rank, files synced; {beside}",
+                definition="the slowest rank, files synced",
+                beside=beside,
             )
             for name in rates
             if name != "megatron"
@@ -121,7 +122,8 @@ def run(*, quick: bool, log: Path) -> list[Figure]:
                 [1e3 * one for one in samples[name]],
                 [1e3 * one for one in samples["megatron"]],
                 Limit(times_theirs=1.0),
-                definition=f"{what[action]}; the slowest rank; {beside}",
+                definition=f"{what[action]}; the slowest rank",
+                beside=beside,
             )
             for name in samples
             if name != "megatron"

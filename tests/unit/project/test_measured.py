@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import runpy
 import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 MEASURED = runpy.run_path(str(ROOT / "benchmarks" / "measured.py"))
 
 FIGURE = {
-    "name": "step, tiny", "unit": "ms", "statistic": "p50", "definition": "added", "keepstep": 0.2, "torchft": 1.0,
+    "name": "step, tiny", "unit": "ms", "statistic": "p50", "definition": "added", "keepstep": 0.2, "other": 1.0,
+    "beside": "one machine",
     "ratio": 0.2, "limits": [0.5], "more_is_better": False, "reached": True,
-    "samples": {"keepstep": [0.1, 0.2, 0.3], "torchft": [1.0]},
+    "samples": {"keepstep": [0.1, 0.2, 0.3], "other": [1.0]},
 }  # fmt: skip
 
 
@@ -58,11 +62,30 @@ def test_a_run_replaces_its_own_benchmarks_and_a_quick_one_no_figure_of_a_whole_
     assert MEASURED["merged"](later, results("heal"))["heal"]["quick"] is False
 
 
+def test_the_table_of_a_run_and_the_page_name_what_was_measured_beside_keepstep(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    try:
+        report, figure = __import__("report"), __import__("figures").Figure
+    finally:
+        for name in ("report", "figures", "sides"):
+            sys.modules.pop(name, None)
+    found = [figure("back", "s", "p50", [30.0], [20.0], beside="on one machine"), figure("alone", "s", "p50", [1.0])]
+    columns = {column.header: list(column.cells) for column in report.table(found).columns}
+    assert (columns["other"], columns["beside"]) == (["20", ""], ["on one machine", ""])
+    run = {**results(), "benchmarks": {"machines": {"seconds": 5, "figures": [one.record() for one in found]}}}
+    kept = MEASURED["merged"]({}, run)
+    kept["machines"]["changed_lines"] = 0
+    assert "| back | s p50 of 1 | 30 | on one machine: 20 | 1.5 |  |" in MEASURED["page"](kept)
+    assert "| alone | s p50 of 1 | 1 |  |  |  |" in MEASURED["page"](kept)
+
+
 def test_the_page_says_how_much_code_has_changed_since() -> None:
     kept = MEASURED["merged"]({}, results("step"))
     kept["step"]["changed_lines"] = 0
     page = MEASURED["page"](kept)
-    assert "| step, tiny | ms p50 of 3 | 0.2 | 1 | 0.2 | <= 0.5 reached |" in page
+    assert "| step, tiny | ms p50 of 3 | 0.2 | one machine: 1 | 0.2 | <= 0.5 reached |" in page
     assert "Older" not in page
     kept["step"]["changed_lines"] = 1200
     assert "**Older than the code:** 1,200 lines of what it measures" in " ".join(MEASURED["page"](kept).split())
