@@ -68,9 +68,9 @@ if __name__ == "__main__":
     trainer = TorchTrainer(
         train,
         train_loop_config={"steps": int(os.environ.get("STEPS", "2000"))},
-        torch_config=KeepstepConfig(ranks=2, backend="gloo"),
+        torch_config=KeepstepConfig(ranks=2, spares=int(os.environ.get("SPARES", "0")), backend="gloo"),
         scaling_config=ScalingConfig(
-            num_workers=4 if least == most else (least, most),
+            num_workers=most if least == most else (least, most),
             placement_strategy="STRICT_PACK",  # the ranks of a group are on one node
             elastic_resize_monitor_interval_s=5,
         ),

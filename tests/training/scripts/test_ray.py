@@ -200,9 +200,14 @@ async def test_a_spare_takes_the_place_of_a_killed_worker_with_a_lighthouse_that
         assert len(set(ends.values())) == 1, "equal weights"
 
 
+def ends_of_ranks(run: Run) -> dict[tuple[str, str], str]:
+    """The weights with which each rank has ended, by its group and rank."""
+    return {(one[1], one[2]): one[3] for one in run.found(r"group (\d) rank (\d) ends at step 600 weights (\w+)")}
+
+
 def equal_ends(run: Run, ends: int) -> None:
     """Check that so many ranks have ended, all with the same weights."""
-    found = {(one[1], one[2]): one[3] for one in run.found(r"group (\d) rank (\d) ends at step 600 weights (\w+)")}
+    found = ends_of_ranks(run)
     assert len(found) == ends
     assert len(set(found.values())) == 1, "equal weights"
     assert float(run.found(r"'accuracy': ([\d.]+)")[0][1]) > 0.8
@@ -225,6 +230,33 @@ async def test_a_group_of_two_ranks_starts_again_as_a_whole_while_the_other_one_
         assert await run.exit_code() == 0, "\n".join(run.lines[-60:])
         assert [len(run.starts(0, rank)) for rank in range(2)] == [1, 1], "the other group did not start again"
         equal_ends(run, 4)
+
+
+@pytest.mark.timeout(3600)
+async def test_a_spare_of_two_ranks_takes_the_place_of_a_group_that_loses_one_of_its_ranks() -> None:
+    """Slow: a Ray cluster of three nodes, and eight workers that import Ray and torch."""
+    async with Run(3, "train_ray_groups.py", CPUS="2", LEAST="6", MOST="6", SPARES="1") as run:
+
+        def training() -> list[int]:
+            return [group for group in range(3) if run.step(group, groups=2)]
+
+        await run.until(lambda: run.found(r"group \d step"), "a group trains")
+        lighthouse = run.starts(int(run.found(r"group (\d) step")[0][1]), 0)[0][2]
+        await ask(lighthouse, "PATCH", min_replicas=2)  # it waits for the second one, however long its imports take
+        await run.until(lambda: len(training()) == 2, "two groups train")
+        (killed, other), (spare,) = training(), set(range(3)) - set(training())
+        await run.until(lambda: all(run.starts(spare, rank) for rank in range(2)), "both ranks of the spare run")
+        os.kill(run.starts(killed, 1)[0][0], signal.SIGKILL)
+        await run.until(lambda: spare in training(), "the spare trains")
+        events = (await ask(lighthouse, "GET", "/events"))["events"]
+        came = [one["replica_id"].partition(":")[0] for one in events if one["kind"] == "spare_in"]
+        assert came == [f"r{spare}"], "and not the group that Ray Train starts again"
+
+        assert await run.exit_code() == 0, "\n".join(run.lines[-60:])
+        assert [len(run.starts(one, rank)) for one in (other, spare) for rank in range(2)] == [1] * 4
+        ends = ends_of_ranks(run)
+        assert ends.keys() >= {(str(one), str(rank)) for one in (other, spare) for rank in range(2)}
+        assert len(set(ends.values())) == 1, "equal weights"
 
 
 @pytest.mark.timeout(3600)
