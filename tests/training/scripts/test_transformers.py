@@ -155,13 +155,24 @@ async def test_groups_in_float16_skip_the_same_updates_and_save_a_checkpoint_bef
 
 
 @pytest.mark.timeout(900)
-async def test_a_checkpoint_of_accelerate_before_the_first_update_leaves_the_group_in_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("variables", "saved"),
+    [
+        ({}, "saved after step 0, skipped False"),
+        ({"LOSS_SCALE": "1024"}, "saved after step 0, skipped False"),
+        ({"LOSS_SCALE": "3e38", "SAVE_AFTER": "1"}, "saved after step 1, skipped True"),
+    ],
+    ids=["float32", "before the first scale", "after an overflow"],
+)
+async def test_a_checkpoint_of_accelerate_before_the_first_update_leaves_the_group_in_step(
+    tmp_path: Path, variables: dict[str, str], saved: str
+) -> None:
     """Only one group saves, and torch creates the state of its optimizer. Slow: imports Accelerate in 4 trainers."""
     async with Job("--initial-replicas", "2", min_replicas=2) as job:
         groups = [
             await job.start(
                 number, ranks=2, launcher=(sys.executable, str(LOOP)), NUM_REPLICA_GROUPS="2",
-                OUTPUT=str(tmp_path / "checkpoint"),
+                OUTPUT=str(tmp_path / "checkpoint"), **variables,
             )
             for number in "01"
         ]  # fmt: skip
@@ -170,7 +181,8 @@ async def test_a_checkpoint_of_accelerate_before_the_first_update_leaves_the_gro
         assert [await group.exit_codes() for group in groups] == [[0, 0], [0, 0]], job.report()
     ends = [line for group in groups for line in group.output if line.startswith("ends at step 8 ")]
     assert len(ends) == 4
-    assert len(set(ends)) == 1, "equal weights and states of the optimizer"
+    assert len(set(ends)) == 1, "equal weights, states of the optimizer, and loss scales"
+    assert [line for line in groups[0].output if line.startswith("saved")] == [saved] * 2
     assert any((tmp_path / "checkpoint" / "optimizer_0").iterdir())
 
 

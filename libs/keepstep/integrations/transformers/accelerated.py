@@ -22,6 +22,7 @@ from keepstep.ddp import DistributedDataParallel
 from keepstep.device_mesh import average_over_groups
 from keepstep.manager import Manager
 from keepstep.optim import OptimizerWrapper
+from keepstep.state.values.first_optimizer_state import creating_state
 from keepstep.state.values.sharding import is_dtensor
 
 
@@ -54,6 +55,9 @@ class GroupOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # its package
 
     def step(self, closure: Any = None) -> None:
         """Step with the last batch of an accumulation; with a GradScaler too, which Accelerate hides from the step."""
+        if creating_state():
+            self.optimizer.optim.step()  # no step of the training: a GradScaler counts no update, and none was skipped
+            return
         if not self.gradient_state.sync_gradients:
             return
         if self.scaler is None:
