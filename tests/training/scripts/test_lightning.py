@@ -148,6 +148,31 @@ async def test_a_group_of_two_ranks_heals_rank_by_rank_after_the_kill_of_one(tmp
     assert abs(best - expected) < 0.1
 
 
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("wish", ["early_stopping", "should_stop"])
+async def test_one_rank_of_one_group_stops_all_ranks_of_all_groups_at_one_step(wish: str) -> None:
+    """Slow: Lightning is imported in four trainers. The sanity check of a group waits for no other group."""
+    script = str(Path(__file__).with_name("lightning_decisions.py"))
+    async with Job("--initial-replicas", "2", min_replicas=2) as job:
+
+        async def start(name: str) -> Group:
+            return await job.start(name, ranks=2, SCRIPTS=script, NUM_REPLICA_GROUPS="2", WISH=wish)
+
+        def checked(group: Group) -> list[str]:
+            return [line for line in group.output if line.startswith("sanity check")]
+
+        groups = [await start("0")]
+        await job.until(lambda: len(checked(groups[0])) == 2, "both ranks have checked their validation", IMPORTS)
+        groups.append(await start("1"))
+        await job.until(
+            lambda: all(any("ended" in one for one in group.output) for group in groups), "it ends", IMPORTS
+        )
+        assert [await group.exit_codes() for group in groups] == [[0, 0], [0, 0]], job.report()
+    for group in groups:
+        assert checked(group) == ["sanity check ends at step 0, in step None"] * 2, "before the first quorum"
+        assert [line for line in group.output if line.startswith("ended")] == ["ended at step 5"] * 2
+
+
 @pytest.mark.timeout(900)
 async def test_a_group_of_two_ranks_resumes_from_shards_of_lightning_as_lightning_does(tmp_path: Path) -> None:
     """Slow: Lightning is imported in six trainers."""
