@@ -81,6 +81,8 @@ class OptimizerWrapper(Optimizer):
             )
         self._follower = self._join(catch_up, catch_up_memory)
         manager.script_checker.add_optimizer(optim)
+        if (refresh := getattr(optim, "init_cache_state_dict", None)) is not None:
+            manager.steps.read_after(refresh)  # torchtitan's container returns a state with earlier learning rates
         with contextlib.suppress(AttributeError):  # a wrapper of another optimizer, such as Accelerate's, has no hooks
             optim.register_step_pre_hook(self._inner_step_begins)
             optim.register_step_post_hook(self._inner_step_ended)

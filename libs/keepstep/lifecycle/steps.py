@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import torch
@@ -289,6 +289,10 @@ class Steps:
             lines: one for each parameter or bucket; or a part whose lines may change between two steps.
         """
         self._context.compared.add(FixedLines(lines) if isinstance(lines, list) else lines)
+
+    def read_after(self, refresh: Callable[[], object]) -> None:
+        """Call ``refresh`` each time before the registered state is read."""
+        self._context.state.refreshed.append(refresh)
 
     def refuse_in_rehearsal(self, call: str) -> None:
         """Raise RuntimeError in a rehearsal, for a ``call`` that it cannot undo."""

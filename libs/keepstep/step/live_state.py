@@ -62,6 +62,8 @@ class LiveState:
         """Number of states that were loaded into the parts."""
         self.reading = False
         """Whether the parts are being read here, and not by the script."""
+        self.refreshed: list[Callable[[], object]] = []
+        """Called before the parts are read, for those that a script keeps apart from the live state."""
         self.settle: Callable[[], None] = lambda: None
         """Called before the state is loaded, to wait for what is still copied from it."""
 
@@ -80,6 +82,8 @@ class LiveState:
         """Return the registered parts by their keys; ``keys``: only these."""
         before, self.reading = self.reading, True
         try:
+            for refresh in self.refreshed:
+                refresh()
             return {key: part.save() for key, part in self._parts.items() if keys is None or key in keys}
         finally:
             self.reading = before

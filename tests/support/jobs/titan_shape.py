@@ -1,10 +1,11 @@
 """A trainer for torchft in the shape of torchtitan's fault-tolerant one: FSDP2 in each group, torchft between them.
 
-Run by ``scripts.py``. It prints "step N loss X tokens T" with values of all groups.
+Run by ``scripts.py``. It prints "step N groups G loss X tokens T DIGEST" with values of all groups and all weights.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 from datetime import timedelta
 from typing import Any
@@ -56,7 +57,10 @@ class FTManager:
 
 
 class Optimizers(torch.optim.Optimizer):
-    """A container of optimizers, which ``torchft.Optimizer`` wraps and which calls it in turn."""
+    """A container of optimizers, which ``torchft.Optimizer`` wraps and which calls it in turn.
+
+    It returns a state that it has made at its start: the tensors are the live ones, the learning rates are not.
+    """
 
     def __init__(self, model: nn.Module, ft_manager: FTManager) -> None:
         self.model = model
@@ -65,6 +69,10 @@ class Optimizers(torch.optim.Optimizer):
         get_optimizer_state_dict(model, self.optimizers)  # creates the state
         self._ft_optimizer = ft.Optimizer(ft_manager.manager, self)
         self._use_ft_optimizer = True
+        self.init_cache_state_dict()
+
+    def init_cache_state_dict(self) -> None:
+        self.cached = get_optimizer_state_dict(self.model, self.optimizers, options=FLAT)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         if self._use_ft_optimizer:
@@ -85,10 +93,11 @@ class Optimizers(torch.optim.Optimizer):
                 one.step(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        return get_optimizer_state_dict(self.model, self.optimizers, options=FLAT)
+        return self.cached
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         set_optimizer_state_dict(self.model, self.optimizers, state_dict, options=FLAT)
+        self.init_cache_state_dict()
 
 
 class Trainer:
@@ -104,7 +113,7 @@ class Trainer:
             fully_shard(layer, mesh=self.mesh)
         self.ft_manager.set_all_reduce_hook(self.model)
         self.optimizers = Optimizers(self.model, self.ft_manager)
-        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizers.optimizers[0], lambda _: 1.0)
+        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizers.optimizers[0], lambda step: 0.99**step)
         self.step = self.tokens = 0
         self.ft_manager.manager.set_state_dict_fns(self.load_states, self.states)
 
@@ -142,7 +151,10 @@ class Trainer:
             most = self.reduced(torch.tensor(self.tokens, dtype=torch.int64), "max")
             writer = " writes" if self.ft_manager.manager.participating_rank() == 0 else ""
             groups = self.ft_manager.manager.num_participants()
-            print(f"step {self.step} groups {groups} loss {total:.4f} tokens {most:.0f}{writer}", flush=True)
+            parameters: list[Any] = [*self.model.parameters()]
+            whole = [one.full_tensor().detach().numpy().tobytes() for one in parameters]
+            weights = hashlib.sha256(b"".join(whole)).hexdigest()[:12]
+            print(f"step {self.step} groups {groups} loss {total:.4f} tokens {most:.0f} {weights}{writer}", flush=True)
 
 
 trainer = Trainer()

@@ -24,7 +24,7 @@ NEEDS_TORCHTITAN = pytest.mark.skipif(
 )
 IMPORTS = 300.0
 """Limit in seconds of a wait that includes the imports of torchtitan, 15 s of CPU time in each trainer."""
-LINE = re.compile(r"step (\d+) groups 2 loss ([\d.]+) tokens (\d+)( writes)?")
+LINE = re.compile(r"step (\d+) groups 2 loss ([\d.]+) tokens (\d+) (\w+)( writes)?")
 
 
 def logged(group: Group) -> dict[int, tuple[str, ...]]:
@@ -53,8 +53,8 @@ async def test_a_trainer_of_torchtitans_shape_heals_and_logs_values_of_all_group
         b.kill(number=signal.SIGTERM)
         assert [await group.exit_codes() for group in (a, b)] == [[0, 0], [0, 0]], job.report()
         for step in healed()[:10]:  # in the last step one group leaves first
-            assert logged(a)[step][:3] == logged(b)[step][:3], "loss and tokens are those of all groups"
-            assert logged(a)[step][3] != logged(b)[step][3], "one group writes checkpoints"
+            assert logged(a)[step][:4] == logged(b)[step][:4], "loss and tokens of all groups, and equal weights"
+            assert logged(a)[step][4] != logged(b)[step][4], "one group writes checkpoints"
         assert float(logged(a)[healed()[9]][1]) < float(logged(a)[1][1])
         assert not [line for line in a.output if "Traceback" in line], job.report()
 
