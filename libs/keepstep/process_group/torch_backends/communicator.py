@@ -31,7 +31,8 @@ STALL = 5
 """Checks before an operation with a lost peer fails. A peer that is done may disconnect while slower peers still pass
 on its contribution; the lighthouse reports a peer that died before this limit.
 """
-PEER_IS_GONE = "a peer closed its connection"
+PEER_IS_GONE = "Connection closed by peer, which aborted the process group"
+"""The words of Gloo for a loss that it notices itself: scripts look for them, and for "aborted" in ``errored()``."""
 
 
 class Operation(Protocol):

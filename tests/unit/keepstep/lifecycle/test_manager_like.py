@@ -108,6 +108,11 @@ def test_a_managed_group_and_the_hook_of_hsdp_take_a_mock() -> None:
     assert group.allreduce([torch.ones(2)]).wait()
     all_reduce_hook(manager)(torch.ones(2))
     assert manager.allreduce.call_count == 2
+    gathered, given = [torch.zeros(2) for _ in range(3)], torch.full((2,), 7.0)
+    assert group.allgather([gathered], [given]).wait()
+    assert gathered[0].equal(given), "a mock does not say which group this is, so it is the first one"
+    assert group.broadcast_one(given, 0).wait()
+    assert given.sum() == 14
 
 
 def test_what_a_mock_cannot_do_is_refused() -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from keepstep.futures import future_wait
 from keepstep.process_group import ProcessGroupAbortedError, ProcessGroupError, ProcessGroupGloo
 from keepstep.process_group.torch_backends import communicator, gloo
 from keepstep.process_group.torch_backends.gloo_sockets import GlooRank, greet, shut_down
@@ -243,6 +244,15 @@ def test_the_error_of_a_lost_peer_says_that_the_group_is_aborted(cohort) -> None
     with pytest.raises(RuntimeError, match="allreduce failed and aborted the process group"):
         work.wait()
     assert "aborted" in str(ranks.groups[0].errored())
+
+
+def test_a_loss_that_gloo_does_not_notice_has_the_words_of_one_that_it_does(cohort, monkeypatch) -> None:
+    monkeypatch.setattr(communicator, "STALL", 0)
+    monkeypatch.setattr(gloo.GlooCommunicator, "has_lost_a_peer", lambda _: True)
+    group = cohort(2, timeout=LONG).groups[0]
+    with pytest.raises(RuntimeError, match="allreduce failed: Connection closed by peer"):
+        future_wait(group.allreduce([torch.ones(2)]).get_future(), timedelta(seconds=60))
+    assert "aborted" in str(group.errored()), "scripts for torchft look for this word"
 
 
 def test_an_operation_that_ends_with_a_slice_of_its_wait_has_not_timed_out(cohort, monkeypatch) -> None:

@@ -193,7 +193,7 @@ def test_a_managed_group_reduces_through_the_manager_and_has_its_size() -> None:
 
 
 def test_a_managed_group_refuses_what_the_manager_would_not_know_of() -> None:
-    with pytest.raises(ProcessGroupError, match="not supported by ManagedProcessGroup"):
+    with pytest.raises(ProcessGroupError, match="ManagedProcessGroup does not support alltoall_base"):
         ManagedProcessGroup(Doubling()).alltoall_base(VALUE, VALUE, [], [])
 
 
