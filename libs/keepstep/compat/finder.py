@@ -46,6 +46,8 @@ VARIABLES = {
 }
 """Environment variables of torchft that have no effect. Every other one of torchft does what it does there."""
 
+JOIN_TIMEOUT_MS = 100
+"""Default of torchft's LighthouseServer: its tests start groups one after another, and wait for none that is late."""
 
 PACKAGE = "megatron.core.dist_checkpointing"
 PARENTS = ("megatron", "megatron.core")
@@ -98,6 +100,8 @@ class TorchftFinder(MetaPathFinder):
 def _loaded(name: str, module: ModuleType) -> None:
     if not name:
         log_variables()
+    if name == "coordination":
+        module.LighthouseServer.default_join_timeout_ms = JOIN_TIMEOUT_MS
     if name in NAMES:
         vars(module).setdefault("__getattr__", partial(_refuse, name))
 

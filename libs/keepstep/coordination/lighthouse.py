@@ -134,7 +134,8 @@ class LighthouseServer:
         bind: ``host:port``; port 0 takes a free one. ``[::]`` and ``0.0.0.0`` mean all interfaces if the lighthouse
             has a token (``KEEPSTEP_WORKER_TOKEN`` ...) or ``KEEPSTEP_LIGHTHOUSE_INSECURE`` is 1, else 127.0.0.1 only.
         min_replicas: a quorum has at least this many groups.
-        join_timeout_ms: how long a quorum waits for healthy groups that have not asked; default 60 s.
+        join_timeout_ms: how long a quorum waits for healthy groups that have not asked; default 60 s, in a script that
+            imports torchft through ``keepstep.compat`` 100 ms as there.
         quorum_tick_ms: ignored; accepted for compatibility with torchft.
         heartbeat_timeout_ms: silence after which a group counts as dead; default 5 s.
 
@@ -143,6 +144,9 @@ class LighthouseServer:
         ValueError: a value is out of range; the message has the limit.
         OSError: ``bind`` is not available.
     """
+
+    default_join_timeout_ms: int | None = None
+    """In place of ``join_timeout_ms=None``. None: that of a job."""
 
     def __init__(
         self,
@@ -156,6 +160,8 @@ class LighthouseServer:
             from keepstep_lighthouse.app import Lighthouse, LighthouseSettings  # noqa: PLC0415  a service, loaded lazily
         except ImportError as error:
             raise RuntimeError(f"LighthouseServer needs pip install 'keepstep[services]': {error}") from error
+        if join_timeout_ms is None:
+            join_timeout_ms = self.default_join_timeout_ms
         given = {"join_timeout": join_timeout_ms, "heartbeat_timeout": heartbeat_timeout_ms}
         limits: dict[str, Any] = {name: ms / 1000 for name, ms in given.items() if ms is not None}
         policy = Policy(min_replicas, **limits)

@@ -13,6 +13,8 @@ import sys
 import textwrap
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,12 +26,14 @@ from keepstep import compat
 from keepstep.compat import __main__ as command_line
 from keepstep.compat import finder
 from keepstep.compat.finder import MegatronFinder, TorchftFinder
+from keepstep.coordination import LighthouseServer
 
 
 def forget() -> None:
     sys.meta_path[:] = [one for one in sys.meta_path if not isinstance(one, TorchftFinder | MegatronFinder)]
     for name in [one for one in sys.modules if one.partition(".")[0] in ("torchft", "megatron")]:
         del sys.modules[name]
+    LighthouseServer.default_join_timeout_ms = None
 
 
 @pytest.fixture(autouse=True)
@@ -85,6 +89,21 @@ def test_the_classes_of_torchfts_extension_are_those_of_coordination() -> None:
     assert extension.__spec__.name == "keepstep.coordination"
     with pytest.raises(ImportError, match=r"has no coordination\.Timestamp"):
         exec("from torchft._torchft import Timestamp")
+
+
+def test_the_lighthouse_of_a_script_for_torchft_waits_as_there_for_a_group_that_does_not_ask() -> None:
+    limit = timedelta(seconds=30)
+    coordination = importlib.import_module("torchft.coordination")
+    server = coordination.LighthouseServer("127.0.0.1:0", min_replicas=2, heartbeat_timeout_ms=120_000)
+    client = coordination.LighthouseClient(server.address(), limit)
+    try:
+        client.heartbeat("does not ask")
+        with ThreadPoolExecutor(2) as pool:
+            for asked in [pool.submit(client.quorum, name, limit) for name in "ab"]:
+                assert [one.replica_id for one in asked.result(60).participants] == ["a", "b"]
+    finally:
+        client.shutdown()
+        server.shutdown()
 
 
 def test_pickles_that_name_torchft_load() -> None:
