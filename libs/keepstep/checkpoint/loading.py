@@ -15,7 +15,7 @@ from keepstep.checkpoint.places.directory import DirectorySource
 from keepstep.checkpoint.places.location import parse
 from keepstep.checkpoint.reading import VerifiedReader, Wanted
 from keepstep.checkpoint.stored import CheckpointReader, Piece, StoredCheckpoint, StoredTensor, pieces_of
-from keepstep.checkpoint.torch_calls import TorchParts, given
+from keepstep.checkpoint.torch_calls import TorchParts, given, place_and_storage
 from keepstep.checkpoint.torch_errors import errors_of_torch
 from keepstep.connection.deadline import Deadline
 from keepstep.relay_client.relay_paths import AtRelay
@@ -92,6 +92,7 @@ def load(
 
     Errors are also torch's ``CheckpointException``, if the process has imported it.
     """
+    checkpoint_id, storage_reader = place_and_storage(checkpoint_id, storage_reader)
     with errors_of_torch():
         of_torch = TorchParts(
             {"storage_reader": storage_reader, "planner": planner},

@@ -15,7 +15,7 @@ from keepstep.checkpoint.places.target import CheckpointTarget, SaveFacts
 from keepstep.checkpoint.planning import Plan, RankLayout, plan
 from keepstep.checkpoint.rank_group import in_group, ranks
 from keepstep.checkpoint.stored import stored_state
-from keepstep.checkpoint.torch_calls import TorchParts, given
+from keepstep.checkpoint.torch_calls import TorchParts, given, place_and_storage
 from keepstep.checkpoint.torch_errors import errors_of_torch, join_torch
 from keepstep.connection.deadline import Deadline
 from keepstep.relay_client.relay_paths import AtRelay
@@ -109,6 +109,7 @@ def save(
     Errors are also torch's ``CheckpointException``, if the process has imported it.
     """
     own_rank, ranks_in_all = ranks(rank, world_size, process_group, no_dist=no_dist)
+    checkpoint_id, storage_writer = place_and_storage(checkpoint_id, storage_writer)
     with errors_of_torch(own_rank):
         of_torch = TorchParts(
             {"storage_writer": storage_writer, "planner": planner},
@@ -165,6 +166,7 @@ def async_save(
         UnsupportedValue: the state has a tensor that cannot be stored.
     """
     own_rank, ranks_in_all = ranks(rank, world_size, process_group, no_dist=no_dist)
+    checkpoint_id, storage_writer = place_and_storage(checkpoint_id, storage_writer)
     options: dict[str, Any] = {"step": step, "kind": kind, "sync": sync, "overwrite": overwrite}
     with errors_of_torch(own_rank):
         of_torch = TorchParts(

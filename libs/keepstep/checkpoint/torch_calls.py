@@ -8,11 +8,12 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from keepstep.state.errors import CheckpointError
 
 Place = str | os.PathLike[str]
+S = TypeVar("S")
 
 
 class TorchParts:
@@ -49,6 +50,13 @@ class TorchParts:
             self._given[storage] = getattr(public, kind)(given(place, storage), **options)
         dcp = importlib.import_module("torch.distributed.checkpoint")
         return getattr(dcp, function)(state_dict, checkpoint_id=place, **self._given, **self._others)
+
+
+def place_and_storage(second: Any, storage: S | None) -> tuple[Place | None, S | None]:
+    """Return ``checkpoint_id`` and the storage of a call. Its second argument may be either, as in torch."""
+    if storage is None and second is not None and not isinstance(second, (str, os.PathLike)):
+        return None, second
+    return second, storage
 
 
 def given(place: Place | None, storage: str) -> Place:

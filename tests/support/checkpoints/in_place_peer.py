@@ -238,6 +238,15 @@ def failures_name_the_rank(way: Way, rank: int) -> None:
         way.load({"w": torch.ones(2)}, way.place())
 
 
+def a_storage_may_be_the_second_argument(way: Way, _rank: int) -> None:
+    functions: Any = {"torch": dcp, "keepstep": checkpoint}.get(way.name)
+    if functions is not None:
+        place, into = way.place(), {"x": torch.zeros(2)}
+        functions.save({"x": torch.ones(2)}, RelayWriter(place, timeout=TIMEOUT))
+        functions.load(into, RelayReader(place, timeout=TIMEOUT))
+        assert into["x"].sum() == 2
+
+
 def shards_in_tuples_are_not_lost(way: Way, _rank: int) -> None:
     shard = distribute_tensor(torch.arange(8.0), init_device_mesh("cpu", (WORLD,)), [Shard(0)])
     place = way.place()
@@ -356,7 +365,7 @@ CHECKS = [
     *(collectives_meet, files_in_memory, meta_tensors_get_memory, places_are_used_again),
     *(a_directory_may_be_renamed_at_once, failures_name_the_rank, shards_in_tuples_are_not_lost),
     *(a_group_and_one_rank_save_alone, sharded_tensors_are_cut_in_other_ways, state_dicts_of_torch_come_back),
-    copies_of_torch_are_saved,
+    *(copies_of_torch_are_saved, a_storage_may_be_the_second_argument),
 ]
 
 
