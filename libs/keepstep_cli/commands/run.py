@@ -298,7 +298,11 @@ def run(
     if addresses:
         _ask_first(Lighthouse(addresses, token, tls, timeout=5.0), job, audience)
     programs: list[Program] = []
-    with tempfile.TemporaryDirectory(prefix="keepstep-") as forgotten:
+    try:
+        temporary = tempfile.TemporaryDirectory(prefix="keepstep-")
+    except OSError as error:  # a full disk, or one that is read only
+        raise click.ClickException(f"{error.strerror}; set TMPDIR to a folder that can be written") from error
+    with temporary as forgotten:
         if not addresses:
             port, other = embedded.place()
             if other is not None:

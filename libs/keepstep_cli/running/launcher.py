@@ -215,8 +215,11 @@ class Launcher:
         warm = 0
         if self._ends is not None:
             self._ends.started(name)
-        for rank, environment in enumerate(program.environments(restart)):
+        environments: list[dict[str, str]] = []
+        for rank in range(program.spec.ranks):
             try:
+                environments = environments or program.environments(restart)  # it looks for a free port
+                environment = environments[rank]
                 child = self._started_warm(program, environment)
                 warm += child is not None
                 process = ranks.RankProcess(child or ranks.started(program.command, environment))
@@ -284,9 +287,10 @@ class Launcher:
 
 @contextmanager
 def stop_on_signals(launcher: Launcher) -> Iterator[None]:
-    """Turn SIGINT, SIGTERM, and SIGHUP into stops inside the block."""
+    """Turn SIGINT, SIGTERM, and, unless it is ignored as under ``nohup``, SIGHUP into stops inside the block."""
     loop = asyncio.get_running_loop()
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    signals = (signal.SIGINT, signal.SIGTERM, *(() if ignored else (signal.SIGHUP,)))
     for signum in signals:
         loop.add_signal_handler(signum, launcher.stop, signum)
     try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import itertools
 import json
 import os
 import shutil
@@ -381,9 +382,7 @@ class WarmStarts:
         return None if name is None else f"{name} differs, which their imports read"
 
     def _forked(self, template: Template, environment: Mapping[str, str]) -> ranks.Child | None:
-        output, their_output = os.pipe()
-        errors, their_errors = os.pipe()
-        may_go, let_go = os.pipe()
+        (output, their_output), (errors, their_errors), (may_go, let_go) = _pipes(3)
         try:
             try:
                 start = template_forks.Start(environment=dict(environment))
@@ -430,6 +429,18 @@ class WarmStarts:
             if ended is None or ended.si_pid in known | templates:
                 return
             os.waitpid(ended.si_pid, 0)
+
+
+def _pipes(count: int) -> list[tuple[int, int]]:
+    """Open pipes, or none: what stayed open would be missing at the next try. OSError: no descriptor is left."""
+    found: list[tuple[int, int]] = []
+    try:
+        found.extend(os.pipe() for _ in range(count))
+    except OSError:
+        for one in itertools.chain(*found):
+            os.close(one)
+        raise
+    return found
 
 
 def _reap(pid: int) -> int:

@@ -3,7 +3,9 @@
 A script that sleeps 1000 s is a rank at work: it is there to be ended by what the test does, and no test waits for it.
 """
 
+import asyncio
 import contextlib
+import errno
 import os
 import re
 import signal
@@ -15,6 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from keepstep_cli.running.launcher import Launcher, Program
+from keepstep_cli.running.supervisor_events import GroupSpec, Restarts
 from tests.support.services.command import Command
 
 DEADLINE = 60.0
@@ -218,6 +222,56 @@ def test_a_signal_ends_all_groups_cleanly(started, signum: int, code: int) -> No
     run.process.send_signal(signum)
     assert run.wait() == code
     assert {"[r0/0] ended cleanly", "[r1/0] ended cleanly"} <= set(run.lines)
+
+
+def test_the_end_of_the_terminal_does_not_end_a_run_under_nohup(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(f"import signal, sys\n{CLEANLY}")
+    flags = ("--replicas", "1", "--lighthouse", "http://127.0.0.1:1", "--", "script.py")
+    nohup = ("sh", "-c", 'trap "" HUP && exec "$@"', "sh")
+    with contextlib.closing(Command(tmp_path, "run", *flags, deadline=DEADLINE, prefix=nohup)) as run:
+        run.wait_for("ready")
+        run.process.send_signal(signal.SIGHUP)
+        run.process.send_signal(signal.SIGTERM)
+        assert run.wait() == 143
+        assert "[r0/0] ended cleanly" in run.lines, "SIGTERM was the first signal that it has got"
+
+
+class Notes:
+    """Gets what the launcher says."""
+
+    def __init__(self) -> None:
+        self.sentences: list[str] = []
+
+    def line(self, group: str, rank: int, text: str, *, error: bool) -> None: ...
+
+    def note(self, group: str, sentence: str) -> None:
+        self.sentences.append(f"{group}: {sentence}")
+
+
+async def test_a_restart_that_finds_no_free_port_is_tried_again_and_ends_no_other_group() -> None:
+    def environments(restart: int) -> list[dict[str, str]]:
+        if restart == 1:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return [{"RESTART": str(restart)}]
+
+    script = "import os, sys; sys.exit(os.environ['RESTART'] == '0')"
+    notes = Notes()
+    group = Program(GroupSpec("r0"), (sys.executable, "-c", script), environments)
+    async with asyncio.timeout(DEADLINE):
+        assert await Launcher([group], Restarts(), notes).run() == 0
+    assert "r0: rank 0 cannot be started: [Errno 24] Too many open files" in notes.sentences
+
+
+def test_without_a_folder_for_temporary_files_it_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("")
+    full = ("sh", "-c", 'ulimit -f 0 && exec "$@"', "sh")  # no file may have a byte
+    run = Command(tmp_path, "run", "--replicas", "1", "--", "script.py", deadline=DEADLINE, prefix=full)
+    with contextlib.closing(run):
+        assert run.wait() == 1
+        assert re.fullmatch(
+            r"Error: No usable temporary directory found in .*; set TMPDIR to a folder .*", run.lines[-1]
+        )
+        assert not any("Traceback" in line for line in run.lines)
 
 
 def test_a_second_ctrl_c_ends_all_at_once(started) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from keepstep_cli.running.warm.warm_starts import _pipes
 from tests.support.services.command import Command
 
 DEADLINE = 110.0
@@ -711,3 +713,23 @@ def test_cold_and_preload_exclude_each_other(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "--preload has no effect" in done.stderr
+
+
+def test_pipes_that_cannot_all_be_opened_leave_no_descriptor_open() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    fill: list[int] = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        with contextlib.suppress(OSError):
+            while True:
+                fill.append(os.open(os.devnull, os.O_RDONLY))
+        for _ in range(3):
+            os.close(fill.pop())
+        for _ in range(4):
+            with pytest.raises(OSError, match="Too many open files"):
+                _pipes(3)
+        fill += [os.open(os.devnull, os.O_RDONLY) for _ in range(3)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for one in fill:
+            os.close(one)
