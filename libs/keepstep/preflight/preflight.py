@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import shutil
 import signal
@@ -30,6 +29,7 @@ from keepstep_mesh.checks.service_answers import fastest_answer, request_rate
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.net.http import Identity
 from keepstep_mesh.security.request_errors import explained
+from keepstep_mesh.threads.starting import Thread
 
 log = get_logger("keepstep.preflight")
 
@@ -116,6 +116,7 @@ def _of_disks(settings: PreflightSettings) -> Iterator[Finding]:
             said, problem = asked.communicate(timeout=DISK_SECONDS)
         except subprocess.TimeoutExpired:
             asked.kill()
+            _reap_later(asked)
             yield findings.of_disk(folder, None, size, f"the file system does not answer within {DISK_SECONDS:g} s")
             continue
         if asked.returncode or not os.access(folder, os.W_OK):
@@ -200,11 +201,18 @@ def _of_command(command: str) -> Finding:
             code = process.wait(OWN_CHECK_SECONDS)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            with contextlib.suppress(subprocess.TimeoutExpired):  # it waits for a dead file system or device
+            try:
                 process.wait(KILLED_SECONDS)
+            except subprocess.TimeoutExpired:  # it waits for a dead file system or device
+                _reap_later(process)
         output.seek(max(0, output.seek(0, os.SEEK_END) - 4096))
         lines = [line for line in output.read().decode(errors="replace").splitlines() if line.strip()]
     return findings.of_command(command, code, lines[-1] if lines else "", OWN_CHECK_SECONDS)
+
+
+def _reap_later(killed: subprocess.Popen[Any]) -> None:
+    """Take the exit code of a process whenever it ends, so that it does not stay as a zombie."""
+    Thread(target=killed.communicate, name="keepstep-preflight", daemon=True).start()
 
 
 async def _of_urls(urls: tuple[str, ...]) -> list[Finding]:

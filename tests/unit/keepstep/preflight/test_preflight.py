@@ -8,9 +8,11 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from aiohttp import ClientSession, web
 
@@ -145,6 +147,20 @@ def test_a_machine_without_a_folder_for_temporary_files_is_refused(
     assert "disk for temporary files: [Errno 2] No usable temporary directory" in refusal(loop_thread)
 
 
+def test_a_file_system_that_does_not_answer_refuses_and_leaves_no_zombie(
+    loop_thread: LoopThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stat, before = tmp_path / "stat", set(psutil.Process().children())
+    stat.write_text("#!/bin/sh\nexec sleep 1000\n")
+    stat.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert "does not answer within" in refusal(loop_thread, f"disk={tmp_path}:1")
+    until = time.monotonic() + 60.0
+    while left := set(psutil.Process().children()) - before:
+        assert time.monotonic() < until, left
+        time.sleep(0.01)  # nothing tells when a thread has reaped it
+
+
 TRACED = """
 import ctypes, os, signal, sys
 libc = ctypes.CDLL(None)
@@ -159,7 +175,6 @@ signal.pause()
 """
 
 
-@pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")
 def test_an_own_command_that_cannot_be_killed_does_not_hold_up_the_check(
     loop_thread: LoopThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
