@@ -277,7 +277,9 @@ async def test_the_durable_tier_keeps_the_earlier_copy_until_it_has_the_later_on
         async with relay(durable=f"file://{tmp_path / 'copy'}") as other:
             assert await asyncio.to_thread(loaded, other.address + ID) == 1
         go_on.set()
-        await until(lambda: check_objects(objects) == {f"{JOB}/c~1"})
+        copies = one.checkpoints.copies
+        await until(lambda: copies.complete == copies._stored == {FIRST.at(1)})  # nothing is deleted any more
+        assert check_objects(objects) == {f"{JOB}/c~1"}
     async with relay(durable=tiers["durable"]) as other:
         assert await asyncio.to_thread(loaded, other.address + ID) == 2
 
