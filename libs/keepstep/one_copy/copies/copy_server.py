@@ -21,6 +21,7 @@ from keepstep.one_copy.copies.owner import Owner
 from keepstep.one_copy.copies.rank_state import Boxes
 from keepstep.one_copy.core.holding import State
 from keepstep.transfer.direct.sending.http_server import listen
+from keepstep_mesh.config.log_limiter import LogLimiter
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.net.fork_safety import claim
@@ -152,31 +153,43 @@ class CopyServer:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._thread.join_or_end_process()
         self._listener.close()
         for frames in list(self._open):
             frames.close()
-        self._thread.join_or_end_process()
         for thread in self._threads:
             thread.join_or_end_process()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _accept(self) -> None:
-        while not self._closed:
+        warnings = LogLimiter(seconds=30.0)
+        while True:
             try:
-                connection, _ = self._listener.accept()
+                if self._closed:
+                    return
+                self._accept_one()
             except TimeoutError:
                 continue
-            except OSError:
-                return
-            claim(connection)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            frames = Frames(connection, lambda: "this process ends" if self._closed else "")
-            self._open[frames] = READS
-            thread = Thread(target=self._attend, args=(frames,), name="keepstep-copy", daemon=True)
-            self._threads = [*(one for one in self._threads if one.is_alive()), thread]
-            thread.start()
+            except (OSError, RuntimeError) as error:  # no descriptor or thread is left, or this object is closed
+                if self._closed:
+                    return
+                if warnings.allows(time.monotonic()):
+                    log.warning("connection of copies not accepted; retrying", reason=str(error))
+                time.sleep(POLL_SECONDS)  # nothing tells when one is free
+
+    def _accept_one(self) -> None:
+        connection, _ = self._listener.accept()
+        claim(connection)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        frames = Frames(connection, lambda: "this process ends" if self._closed else "")
+        thread = Thread(target=self._attend, args=(frames,), name="keepstep-copy", daemon=True)
+        thread.start()
+        self._threads = [*(one for one in self._threads if one.is_alive()), thread]
 
     def _attend(self, frames: Frames) -> None:
+        self._open[frames] = READS
         try:
             header = frames.receive(HELLO_SECONDS, most=MAX_HELLO_BYTES)
             if not self._token.accepts_peer(str(header.get("authorization", ""))):

@@ -137,8 +137,16 @@ class RankState:
 
         Torch steps groups with a DTensor one by one, and groups of tensors on a GPU together, unless they say how. A
         keeper has plain tensors, and must do as this rank does.
+
+        Raises:
+            OtherModelError: the optimizer has got other parameters, of which no keeper would have gradients.
         """
         found = []
+        if (count := sum(len(group["params"]) for group in self.optimizer.param_groups)) != len(self._group_of):
+            raise OtherModelError(
+                f"the optimizer has {count} parameters, and had {len(self._group_of)} when build() returned it; give "
+                f"it all parameters in build(), and freeze those that train later with requires_grad_(False)"
+            )
         for group in self.optimizer.param_groups:
             options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
             if _steps_one_by_one(group):

@@ -1,3 +1,6 @@
+import contextlib
+import os
+import resource
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -12,7 +15,7 @@ from keepstep.one_copy.copies.copy_server import CopyServer, RebuiltSlices
 from keepstep.one_copy.copies.early_gradients import PARTS
 from keepstep.one_copy.copies.frames import CopyError, Frames, connect
 from keepstep.one_copy.copies.keeper import Keeper
-from keepstep.one_copy.copies.rank_state import RankState
+from keepstep.one_copy.copies.rank_state import OtherModelError, RankState
 from keepstep.one_copy.copies.shard_reader import ShardReader
 from keepstep.one_copy.core.holding import State
 from keepstep_mesh.security.tokens import ClientToken
@@ -94,6 +97,38 @@ def test_a_copy_follows_the_work_that_the_training_has_queued(
     step(state, sender, 1)
     assert set(seen) == {("queued on cpu", training), ("waited", "keepstep-copying")}
     assert seen[0] == ("queued on cpu", training)
+
+
+def test_a_server_that_has_no_descriptor_left_accepts_later(server: CopyServer, keeper: Keeper) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    peer, fill = socket.socket(), []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (peer.fileno() + 1, hard))
+        with contextlib.suppress(OSError):
+            while True:
+                fill.append(os.dup(peer.fileno()))
+        host, port = server.address.split(":")
+        peer.connect((host, int(port)))
+        frames = Frames(peer)
+        frames.send({"kind": "hello", "authorization": TOKEN.peer_headers()["Authorization"]}, limit=SECONDS)
+        frames.send({"kind": "none"}, limit=SECONDS)
+        with pytest.raises(CopyError, match="no progress"):
+            frames.receive(1.0)
+    finally:
+        for one in fill:
+            os.close(one)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert "unknown request" in frames.receive(SECONDS)["reason"]
+    frames.close()
+
+
+def test_an_optimizer_that_gets_parameters_after_build_is_refused_since_keepers_would_not_step_them() -> None:
+    model = torch.nn.Linear(4, 3)
+    state = RankState(model, torch.optim.SGD([model.weight], lr=0.5))
+    assert len(state.options()) == 1
+    state.optimizer.add_param_group({"params": [model.bias]})
+    with pytest.raises(OtherModelError, match="has 2 parameters, and had 1 when build"):
+        state.options()
 
 
 def test_gradients_that_are_sent_in_the_backward_pass_count_as_they_are_at_the_end(
