@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from keepstep.one_copy.job import OneCopy
-from keepstep.one_copy.recovery.current_quorum import StateLost
+from keepstep.one_copy.recovery.world_recovery import StateLost
 
 __all__ = ["OneCopy", "StateLost"]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib
+import os
 import socket
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +21,7 @@ from keepstep.checkpoint.managed.durable_writer import LastCheckpoint
 from keepstep.group.agreement import ARITHMETIC
 from keepstep.group.group_link import LinkSettings
 from keepstep.lifecycle.manager_settings import DurableSettings
+from keepstep.one_copy.attempts import Attempts
 from keepstep.one_copy.copies.copy_sender import CopySender
 from keepstep.one_copy.copies.copy_server import CopyServer
 from keepstep.one_copy.copies.frames import CopyError
@@ -28,24 +30,19 @@ from keepstep.one_copy.core.mesh_shape import MeshShape, Share
 from keepstep.one_copy.durable.shard_checkpoints import ShardCheckpoints
 from keepstep.one_copy.member_link import MemberLink
 from keepstep.one_copy.recovery.current_quorum import CurrentQuorum
-from keepstep.one_copy.recovery.world_recovery import NO_LOADER, WorldRecovery
+from keepstep.one_copy.recovery.world_recovery import WorldRecovery
 from keepstep.one_copy.reporting.shard_reports import ShardReports
 from keepstep.one_copy.reporting.step_reports import StepReports
-from keepstep.one_copy.shard.built import Stateful, end_broken_pass
+from keepstep.one_copy.shard.built import Stateful
 from keepstep.one_copy.shard.own_shard import OwnShard
 from keepstep.one_copy.step_loader import StepLoader
 from keepstep.one_copy.world.world_groups import WorldGroups
 from keepstep.runtime import environment
 from keepstep.runtime.devices import device_types
+from keepstep.runtime.exits import script_error
 from keepstep.runtime.host_memory import available_bytes, ranks_of_host
-from keepstep.runtime.learned_imports import tell_imports
-from keepstep.step.step_faults import StepFaults
-from keepstep_mesh.config.log_limiter import LogLimiter
-from keepstep_mesh.config.logging import get_logger
-from keepstep_mesh.errors import JobClosed, KeepstepError
 from keepstep_mesh.protocol.membership import SCRIPT, settings_text
-
-log = get_logger("keepstep.one_copy")
+from keepstep_mesh.threads.starting import reserve_for_exit
 
 FREE_SHARE = 0.8
 """Part of the free memory of a host that copies may take."""
@@ -127,7 +124,6 @@ class OneCopy:
         importlib.import_module("torch._dynamo")
         self._shape = MeshShape(mesh or {"fsdp": -1})
         self._data_dims = self._shape.data_dims(data_dims)
-        self._refuse_nonfinite = refuse_nonfinite
         self._timeout = environment.seconds("TIMEOUT_SEC", timeout)
         device_type = device_type or device_types()[-1]
         self._settings = LinkSettings.from_arguments(
@@ -166,8 +162,6 @@ class OneCopy:
             "resume": durable.resumes,
             "KEEPSTEP_SPARES": self._settings.spares,
         }
-        self._warnings = LogLimiter(seconds=30.0)
-        self._committed = self._void = False
         self._shard = OwnShard()
         seconds = self._timeout.total_seconds()
         self._membership = MemberLink(self._settings, settings_text(common), device_type, seconds, self._groups)
@@ -175,7 +169,6 @@ class OneCopy:
         self._server = CopyServer(self._settings.host, self._membership.token, self._keeper, seconds)
         self._sender = CopySender(self._membership.token, seconds, self._loss)
         self._reports = StepReports(self._membership)
-        self._faults = StepFaults.accepted()
         self._checkpoints = ShardCheckpoints(
             *(durable, self._membership, self._shard),
             written=self._reports.durable,
@@ -219,7 +212,24 @@ class OneCopy:
             shard_reports=self._shard_reports,
             recovery=self._recovery,
         )
+        self._attempts = Attempts(
+            refuse_nonfinite=refuse_nonfinite,
+            timeout=self._timeout,
+            member=self._membership,
+            groups=self._groups,
+            shard=self._shard,
+            keeper=self._keeper,
+            sender=self._sender,
+            checkpoints=self._checkpoints,
+            reports=self._reports,
+            shard_reports=self._shard_reports,
+            recovery=self._recovery,
+            quorum=self._quorum,
+        )
         self._membership.on_lost = self._quorum.ended
+        self._pid = os.getpid()
+        atexit.register(self._exit)  # a script that fails, or just ends
+        reserve_for_exit()
 
     def _loss(self) -> str:
         return self._quorum.loss()
@@ -339,18 +349,17 @@ class OneCopy:
             held = self._shard.now()
             return self._shape.part(held.rank, held.world.size, self._data_dims)
 
-        loader = StepLoader(
+        return StepLoader(
             dataset,
             global_batch_size,
             step=lambda: self.step,
             part=part,
+            used=self._recovery.loaders.append,
             shuffle=shuffle,
             seed=seed,
             drop_last=drop_last,
             **kwargs,
         )
-        self._recovery.loaders.append(loader.common)
-        return loader
 
     def register(self, name: str, state: Stateful) -> None:
         """Let ``state`` go with the model: a sampler, a scaler, what is equal in all ranks.
@@ -371,8 +380,7 @@ class OneCopy:
 
     # ---- a step
 
-    @contextlib.contextmanager
-    def attempt(self) -> Iterator[tuple[Any, ...]]:
+    def attempt(self) -> contextlib.AbstractContextManager[tuple[Any, ...]]:
         """Try one step. Use it in a loop over ``step``, with ``commit`` at its end.
 
         If a member is lost, the block is left where the error occurred, without an error, and the next attempt takes
@@ -382,43 +390,14 @@ class OneCopy:
         If the other members have taken their last step already, this rank gets their state, and goes through the block
         once without effect: collectives of the mesh do nothing, ``commit`` returns False, and an error is not raised.
 
-        Yields:
-            The objects that ``build`` returned.
+        Returns:
+            A context with the objects that ``build`` returned.
 
         Raises:
             StateLost: members were lost together with their keepers.
+            RuntimeError: the ranks have refused the step four times in a row.
         """
-        plan = self._quorum.ready()
-        self._void = plan.finishing
-        if self._faults is not None:
-            self._faults.raise_ordered()
-        shard = self._shard
-        held = shard.now()
-        self._groups.in_attempt, self._committed = True, False
-        shard.begin()
-        if not self._void:
-            self._sender.begin(held.state, held.end, held.state.after(plan.quorum_id))
-            self._save_if_due()
-        try:
-            with self._groups.muted() if self._void else contextlib.nullcontext():
-                yield held.built.objects
-        except Exception as error:
-            if self._void:
-                log.debug("error in an attempt without effect", reason=str(error))
-            elif shard.torn or not self._quorum.is_loss(error):
-                raise
-            else:
-                self._quorum.attempt_failed(error, committed=self._committed)
-        else:
-            if not self._committed and not self._void and shard.gradients():
-                log.warning("attempt ended without commit(): the step is dropped", step=held.state.step)
-                self._reports.discarded(plan, held.state, "commit() was not called")
-                shard.drop()
-        finally:
-            self._groups.in_attempt = False
-            if self._void:
-                end_broken_pass(held.built.model)
-                shard.drop()
+        return self._attempts.attempt()
 
     def commit(self, scaler: GradScaler | None = None) -> bool:
         """End the step: agree with all ranks, step the optimizer and the schedulers, and clear the gradients.
@@ -435,82 +414,31 @@ class OneCopy:
         Raises:
             Exception: a member was lost; the attempt handles it.
         """
-        if not self._groups.in_attempt or self._committed:
-            raise RuntimeError("commit() belongs at the end of `with job.attempt()`, once in each")
-        if self._void:
-            return False
-        shard, recovery, quorum = self._shard, self._recovery, self._quorum.plan
-        assert quorum is not None
-        state = shard.now().state
-        options = recovery.step_digest()
-        if self._faults is not None:
-            for gradient in shard.gradients():
-                self._faults.spoil(gradient)
-        ok = not self._refuse_nonfinite or shard.finite()
-        shard.unscale(scaler, lambda mine: not self._groups.vote([int(not mine)], self._timeout)[0])
-        following, end = state.after(quorum.quorum_id), shard.end()
-        if not shard.replayed:
-            self._sender.filled()  # bases that are on their way are of the state before
-        shard.step_ahead()
-        self._sender.finish(following, end)
-        self._quorum.raise_if_lost()
-        shard.voted = quorum.quorum_id
-        mine = int(ok) * (1 + self._shard_reports.covered)
-        values = self._groups.vote(
-            [mine, state.step, -state.step, options, -options, *self._quorum.wishes(), *recovery.loader_votes()],
-            self._timeout,
-        )
-        if values[1] != -values[2]:
-            raise KeepstepError(f"the ranks are at different steps, {values[1]} to {-values[2]}; report this as a bug")
-        alike, same_data = values[3] == -values[4], values[7] in (-values[8], NO_LOADER)
-        if not values[0] or not alike or not same_data:
-            shard.drop()
-            self._committed = True  # the step has ended
-            differ = "" if alike else "the optimizers differ"
-            differ = differ if same_data else "the data loaders differ"
-            self._reports.discarded(quorum, state, differ or "a rank refused the step")
-            if not ok and self._warnings.allows(time.monotonic(), "not finite"):
-                log.warning("step dropped", step=state.step, reason="gradients of this rank are not finite")
-            if not same_data:
-                recovery.compare_loaders(state.step)
-            elif not alike:
-                recovery.compare_step(state.step)
-            return False
-        shard.apply(following)
-        self._committed = True
-        self._membership.committed()
-        self._keeper.forget(but=recovery.kept())
-        covered = values[0] > 1
-        self._quorum.committed(covered, bool(values[5]), values[6])
-        self._reports.committed(quorum, state, following)
-        self._shard_reports.committed(covered=covered)
-        tell_imports()
-        return True
-
-    def _save_if_due(self) -> None:
-        if self._quorum.plan is not None and self._shard.held is not None:
-            self._checkpoints.before_step(self._quorum.plan.epoch)
+        return self._attempts.commit(scaler)
 
     # ---- the end
 
     def finish(self) -> None:
         """End the training in all ranks together. Call it after the last step."""
-        with contextlib.suppress(JobClosed):  # all ranks have asked for it at the same step
-            while True:
-                self._save_if_due()
-                self._checkpoints.finish()
-                self._quorum.ready(final=True)
+        self._attempts.finish()
         self._membership.leave("finished", "finished", self.step)
         self.close()
 
+    def _exit(self) -> None:
+        """End with the process: the others hear why, and no native thread outlives the interpreter."""
+        if os.getpid() == self._pid:
+            self._membership.fail(script_error(0, at_exit=True))
+            self.close()
+
     def close(self) -> None:
-        """Free all connections, threads and memory."""
+        """Free all connections, threads and memory. The end of the process does the same."""
+        atexit.unregister(self._exit)
         self._sender.close()
         self._server.close()
         self._recovery.close()
         self._groups.shutdown()
         self._checkpoints.close()
-        if self._faults is not None:
-            self._faults.close()
+        if self._attempts.faults is not None:
+            self._attempts.faults.close()
         self._reports.close()
         self._membership.close()

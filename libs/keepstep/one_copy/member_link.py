@@ -33,6 +33,7 @@ from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import (
     Banned,
     Drained,
+    ExitWithReason,
     JobClosed,
     KeepstepError,
     LayoutMismatch,
@@ -47,6 +48,8 @@ from keepstep_mesh.security.tokens import ClientToken
 
 log = get_logger("keepstep.one_copy")
 
+FAIL_SECONDS = 1.0
+"""Limit of the report that this process ends."""
 REMEMBERED = 64
 """Number of quorums whose loss is kept: it may arrive before the answer of its quorum is handled."""
 
@@ -81,7 +84,7 @@ class MemberLink:
         self._may_leave = True
         """Whether an order to leave is carried out while a request is open."""
         self._waits_to_leave = False
-        self._fatal: EvictedExit | None = None
+        self._fatal: ExitWithReason | None = None
         self._requests = 0
         self._ended = False
         self._lost: dict[int, str] = {}
@@ -114,9 +117,14 @@ class MemberLink:
         return self._store
 
     @property
-    def fatal(self) -> SystemExit | None:
-        """The exit that the lighthouse has ordered; None: none."""
+    def fatal(self) -> ExitWithReason | None:
+        """The exit that the lighthouse has ordered, or of ``ends_with``; None: none."""
         return self._fatal
+
+    def ends_with(self, error: ExitWithReason) -> ExitWithReason:
+        """Let all ranks of this member end with the exit code of ``error``, whichever ends first. Return it."""
+        self._fatal = error
+        return error
 
     def loss_of(self, quorum_id: int) -> str:
         """Return why a quorum has ended; empty: it has not."""
@@ -266,6 +274,19 @@ class MemberLink:
         goodbye = self.link.leave(reason, LEAVE_SECONDS, cause=cause, step=step)
         with contextlib.suppress(TimeoutError, KeepstepError, OSError):  # the member leaves without confirmation
             self.loop_thread.call(goodbye, LEAVE_SECONDS + 1.0)
+
+    def fail(self, error: str) -> None:
+        """Tell the other ranks of this member, and the lighthouse, that this process ends before its training does.
+
+        Args:
+            error: of the script; empty: none.
+        """
+        if self._ended or (not error and self.settings.world_size == 1):
+            return
+        self._ended = True
+        reason = f"rank {self.settings.rank} ended {f'with {error}' if error else 'without finish()'}"
+        with contextlib.suppress(TimeoutError, KeepstepError, OSError):  # they notice the end of its connections
+            self.loop_thread.call(self.link.fail(reason), FAIL_SECONDS)
 
     def end(self) -> None:
         """Say goodbye to the other ranks of this member, which end by themselves."""

@@ -24,6 +24,7 @@ class StepLoader(PlannedLoader):
         global_batch_size: number of samples in a step of all ranks.
         step: returns the number of committed steps.
         part: returns the number of this rank among those that take different samples, and how many these are.
+        used: called by ``batch`` with the values that all ranks must share.
         shuffle: whether the order is random, another one in each epoch.
         seed: of the order; equal in all ranks.
         drop_last: leave out the last batch of an epoch if it has fewer than ``global_batch_size`` samples.
@@ -41,6 +42,7 @@ class StepLoader(PlannedLoader):
         *,
         step: Callable[[], int],
         part: Callable[[], tuple[int, int]],
+        used: Callable[[str], object],
         shuffle: bool,
         seed: int,
         drop_last: bool,
@@ -51,14 +53,13 @@ class StepLoader(PlannedLoader):
             raise ValueError(
                 f"global_batch_size={global_batch_size} must be in [1, {self.length}], the dataset's length"
             )
-        self.common = (
+        self._common = (
             f"samples={self.length}, global_batch_size={global_batch_size}, shuffle={shuffle}, seed={seed}, "
             f"drop_last={drop_last}"
         )
-        """Values that all ranks must share, so that each sample is in one step."""
         self._batches = Batches(self.length, global_batch_size, drop_last)
         self._order = Order(self.length, seed, shuffle=shuffle)
-        self._step, self._part = step, part
+        self._step, self._part, self._used = step, part, used
         self._share: Share | None = None
         super().__init__(dataset, self, **kwargs)
 
@@ -85,6 +86,7 @@ class StepLoader(PlannedLoader):
             RuntimeError: the job has not begun.
         """
         self._share = self.share_at(self._position())
+        self._used(self._common)
         return self._load(self._share)
 
     def __len__(self) -> int:

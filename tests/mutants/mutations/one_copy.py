@@ -20,7 +20,7 @@ MOMENTS = f"{TESTS}/test_commit_rule.py::test_members_lost_between_any_two_messa
 MUTATIONS = (
     Mutation(
         "ranks whose loaders take other samples commit steps together",
-        "libs/keepstep/one_copy/job.py",
+        "libs/keepstep/one_copy/attempts.py",
         "values[3] == -values[4], values[7] in (-values[8], NO_LOADER)\n",
         "values[3] == -values[4], True\n",
         Test(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import math
 import os
 import time
 from datetime import timedelta
@@ -31,7 +32,8 @@ def build(mesh: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     world, _, special = own("WIDTH_IN_WORLD").partition(":")
     width = int(special if world == str(mesh.size()) else own("WIDTH", "16"))
     model = nn.Sequential(nn.Linear(16, width), nn.Tanh(), nn.Linear(width, 16))
-    fully_shard(model, mesh=mesh["fsdp"] if mesh.ndim > 1 else mesh)
+    if not own("PLAIN"):
+        fully_shard(model, mesh=mesh["fsdp"] if mesh.ndim > 1 else mesh)
     return model, getattr(torch.optim, own("OPTIMIZER", "AdamW"))(model.parameters(), lr=float(own("LR", "1e-2")))
 
 
@@ -83,15 +85,23 @@ while job.step < last:
             optimizer.param_groups[0]["lr"] = 0.5
         end = torch.tensor(float(stop.exists()))
         torch.distributed.all_reduce(end)
+        if own("EACH_STEP"):
+            loader = job.loader(digits, 8)
         if loader is not None:
             loader.batch()
         model(torch.full((4, 16), float(job.step % 7))).pow(2).mean().backward()
+        if own("STEPS"):
+            optimizer.step()
+        if own("NAN_AT") == str(job.step):
+            next(model.parameters()).grad.fill_(math.nan)
         if job.commit():
             print(json.dumps({"step": job.step, "rank": job.rank, "ranks": job.world_size}), flush=True)
             if end > 0:
                 last = job.step
             if job.step == 3 and own("SAVES") == "inside":
                 save(model, job.step)
+    if own("FAILS_AT") == str(job.step):
+        raise ValueError("a bug of this member")
     if job.step == 3 and own("SAVES") == "outside":
         save(model, job.step)
     time.sleep(0.02)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from keepstep_mesh.exit_codes import EXIT_STATE_LOST
+from keepstep_mesh.exit_codes import EXIT_GROUP_FAILED, EXIT_STATE_LOST
 from tests.support.jobs.job import DEADLINE
 from tests.support.jobs.one_copy_job import OneCopyJob, undisturbed
 from tests.support.jobs.one_copy_members import members
@@ -165,6 +165,39 @@ async def test_a_member_that_dies_during_a_save_ends_only_a_save_outside_of_an_a
         await job.finish("m0", "m2")
         saves = [json.loads(line) for line in job.text("m0").splitlines() if line.startswith('{"saved"')]
         assert [one["elements"] for one in saves] == ([544] if where == "at the end" else [])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_a_script_that_fails_between_two_steps_ends_with_its_error_and_the_others_hear_it(
+    tmp_path: Path, ranks: int
+) -> None:
+    async with members(tmp_path) as job:
+        job.start("m0", "m2", count=3, ranks=ranks)
+        job.start("m1", count=3, ranks=ranks, FAILS_AT="3")
+        await job.until(lambda: all(one.poll() is not None for one in job.ranks_of("m1")), "its end")
+        assert {one.wait() for one in job.ranks_of("m1")} <= {1, EXIT_GROUP_FAILED}, job.output()
+        assert "ValueError: a bug of this member" in job.text("m1") + (job.text("m1.1") if ranks > 1 else "")
+        (lost,) = [one.detail["reason"] for one in job.events("lost")]
+        assert "ended with ValueError: a bug of this member" in lost
+        await job.trains("m0", "m2")
+        await job.finish("m0", "m2")
+
+
+async def test_a_script_that_steps_the_optimizer_by_itself_is_told_that_commit_does(tmp_path: Path) -> None:
+    async with members(tmp_path) as job:
+        job.start("m0", count=1, STEPS="1")
+        assert await job.code("m0") == 1
+        assert "commit() steps the optimizer: remove optimizer.step()" in job.text("m0")
+
+
+async def test_a_step_that_is_refused_again_and_again_ends_all_members_with_the_reason(tmp_path: Path) -> None:
+    async with members(tmp_path) as job:
+        job.start("m0", "m1", count=3, REFUSE="1")
+        job.start("m2", count=3, REFUSE="1", NAN_AT="3")
+        assert [await job.code(name) for name in ("m0", "m1", "m2")] == [1, 1, 1], job.output()
+        said = "the step after step 3 was refused 4 times in a row: "
+        assert all(f"{said}a rank refused the step; each attempt" in job.text(name) for name in ("m0", "m1"))
+        assert f"{said}gradients of this rank are not finite; each attempt" in job.text("m2")
 
 
 class NetworkedJob(OneCopyJob):

@@ -73,6 +73,16 @@ async def test_a_member_whose_loader_takes_other_samples_is_refused_and_no_step_
         await job.finish("m0", "m1", "m2")
 
 
+async def test_a_script_that_makes_a_loader_again_and_again_may_start_again(tmp_path: Path) -> None:
+    async with members(tmp_path) as job:
+        job.start("m0", "m1", count=2, EACH_STEP="1")
+        await job.trains("m0", "m1")
+        job.kill("m1")
+        job.start("m1", count=2, EACH_STEP="1")
+        await job.trains("m0", "m1")
+        await job.finish("m0", "m1")
+
+
 async def test_an_odd_optimizer_is_refused_at_the_start_and_in_the_step_in_which_it_changes(tmp_path: Path) -> None:
     async with members(tmp_path) as job:
         job.start("m0", "m1", "m2", count=5)
@@ -85,4 +95,26 @@ async def test_an_odd_optimizer_is_refused_at_the_start_and_in_the_step_in_which
             assert all(one in difference for one in ("m0", "m1", "m2", "0.01 in ")), difference
         assert {one["step"] for one in job.steps("later")} == set(range(1, 7)), job.output()
         await job.trains("m0", "m1", "m2")
+        await job.finish("m0", "m1", "m2")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_members_that_differ_from_the_start_are_all_refused_and_none_trains_alone(
+    tmp_path: Path, ranks: int
+) -> None:
+    async with members(tmp_path) as job:
+        job.start("m0", count=2, ranks=ranks)
+        job.start("m1", count=2, ranks=ranks, OPTIMIZER="SGD")
+        for name in ("m0", "m1"):
+            difference = await refusal(job, name)
+            assert difference.startswith("optimizer: "), difference
+            assert "no side has a majority, so all are refused" in difference
+            assert job.steps(name) == []
+
+
+async def test_plain_tensors_may_be_stepped_with_other_options_from_some_step_on(tmp_path: Path) -> None:
+    async with members(tmp_path) as job:
+        job.start("m0", "m1", count=3, PLAIN="1")
+        job.start("m2", count=3, PLAIN="1", LR_FROM="3")  # as a stage of a pipeline
+        await job.until(lambda: len(job.steps("m2")) > 6, "steps")
         await job.finish("m0", "m1", "m2")

@@ -24,6 +24,7 @@ from keepstep.checkpoint.managed.stored_states import StoredStates
 from keepstep.connection.rate_limiter import RateLimiter
 from keepstep.lifecycle.job_relays import JobRelays
 from keepstep.lifecycle.manager_settings import DurableSettings
+from keepstep.one_copy.copies.rank_state import OtherModelError
 from keepstep.one_copy.core.holding import State
 from keepstep.one_copy.durable.stored_shard import receiver, restore, stored
 from keepstep.one_copy.member_link import MemberLink
@@ -235,11 +236,11 @@ class StoredShards:
             shard: of this rank, for the states that all ranks have in common, and random numbers.
 
         Raises:
-            StateMismatch: the checkpoint is of another model.
+            StateMismatch: the checkpoint is of another model, or another optimizer. The other ranks go on.
             KeepstepError: no checkpoint is whole, or another rank could not load it.
         """
         while True:
-            choice = self.choice
+            choice, misfit = self.choice, None
             try:
                 try:
                     state = self.known.load(choice, receiver(held.tensors))
@@ -249,11 +250,15 @@ class StoredShards:
                 rest = restore(held, state, same_rank=int(choice["ranks"]) == held.world.size)
             except StateDamaged as error:
                 damage = self.agreement.damage(str(error), seconds=self.seconds)
+            except (StateMismatch, OtherModelError) as error:
+                misfit, damage = StateMismatch(str(error)), self.agreement.damage(seconds=self.seconds)
             except BaseException as error:
                 self.agreement.damage(error=f"{type(error).__name__}: {error}", seconds=self.seconds)
                 raise
             else:
                 damage = self.agreement.damage(seconds=self.seconds)
+            if misfit is not None and not damage:
+                raise misfit
             if not damage:
                 shard.load_others(held, rest["shared"])
                 if rest["random"]:

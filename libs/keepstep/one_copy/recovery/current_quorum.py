@@ -14,18 +14,16 @@ from keepstep.one_copy.core.recovery_plan import Kind, Recovery
 from keepstep.one_copy.core.world import unkept
 from keepstep.one_copy.durable.shard_checkpoints import ShardCheckpoints
 from keepstep.one_copy.member_link import MemberLink
-from keepstep.one_copy.recovery.world_recovery import ShardsLostError, UnfitMembersError, WorldRecovery
+from keepstep.one_copy.recovery.world_recovery import StateLost, UnfitMembersError, WorldRecovery
 from keepstep.one_copy.reporting.shard_reports import ShardReports
 from keepstep.one_copy.reporting.step_reports import StepReports
 from keepstep.one_copy.shard.own_shard import OwnShard
 from keepstep.one_copy.world.world_groups import WorldGroups
 from keepstep.process_group.group_errors import ProcessGroupError, UnsupportedCollectiveError
 from keepstep.rendezvous.key_value_server import RendezvousError
-from keepstep.runtime.exits import PrintedExit
 from keepstep_mesh.config.log_limiter import LogLimiter
 from keepstep_mesh.config.logging import get_logger
-from keepstep_mesh.errors import Drained
-from keepstep_mesh.exit_codes import EXIT_STATE_LOST
+from keepstep_mesh.errors import Drained, KeepstepError
 from keepstep_mesh.protocol.group_messages import RankAsk
 from keepstep_mesh.protocol.lineage import NEW
 from keepstep_mesh.protocol.membership import UNKNOWN
@@ -37,16 +35,14 @@ LOSS_SECONDS = 1.0
 UNFIT_SECONDS, MOST_UNFIT_SECONDS = 0.5, 4.0
 """First and longest pause before the next quorum, while ``build`` gives another model for the number of members."""
 MOST_UNEXPLAINED = 4
-"""Number of failed attempts of a step in a row, without a lost member or a cut, after which the script is at fault."""
+"""Number of failed or refused attempts of a step in a row, without a lost member or a cut, after which the script is at
+fault."""
 NO_SEAT = 1 << 62
 """In place of the seat of a member that leaves: this one stays."""
 
 
-class StateLost(PrintedExit):
-    """Members were lost together with their keepers, and no checkpoint has their shards."""
-
-    exit_code = EXIT_STATE_LOST
-    happened = "shards of this job are lost"
+class StepRefusedError(KeepstepError):
+    """The ranks have refused a step again and again."""
 
 
 @dataclass(kw_only=True)
@@ -103,9 +99,9 @@ class CurrentQuorum:
                 done = self.recovery.run(plan)
             except UnfitMembersError as error:
                 self._wait_for_members(str(error))
-            except ShardsLostError as error:
+            except StateLost as error:
                 self.shard_reports.lost(plan.quorum_id, error.step)
-                raise StateLost(str(error)) from error
+                raise
             except Exception as error:
                 if self.shard.torn or not self.is_loss(error):
                     raise
@@ -137,8 +133,8 @@ class CurrentQuorum:
 
     def _ask(self, *, final: bool) -> QuorumPlan:
         held = self.shard.held
-        state = held.state if held is not None else self.checkpoints.newest_state()
-        state = state or State(0, f"{NEW}{self.member.replica_id}")
+        state = held.state if held is not None else self._asked or self.checkpoints.newest_state()
+        state = state or State(0, f"{NEW}{self.member.replica_id}")  # not less than before: the job would go back
         self._asked = state
         ask = RankAsk(
             request=0,
@@ -183,6 +179,20 @@ class CurrentQuorum:
         self._covered = covered
         self._may_leave = all_leave or (covered and first_leaver == self._seat)
 
+    def refused(self, step: int, reason: str) -> None:
+        """Note that the ranks have refused a step. StepRefusedError, in all ranks: the next attempt would be the same.
+
+        Args:
+            step: number of committed steps before it.
+            reason: of this rank, or that another one has refused it.
+        """
+        self._unexplained += 1
+        if self._unexplained >= MOST_UNEXPLAINED:
+            raise StepRefusedError(
+                f"the step after step {step} was refused {self._unexplained} times in a row: {reason}; each attempt "
+                f"has the same samples and random numbers, so training on does not help: correct the data or the script"
+            )
+
     @property
     def _seat(self) -> int:
         held = self.shard.now()
@@ -222,7 +232,7 @@ class CurrentQuorum:
         """Return whether a lost member has caused an error."""
         seen: BaseException | None = error
         while seen is not None:
-            if isinstance(seen, UnsupportedCollectiveError):
+            if isinstance(seen, (UnsupportedCollectiveError, StepRefusedError)):
                 return False
             if isinstance(seen, (ProcessGroupError, CopyError, RendezvousError)):
                 return True

@@ -34,10 +34,11 @@ from keepstep.one_copy.shard.built import Built
 from keepstep.one_copy.shard.own_shard import Held, OwnShard, random_state, restore_random_state
 from keepstep.one_copy.world.world_groups import WorldGroups
 from keepstep.runtime.devices import queued_work
-from keepstep.runtime.exits import MismatchExit, StateMismatchExit
+from keepstep.runtime.exits import MismatchExit, PrintedExit, StateMismatchExit
 from keepstep.state.errors import StateMismatch
 from keepstep_mesh.config.logging import get_logger
-from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.errors import ExitWithReason, KeepstepError
+from keepstep_mesh.exit_codes import EXIT_STATE_LOST
 from keepstep_mesh.protocol.lineage import NEW
 from keepstep_mesh.protocol.names import name_of
 from keepstep_mesh.text import listed
@@ -53,11 +54,17 @@ class UnfitMembersError(KeepstepError):
     """The members of a quorum do not fill the mesh, or ``build`` gives another model for their number."""
 
 
-class ShardsLostError(KeepstepError):
-    """Members and their keepers were lost together. ``step``: the number of committed steps that are lost."""
+class StateLost(PrintedExit):
+    """Members were lost together with their keepers, and no checkpoint has their shards.
 
-    def __init__(self, text: str, step: int) -> None:
-        super().__init__(text)
+    ``step``: the number of committed steps that are lost.
+    """
+
+    exit_code = EXIT_STATE_LOST
+    happened = "shards of this job are lost"
+
+    def __init__(self, reason: str, step: int) -> None:
+        super().__init__(reason)
         self.step = step
 
 
@@ -88,7 +95,7 @@ class WorldRecovery:
         self._meeting: Meeting | None = None
         self._compared = ComparedBuild()
         self.loaders: list[str] = []
-        """Values of the loaders of this rank that all ranks must share."""
+        """Values that all ranks must share, of the loaders from which this rank has taken a batch in this attempt."""
         self._alike = False
         """Whether all ranks had the same facts in the last recovery, so that their options of each step are equal."""
 
@@ -98,7 +105,8 @@ class WorldRecovery:
         """Recover in a quorum. Then the shard, the groups and the keepers are those of its world.
 
         Raises:
-            UnfitMembersError, ShardsLostError: see there.
+            UnfitMembersError, StateLost: see there.
+            MismatchExit, StateMismatchExit: this member differs from the others, or from the checkpoint.
             Exception: a member was lost; try again in another quorum.
         """
         began = time.monotonic()
@@ -119,7 +127,9 @@ class WorldRecovery:
         if recovery.kind in (Kind.FRESH, Kind.LOST):
             found = self.checkpoints.newest(meeting.store(CHECKPOINT), rank, world.size, self.ended)
         if recovery.kind is Kind.LOST and found is None:
-            raise ShardsLostError(_lost_text(recovery, self.copies), recovery.given_up)
+            lost = self.member.ends_with(StateLost(_lost_text(recovery, self.copies), recovery.given_up))
+            self._all_know(world, "lost")
+            raise lost
         self.groups.configure(
             rank,
             world.size,
@@ -128,16 +138,17 @@ class WorldRecovery:
             host=settings.host,
             name=self.member.replica_id,
         )
+        problem = ""
         if found is not None:
-            held = self._resumed(found, world, rank)
-            lost = recovery.given_up - held.state.step
-            recovery = replace(recovery, kind=Kind.RESUMED, target=held.state, given_up=max(0, lost))
+            held, problem = self._resumed(found, world, rank)
+            given_up = max(0, recovery.given_up - held.state.step)
+            recovery = replace(recovery, kind=Kind.RESUMED, target=held.state, given_up=given_up)
         elif recovery.kind is Kind.FRESH:
             held = self._begun(world, rank)
         else:
             held = self._brought_to_target(recovery, holdings, rank)
         if recovery.kind in (Kind.FRESH, Kind.RESUMED):
-            self._agree_on_builds(recovery, holdings, held)
+            self._agree_on_builds(recovery, holdings, None if problem else held, problem)
         if held is not self.shard.held:
             self.shard.rebuilt = held
         self._connect_copies(recovery, holdings, held)
@@ -215,10 +226,10 @@ class WorldRecovery:
             recovery: its plan.
             holdings: of all ranks.
             held: shard of this rank; None: its model does not fit.
-            problem: why the model of this rank does not fit the job.
+            problem: why the model of this rank does not fit the job, or its checkpoint.
 
         Raises:
-            MismatchExit: this member differs.
+            MismatchExit, StateMismatchExit: this member differs.
             UnfitMembersError: members that have shards build another model for this number of ranks than before.
             CopyError: other members differ, and end.
         """
@@ -233,7 +244,8 @@ class WorldRecovery:
         if odd := frozenset(rank for rank, one in enumerate(told) if one.problem):
             if not odd.isdisjoint(having):  # without these members shards would be lost
                 raise UnfitMembersError(told[min(odd.intersection(having))].problem)
-            self._refuse(world, Verdict(odd, told[min(odd)].problem))
+            kind = StateMismatchExit if recovery.kind is Kind.RESUMED else MismatchExit
+            self._refuse(world, Verdict(odd, problem or told[min(odd)].problem), "builds", kind)
         if len({one.digest for one in told}) > 1:
             self._compare(world, "", facts, [one.digest for one in told], having)
 
@@ -247,6 +259,7 @@ class WorldRecovery:
         facts, key = self._facts(held), f"{step} "
         told = [Told.of(one) for one in self._gather(held.world, f"told {key}", self._told(held, facts))]
         self._compare(held.world, key, facts, [one.digest for one in told], ())
+        self._alike = False  # only options of plain tensors differ, which may
 
     def compare_loaders(self, step: int) -> None:
         """Find the ranks whose loaders differ from those of the others, after a vote has shown that some do.
@@ -261,7 +274,8 @@ class WorldRecovery:
         facts = [{"all": {"data loader": told[rank].decode()}, "meshes": [], "parameters": {}} for rank in with_loaders]
         verdict = compare(facts, (), names)
         if verdict.odd:
-            self._refuse(world, Verdict(frozenset(with_loaders[one] for one in verdict.odd), verdict.difference))
+            odd = frozenset(with_loaders[one] for one in verdict.odd)
+            self._refuse(world, Verdict(odd, verdict.difference), f"loaders {step}")
 
     def loader_votes(self) -> list[int]:
         """Return two numbers whose minima over all ranks are opposite if their loaders are alike.
@@ -294,15 +308,29 @@ class WorldRecovery:
         names = [name_of(world.seats[rank // world.ranks_per_seat].replica_id) for rank in range(world.size)]
         verdict = compare([known[one] for one in digests], having, names)
         if verdict.odd:
-            self._refuse(world, verdict)
+            self._refuse(world, verdict, f"facts {key}")
 
-    def _refuse(self, world: World, verdict: Verdict) -> None:
-        """End this member if one of its ranks is odd, else expect that others end."""
+    def _refuse(
+        self, world: World, verdict: Verdict, key: str, kind: type[MismatchExit | StateMismatchExit] = MismatchExit
+    ) -> None:
+        """End this member if one of its ranks is odd, else expect that others end. Of ``key`` all have the verdict."""
         seats = sorted({rank // world.ranks_per_seat for rank in verdict.odd})
+        error: ExitWithReason | None = None
         if world.seat_of(self.member.replica_id) in seats:
-            raise MismatchExit(f"{verdict.difference}; run the same script with the same settings in all members")
+            what_to_do = "; run the same script with the same settings in all members"
+            error = self.member.ends_with(kind(verdict.difference + (what_to_do if kind is MismatchExit else "")))
+        self._all_know(world, key)
+        if error is not None:
+            raise error
         names = listed([name_of(world.seats[one].replica_id) for one in seats], MAX_NAMED)
         raise CopyError(f"{names} must end, because its model or optimizer differs: {verdict.difference}")
+
+    def _all_know(self, world: World, what: str) -> None:
+        """Wait until all ranks know why some of them end. Else the first end would be the loss of a member for others,
+        which would wait for more members, or train on without those that differ from them.
+        """
+        with contextlib.suppress(KeepstepError, TimeoutError, OSError):  # a rank that knows it has ended
+            self._gather(world, f"known {what} ", b"")
 
     def _gather(
         self, world: World, name: str, mine: bytes, ranks: Sequence[int] | None = None, build: timedelta = timedelta()
@@ -322,6 +350,7 @@ class WorldRecovery:
             self.groups.muted() if muted else contextlib.nullcontext(),
         ):
             built = Built.of(self.build(self.groups.mesh()))
+        built.optimizer.register_step_pre_hook(self.shard.refuse_step)
         if muted and self.shard.held is not None:
             restore_random_state(random)  # build may seed: the numbers of a rank that trains go on
         return built
@@ -342,19 +371,19 @@ class WorldRecovery:
         built = self._built(muted=False)
         return Held(world, rank, State(0, f"{NEW}one-copy"), built, RankState(built.model, built.optimizer))
 
-    def _resumed(self, found: StoredShards, world: World, rank: int) -> Held:
-        """Build the model, and load the shard of this rank from a checkpoint. StateMismatchExit: it does not fit."""
+    def _resumed(self, found: StoredShards, world: World, rank: int) -> tuple[Held, str]:
+        """Build the model, and load the shard of this rank from a checkpoint. Return it, and why it does not fit."""
         held = self._new(world, rank)
         found.seconds = max(found.seconds, self.build_timeout.total_seconds() / RANK_ROUNDS)  # others may still build
         try:
             found.load(held, self.shard)
         except StateMismatch as error:
-            raise StateMismatchExit(
+            return held, (
                 f"durable checkpoint does not fit: {error}; return the same model and optimizer, or pass resume=False "
                 f"(KEEPSTEP_RESUME=0) to begin at step 0"
-            ) from error
+            )
         self.checkpoints.resumed(held, found)
-        return held
+        return held, ""
 
     def _brought_to_target(self, recovery: Recovery, holdings: Sequence[Holding], rank: int) -> Held:
         """Return the shard of this rank at the target."""

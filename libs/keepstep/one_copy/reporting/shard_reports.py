@@ -47,14 +47,13 @@ class ShardReports:
         self._last: ShardReport | None = None
         self._sent = 0.0
 
-    def recovered(self, recovery: Recovery, step: int, seconds: float, *, how: str = "", went_back: int = 0) -> None:
+    def recovered(self, recovery: Recovery, step: int, seconds: float, *, went_back: int = 0) -> None:
         """Report a recovery.
 
         Args:
             recovery: its plan.
             step: committed steps of its state.
             seconds: its duration.
-            how: see ``ShardReport``; default: the kind of the plan.
             went_back: committed steps that it has lost.
         """
         world, previous = recovery.world, recovery.previous
@@ -76,7 +75,7 @@ class ShardReports:
                 seat=seat,
                 ranks=world.size,
                 former_ranks=previous.size if previous is not None else 0,
-                how=how or recovery.kind.value,
+                how=recovery.kind.value,
                 step=step,
                 seconds=seconds,
                 copies_bytes=self._copies_bytes(),

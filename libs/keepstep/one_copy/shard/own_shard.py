@@ -20,6 +20,7 @@ from keepstep.one_copy.core.world import World
 from keepstep.one_copy.shard.built import Built, Stateful, end_broken_pass
 from keepstep.runtime.devices import device_types, generators
 from keepstep_mesh.config.logging import get_logger
+from keepstep_mesh.errors import KeepstepError
 
 log = get_logger("keepstep.one_copy")
 
@@ -78,6 +79,8 @@ class OwnShard:
         self._memory = Memory()
         """Of ``_way_back``."""
         self._options: list[dict[str, Any]] = []
+        self._stepping = False
+        """Whether this object steps the optimizer, and not the script."""
 
     def now(self) -> Held:
         """Return the shard. RuntimeError: the job has not begun."""
@@ -144,16 +147,30 @@ class OwnShard:
         self._way_back = [Stored.of(tensors.base(number), self._memory) for number in range(len(tensors.slices))]
         self._options = tensors.options()
         self._stepped = True
-        if not self._skipped:
-            optimizer.step()
+        self._step(optimizer)
+
+    def _step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._stepping = True
+        try:
+            if not self._skipped:
+                optimizer.step()
+        finally:
+            self._stepping = False
+
+    def refuse_step(self, *_: object) -> None:
+        """Refuse a step that the script takes by itself: no keeper knows of it. Called before each step."""
+        if not self._stepping:
+            raise KeepstepError(
+                "commit() steps the optimizer: remove optimizer.step() and scaler.step() from the script"
+            )
 
     def apply(self, following: State) -> None:
         """Take the step that was committed."""
         held = self.now()
         optimizer = held.built.optimizer
         self.torn = True
-        if self.replayed and not self._skipped:
-            optimizer.step()
+        if self.replayed:
+            self._step(optimizer)
         self._stepped = False
         self._way_back = []
         if self._scaler is not None and self._scaler.is_enabled():

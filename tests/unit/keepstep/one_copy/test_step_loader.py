@@ -18,7 +18,7 @@ class Place:
         self.step, self.part = 0, (0, 1)
 
     def loader(self, **kwargs: Any) -> StepLoader:
-        defaults: dict[str, Any] = {"shuffle": True, "seed": 3, "drop_last": False}
+        defaults: dict[str, Any] = {"used": str, "shuffle": True, "seed": 3, "drop_last": False}
         return StepLoader(NUMBERS, 4, step=lambda: self.step, part=lambda: self.part, **{**defaults, **kwargs})
 
 
@@ -56,4 +56,4 @@ def test_what_divides_the_dataset_is_refused() -> None:
     with pytest.raises(TypeError, match="StepLoader takes no batch_size"):
         Place().loader(batch_size=2)
     with pytest.raises(ValueError, match=r"global_batch_size=11 must be in \[1, 10\]"):
-        StepLoader(NUMBERS, 11, step=int, part=lambda: (0, 1), shuffle=False, seed=0, drop_last=False)
+        StepLoader(NUMBERS, 11, step=int, part=lambda: (0, 1), used=str, shuffle=False, seed=0, drop_last=False)
