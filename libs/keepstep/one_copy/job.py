@@ -227,7 +227,7 @@ class OneCopy:
             quorum=self._quorum,
         )
         self._membership.on_lost = self._quorum.ended
-        self._pid = os.getpid()
+        self._pid, self._closed = os.getpid(), False
         atexit.register(self._exit)  # a script that fails, or just ends
         reserve_for_exit()
 
@@ -431,7 +431,10 @@ class OneCopy:
             self.close()
 
     def close(self) -> None:
-        """Free all connections, threads and memory. The end of the process does the same."""
+        """Free all connections, threads and memory, as ``finish`` and the end of the process do. Again: no effect."""
+        if self._closed:
+            return
+        self._closed = True
         atexit.unregister(self._exit)
         self._sender.close()
         self._server.close()

@@ -111,3 +111,4 @@ while not saved:
         save(model, job.step)
         saved = True
 job.finish()
+job.close()  # as in a finally block
