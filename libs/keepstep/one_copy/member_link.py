@@ -48,7 +48,7 @@ from keepstep_mesh.security.tokens import ClientToken
 
 log = get_logger("keepstep.one_copy")
 
-FAIL_SECONDS = 1.0
+FAILURE_REPORT_SECONDS = 1.0
 """Limit of the report that this process ends."""
 REMEMBERED = 64
 """Number of quorums whose loss is kept: it may arrive before the answer of its quorum is handled."""
@@ -286,7 +286,7 @@ class MemberLink:
         self._ended = True
         reason = f"rank {self.settings.rank} ended {f'with {error}' if error else 'without finish()'}"
         with contextlib.suppress(TimeoutError, KeepstepError, OSError):  # they notice the end of its connections
-            self.loop_thread.call(self.link.fail(reason), FAIL_SECONDS)
+            self.loop_thread.call(self.link.fail(reason), FAILURE_REPORT_SECONDS)
 
     def end(self) -> None:
         """Say goodbye to the other ranks of this member, which end by themselves."""
