@@ -16,12 +16,14 @@ from tests.gpu.check import Check, Result
 from tests.gpu.collective_checks import ROUNDS
 from tests.gpu.rank import TIMEOUT, Rank, seconds_of
 
+NCCL = "nccl2" if hasattr(dist, "ProcessGroupNCCL2") else "nccl"
+"""Name of the backend with ``reconfigure``. In torch 2.14 ``nccl`` is another one."""
 HAS_RECONFIGURE = hasattr(dist.ProcessGroup, "reconfigure")
 
 
 def time_native(rank: Rank) -> Result:
     """The process group of torch itself, as a Manager accepts it too."""
-    backend = "nccl" if rank.on_gpu else "gloo"
+    backend = NCCL if rank.on_gpu else "gloo"
     options: dict[str, Any] = {"enable_reconfigure": True}
     store = rank.store("native")
     dist.init_process_group(backend, store=store, rank=rank.index, world_size=rank.ranks, timeout=TIMEOUT, **options)

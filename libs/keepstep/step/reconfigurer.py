@@ -264,7 +264,7 @@ def check_changeable(pg: dist.ProcessGroup) -> None:
     if not (hasattr(pg, "configure") or _has_reconfigure(pg)):
         raise ValueError(
             f"pg is a {type(pg).__name__}, which cannot change its members: pass a process group of keepstep, or "
-            f"one of torch >= 2.14 that was made with enable_reconfigure=True"
+            f"one of torch >= 2.14 that was made with enable_reconfigure=True, over NCCL with the backend nccl2"
         )
 
 
