@@ -8,6 +8,7 @@ import pytest
 
 from keepstep.process_group.torch_backends import disposal
 from keepstep.runtime.late_threads import start_or_run
+from keepstep_mesh.threads import starting
 
 
 def refuse(_thread: threading.Thread) -> None:
@@ -21,6 +22,7 @@ def test_the_work_of_a_thread_that_cannot_start_is_done_where_it_is_needed(monke
     started.join()
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(starting, "_reserve", starting._Reserve())  # a Manager of another test may have filled it
     assert not start_or_run(threading.Thread(target=lambda: done.append(threading.current_thread().name)))
     assert done == ["own", threading.current_thread().name]
 
