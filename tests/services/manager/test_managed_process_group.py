@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # the first functional collective imports it, and its peer waits for it meanwhile
+import torch._dynamo  # the first functional collective imports it, while its peer waits
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 from torch.distributed import _functional_collectives as functional
