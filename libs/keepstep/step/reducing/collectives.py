@@ -111,7 +111,8 @@ class Collectives:
             reduction: the tensor, and how to reduce it.
             kept: copies the tensor, for a retry; None: the step is not retried.
         """
-        return self._start(reduction.tensor, self._reduce, reduction, kept)
+        not_started = None if kept is None else kept.ended  # it may have been filled before the start failed
+        return self._start(reduction.tensor, self._reduce, reduction, kept, not_started=not_started)
 
     def run(self, tensors: list[torch.Tensor], start: Callable[[Round], dist.Work]) -> ManagedWork:
         """Start an average of float tensors that ``start`` computes.
@@ -122,10 +123,16 @@ class Collectives:
         """
         return self._start(tensors, self._average, tensors, start)
 
-    def _start(self, value: object, start: Callable[..., ManagedWork], *arguments: object) -> ManagedWork:
+    def _start(
+        self,
+        value: object,
+        start: Callable[..., ManagedWork],
+        *arguments: object,
+        not_started: Callable[[], None] | None = None,
+    ) -> ManagedWork:
         """Call ``start`` with whether this group contributes, the number of groups that take part, and ``arguments``.
 
-        ``value``: of the future, if nothing is started.
+        ``value``: of the future, if nothing is started; ``not_started`` is called then.
         """
         errors = self._errors
         try:
@@ -140,6 +147,8 @@ class Collectives:
             errors.report_of_peers(error)
         except Exception as error:  # noqa: BLE001  reported: the step does not commit, training goes on
             errors.report(error)  # before anything was sent
+        if not_started is not None:
+            not_started()
         return ManagedWork(None, value, ok=False)
 
     def _reduce(self, contributes: bool, world: int, reduction: Reduction, kept: KeptReduction | None) -> ManagedWork:
