@@ -50,6 +50,8 @@ SHOWN = (
     ("the same through the relay", "heal", "heal 1 GiB, through the relay"),
     ("128 MiB to 8 joiners at once, 1 Gbit/s each", "swarm", "8 joiners behind 1gbit/s each, 128 MiB"),
     ("1 GiB to one joiner over 1 Gbit/s: longest step of the others", "join", "a third group joins"),
+    ("[a model that exists once](docs/one-copy.md), 64 MB: SIGKILL of a rank to the next commit (other: torchrun)",
+     "one_copy", "SIGKILL of 1 of 4 ranks to the next commit of all, 64 MB of state, with a spare"),
 )  # fmt: skip
 """The rows of README.md: their text, the benchmark, and the figure, or the beginning of its name."""
 TABLE = ("| | torchft | keepstep | ratio | again with `make bench` |", "|---|---|---|---|---|")

@@ -27,8 +27,8 @@ RANKS = 4
 PEER = "torchrun and DCP"
 EVERY = 10
 """Steps between two checkpoints of the other side."""
-STATES = {"64 MB": 64e6, "1 GB": 1e9}
-KILLS = 3
+STATES = {"64 MB": (64e6, 3), "1 GB": (1e9, 1)}
+"""Bytes of the state, and the number of kills."""
 STEP_RANKS, STEP_LAYERS, STEP_BATCH, STEPS = 2, 8, 384, 40
 LIMIT_SECONDS = 180.0
 MANY = 10**6
@@ -207,8 +207,8 @@ def step_seconds(side: Side, library: str, steps: int, log: Path) -> list[float]
 
 def run(*, quick: bool, log: Path) -> list[Figure]:
     side, figures = keepstep_side(), []
-    kills = 1 if quick else KILLS
-    for name, size in list(STATES.items())[: 1 if quick else None]:
+    for name, (size, most) in list(STATES.items())[: 1 if quick else None]:
+        kills = 1 if quick else most
         layers = max(1, round(size / LAYER_BYTES))
         spare, shrunk, restart, copies, lost, their_lost = [], [], [], [], [], []
         less: dict[str, list[float]] = {"spare": [], "shrunk": [], "restart": []}
