@@ -81,6 +81,7 @@ async def test_a_script_that_makes_a_loader_again_and_again_may_start_again(tmp_
         job.start("m1", count=2, EACH_STEP="1")
         await job.trains("m0", "m1")
         await job.finish("m0", "m1")
+        assert job.steps("m0")[-1]["step"] == job.steps("m1")[-1]["step"]
 
 
 async def test_an_odd_optimizer_is_refused_at_the_start_and_in_the_step_in_which_it_changes(tmp_path: Path) -> None:
@@ -118,3 +119,4 @@ async def test_plain_tensors_may_be_stepped_with_other_options_from_some_step_on
         job.start("m2", count=3, PLAIN="1", LR_FROM="3")  # as a stage of a pipeline
         await job.until(lambda: len(job.steps("m2")) > 6, "steps")
         await job.finish("m0", "m1", "m2")
+        assert len({job.steps(name)[-1]["step"] for name in ("m0", "m1", "m2")}) == 1
