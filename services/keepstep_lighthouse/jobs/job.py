@@ -256,8 +256,10 @@ class Job:
                 decision = self._outbox.popleft()
                 if type(decision) is Persist:
                     await self._write(decision.record)
-                else:
-                    self._do(decision)
+                    continue
+                if type(decision) is Announce:
+                    self.core.answered(decision, time.monotonic())
+                self._do(decision)
         except TermOverError as error:
             self._fail(str(error))
         except Exception:

@@ -25,6 +25,7 @@ from dataclasses import replace
 
 from keepstep_lighthouse.quorum import heals, requests, stragglers
 from keepstep_lighthouse.quorum.events import (
+    Announce,
     Asked,
     Cancelled,
     Closed,
@@ -182,6 +183,13 @@ class JobCore:
         if group is not None and self._takeover.until is not None:
             self._takeover.heard(group, now)
         return group
+
+    def answered(self, announce: Announce, now: float) -> None:
+        """Note that a round is announced only now, after the store took its time. The step of its groups begins now."""
+        for group in self._groups.by_id.values():
+            if group.answer is not None and group.answer.announce is announce and group.working_since is not None:
+                group.working_since = now
+                self._features.hangs.begin_again(group)
 
     # ---- time
 

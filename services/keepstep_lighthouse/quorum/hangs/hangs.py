@@ -196,6 +196,10 @@ class Hangs:
 
     # ---- late groups
 
+    def begin_again(self, group: Group) -> None:
+        """Count the time of a group again, from its ``working_since``."""
+        self._turns.pop(group.replica_id, None)
+
     def _turn(self, group: Group, now: float) -> tuple[Turn, float]:
         """Return where the group is, and since when."""
         heal = group.heal

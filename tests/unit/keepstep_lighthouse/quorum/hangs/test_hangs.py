@@ -176,6 +176,19 @@ def test_time_in_which_a_rank_waited_for_others_is_not_its_own() -> None:
     assert ended(stand(driver, 4, "r1"))
 
 
+@pytest.mark.parametrize("held_back", [True, False])
+def test_time_in_which_the_store_holds_back_an_answer_is_not_that_of_the_groups(held_back: bool) -> None:
+    driver = training()
+    announce = announced([one for name in ("r0", "r1", "r2") for one in driver.asks(name, 5, 1)])
+    driver.passes(60)
+    if held_back:
+        driver.core.answered(announce, driver.now)
+    for name in ("r0", "r1"):
+        driver.asks(name, 6, 1)
+    assert ended(stand(driver, LIMIT - 2, "r2")) is not held_back
+    assert not held_back or ended(stand(driver, 30, "r2"))
+
+
 def test_the_limit_is_not_learned_from_rounds_that_had_a_limit_of_their_own() -> None:
     driver = training(groups=2, hang_after=None, join_timeout=1000.0)
     evaluates = replace(STANDS, section="evaluate", section_ms=1, section_limit_ms=10_000_000)
