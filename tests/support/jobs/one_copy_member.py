@@ -28,7 +28,7 @@ def own(name: str, default: str = "") -> str:
 def build(mesh: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return a model. While the file ``BUILD`` does not exist, it takes longer."""
     while own("BUILD") and not Path(own("BUILD")).exists():
-        time.sleep(0.01)
+        time.sleep(0.01)  # until the test, another process, creates the file
     world, _, special = own("WIDTH_IN_WORLD").partition(":")
     width = int(special if world == str(mesh.size()) else own("WIDTH", "16"))
     model = nn.Sequential(nn.Linear(16, width), nn.Tanh(), nn.Linear(width, 16))
@@ -48,7 +48,7 @@ def save(model: nn.Module, step: int) -> None:
     """Gather the model. Once the file ``SAVE``.NAME tells the test that this member does so, it waits for ``SAVE``."""
     Path(f"{own('SAVE')}.{own('REPLICA_GROUP_ID')}").touch()
     while not Path(own("SAVE")).exists():
-        time.sleep(0.01)
+        time.sleep(0.01)  # until the test, another process, creates the file
     shards: list[Any] = list(model.parameters())
     print(json.dumps({"saved": step, "elements": sum(one.full_tensor().numel() for one in shards)}))
 
@@ -56,7 +56,7 @@ def save(model: nn.Module, step: int) -> None:
 def linger() -> None:
     """End only when the file ``LATE`` exists, although rank 0 has ended."""
     while not Path(own("LATE")).exists():
-        time.sleep(0.01)
+        time.sleep(0.01)  # until the test, another process, creates the file
 
 
 if own("LATE") and own("RANK") != "0":
@@ -104,7 +104,7 @@ while job.step < last:
         raise ValueError("a bug of this member")
     if job.step == 3 and own("SAVES") == "outside":
         save(model, job.step)
-    time.sleep(0.02)
+    time.sleep(0.02)  # a step would be too short for the test to act in it
 saved = own("SAVES") != "at the end"
 while not saved:
     with job.attempt() as (model, optimizer):

@@ -277,7 +277,7 @@ def digest() -> str:
 
 while job.step < int(STEPS if STEPS.isdigit() else Path(STEPS).read_text()):
     while job.step in HOLDS and not (DIRECTORY / f"go.{job.step}").exists():
-        time.sleep(0.02)
+        time.sleep(0.02)  # until the test, another process, creates the file
     with job.attempt() as (model, optimizer, _, scaler):
         now[0] = job.step
         random = torch.Generator().manual_seed(1000 + job.step)
