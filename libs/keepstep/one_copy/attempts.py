@@ -17,8 +17,9 @@ from keepstep.one_copy.copies.keeper import Keeper
 from keepstep.one_copy.core.holding import State
 from keepstep.one_copy.durable.shard_checkpoints import ShardCheckpoints
 from keepstep.one_copy.member_link import MemberLink
+from keepstep.one_copy.recovery.build_agreement import NO_LOADER, BuildAgreement
 from keepstep.one_copy.recovery.current_quorum import CurrentQuorum
-from keepstep.one_copy.recovery.world_recovery import NO_LOADER, WorldRecovery
+from keepstep.one_copy.recovery.world_recovery import WorldRecovery
 from keepstep.one_copy.reporting.shard_reports import ShardReports
 from keepstep.one_copy.reporting.step_reports import StepReports
 from keepstep.one_copy.shard.built import end_broken_pass
@@ -48,6 +49,7 @@ class Attempts:
     checkpoints: ShardCheckpoints
     reports: StepReports
     shard_reports: ShardReports
+    agreement: BuildAgreement
     recovery: WorldRecovery
     quorum: CurrentQuorum
 
@@ -69,7 +71,7 @@ class Attempts:
         shard = self.shard
         held = shard.now()
         self._ended = False
-        self.recovery.loaders.clear()
+        self.agreement.loaders.clear()
         shard.begin()
         if not self._void:
             self.sender.begin(held.state, held.end, held.state.after(plan.quorum_id))
@@ -105,7 +107,7 @@ class Attempts:
         shard, recovery, plan = self.shard, self.recovery, self.quorum.plan
         assert plan is not None
         state = shard.now().state
-        options = recovery.step_digest()
+        options = self.agreement.step_digest()
         if self.faults is not None:
             for gradient in shard.gradients():
                 self.faults.spoil(gradient)
@@ -120,7 +122,7 @@ class Attempts:
         shard.voted = plan.quorum_id
         mine = int(ok) * (1 + self.shard_reports.covered)
         values = self.groups.vote(
-            [mine, state.step, -state.step, options, -options, *self.quorum.wishes(), *recovery.loader_votes()],
+            [mine, state.step, -state.step, options, -options, *self.quorum.wishes(), *self.agreement.loader_votes()],
             self.timeout,
         )
         if values[1] != -values[2]:
@@ -152,9 +154,9 @@ class Attempts:
             if self._warnings.allows(time.monotonic()):
                 log.warning("step dropped", step=state.step, reason=reason)
         if not same_data:
-            self.recovery.compare_loaders(state.step)
+            self.agreement.compare_loaders(state.step)
         elif not alike:
-            self.recovery.compare_step(state.step)
+            self.agreement.compare_step(state.step)
         self.quorum.refused(state.step, reason)
 
     def _save_if_due(self) -> None:

@@ -29,6 +29,7 @@ from keepstep.one_copy.copies.keeper import Keeper
 from keepstep.one_copy.core.mesh_shape import MeshShape, Share
 from keepstep.one_copy.durable.shard_checkpoints import ShardCheckpoints
 from keepstep.one_copy.member_link import MemberLink
+from keepstep.one_copy.recovery.build_agreement import BuildAgreement
 from keepstep.one_copy.recovery.current_quorum import CurrentQuorum
 from keepstep.one_copy.recovery.world_recovery import WorldRecovery
 from keepstep.one_copy.reporting.shard_reports import ShardReports
@@ -183,6 +184,7 @@ class OneCopy:
             copies_bytes=lambda: self._keeper.nbytes,
             copies=copies,
         )
+        self._agreement = BuildAgreement(member=self._membership, shard=self._shard, build_timeout=build_timeout)
         self._recovery = WorldRecovery(
             build=build,
             init=init,
@@ -198,6 +200,7 @@ class OneCopy:
             sender=self._sender,
             shard=self._shard,
             checkpoints=self._checkpoints,
+            agreement=self._agreement,
             ended=self._loss,
         )
         self._quorum = CurrentQuorum(
@@ -223,6 +226,7 @@ class OneCopy:
             checkpoints=self._checkpoints,
             reports=self._reports,
             shard_reports=self._shard_reports,
+            agreement=self._agreement,
             recovery=self._recovery,
             quorum=self._quorum,
         )
@@ -354,7 +358,7 @@ class OneCopy:
             global_batch_size,
             step=lambda: self.step,
             part=part,
-            used=self._recovery.loaders.append,
+            used=self._agreement.loaders.append,
             shuffle=shuffle,
             seed=seed,
             drop_last=drop_last,

@@ -156,4 +156,14 @@ MUTATIONS = (
             "::test_time_in_which_a_rank_waited_for_others_is_not_its_own"
         ),
     ),
+    Mutation(
+        "the time of a step counts from a decision whose answer the store holds back",
+        "services/keepstep_lighthouse/quorum/machine.py",
+        "                group.working_since = now\n",
+        "                group.working_since += 0\n",
+        Test(
+            "tests/unit/keepstep_lighthouse/quorum/hangs/test_hangs.py"
+            "::test_time_in_which_the_store_holds_back_an_answer_is_not_that_of_the_groups"
+        ),
+    ),
 )

@@ -14,7 +14,8 @@ from keepstep.one_copy.core.recovery_plan import Kind, Recovery
 from keepstep.one_copy.core.world import unkept
 from keepstep.one_copy.durable.shard_checkpoints import ShardCheckpoints
 from keepstep.one_copy.member_link import MemberLink
-from keepstep.one_copy.recovery.world_recovery import StateLost, UnfitMembersError, WorldRecovery
+from keepstep.one_copy.recovery.build_agreement import UnfitMembersError
+from keepstep.one_copy.recovery.world_recovery import StateLost, WorldRecovery
 from keepstep.one_copy.reporting.shard_reports import ShardReports
 from keepstep.one_copy.reporting.step_reports import StepReports
 from keepstep.one_copy.shard.own_shard import OwnShard
