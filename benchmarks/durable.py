@@ -19,7 +19,7 @@ from sides import HERE, keepstep_side, lighthouse, relay
 STATES = {"64 MB": 64 << 20, "1 GB": 1 << 30}
 STEP_SECONDS = 0.2
 BLOCK_STEPS = 6
-BLOCKS, QUICK_BLOCKS = 6, 3
+BLOCKS, QUICK_BLOCKS = 4, 3
 WARM_UP_STEPS = 4
 """Of each job, in which memory is allocated."""
 Times = list[tuple[float, float]]

@@ -28,6 +28,7 @@ from goodput_model import (
     Commit,
     Cost,
     Kill,
+    best_every,
     cost,
     kept,
     kills,
@@ -42,8 +43,8 @@ from rich.table import Table
 from sides import HERE, Side
 from way_back import Job, under_keepstep_run, under_torchft
 
-WINDOWS = {10.0: 60.0, 60.0: 120.0}
-"""Seconds of the window by the mean time between failures."""
+WINDOWS = {60.0: 60.0, 10.0: 60.0}
+"""Seconds of the window by the mean time between failures, in the order in which a job has them."""
 QUICK_WINDOWS = {10.0: 40.0}
 RARE_SECONDS = 600.0
 SIMULATED_SECONDS = 200_000.0
@@ -141,33 +142,62 @@ def costs_of(job: Job, done: list[tuple[float, int, int]], kept_commits: list[Co
     return found
 
 
-def measure(system: str, sides: dict[str, Side], mean: float, window: float, log: Path) -> Measured:
+def measure(system: str, sides: dict[str, Side], windows: dict[float, float], log: Path) -> dict[float, Measured]:
+    """Measure one job in windows one after another; return what each showed, by its mean time between failures."""
+    found = {}
     with tempfile.TemporaryDirectory() as name:
         job = Job(Path(name))
-        with running(system, sides, job, mean, log):
+        with running(system, sides, job, next(iter(windows)), log):
             calm = time.time()
-            time.sleep(UNDISTURBED_SECONDS)  # the time that is measured
-            begin = time.time()
-            done = carry_out(job, kills(mean, window, SEED), begin)
-            time.sleep(max(0.0, begin + window - time.time()))  # the time that is measured
-            end = time.time()
-            while max(one.time for one in commits_of(job)) < end and time.time() < end + LAST_COMMIT_SECONDS:
-                time.sleep(0.1)  # files announce nothing
-        commits = commits_of(job)
-        found, undisturbed = kept(commits), kept([one for one in commits if one.time <= begin])  # a job may begin again
-        step = median_step([one for one in undisturbed if calm <= one.time <= begin])
-        rate = useful(undisturbed, calm, begin) / (begin - calm)
-        saves = [float(row[1]) for rows in job.of_group(0).values() for row in rows if row[0] == "save"]
-        every = job.folder / "every"
-        costs = costs_of(job, done, found, step)
-        return Measured(
-            goodput=useful(found, begin, end) / (end - begin) / rate,
-            step=1 / rate if system != "restart" else step,
-            costs=costs,
-            save=fmean(saves) if saves else 0.0,
-            every=int(every.read_text()) if every.exists() else 0,
-            kills=len(done),
-        )
+            time.sleep(UNDISTURBED_SECONDS + 3 * COMPUTE_SECONDS)  # the time that is measured, and a commit after it
+            undisturbed = kept(commits_of(job))
+            for mean, window in windows.items():
+                if found and system == "restart":
+                    save_every(job, mean)
+                begin = time.time()
+                done = carry_out(job, kills(mean, window, SEED), begin)
+                time.sleep(max(0.0, begin + window - time.time()))  # the time that is measured
+                end = time.time()
+                while max(one.time for one in commits_of(job)) < end and time.time() < end + LAST_COMMIT_SECONDS:
+                    time.sleep(0.1)  # files announce nothing
+                found[mean] = of_window(system, job, undisturbed, calm, (begin, end), done)
+                print(f"{NAMES[system]}, a failure every {mean:g} s: {found[mean].goodput:.4f}", flush=True)
+                if len(found) < len(windows):
+                    job.until_all_commit(time.time())
+    return found
+
+
+def save_every(job: Job, mean: float) -> None:
+    """Let a job of torchrun go on with as many steps between two checkpoints as another mean time asks for."""
+    (job.folder / "every").write_text(str(best_every(fmean(saves_of(job)), COMPUTE_SECONDS, mean)))
+    killed = time.time()
+    os.kill(job.newest(0), signal.SIGKILL)  # it reads the file at a start
+    job.until_all_commit(killed + 1.0)
+
+
+def saves_of(job: Job) -> list[float]:
+    return [float(row[1]) for rows in job.of_group(0).values() for row in rows if row[0] == "save"]
+
+
+def of_window(
+    system: str,
+    job: Job,
+    undisturbed: list[Commit],
+    calm: float,
+    window: tuple[float, float],
+    done: list[tuple[float, int, int]],
+) -> Measured:
+    found, saves, every = kept(commits_of(job)), saves_of(job), job.folder / "every"
+    step = median_step([one for one in undisturbed if calm <= one.time])
+    rate = useful(undisturbed, calm, calm + UNDISTURBED_SECONDS) / UNDISTURBED_SECONDS
+    return Measured(
+        goodput=useful(found, *window) / (window[1] - window[0]) / rate,
+        step=1 / rate if system != "restart" else step,
+        costs=costs_of(job, done, found, step),
+        save=fmean(saves) if saves else 0.0,
+        every=int(every.read_text()) if every.exists() else 0,
+        kills=len(done),
+    )
 
 
 def show(rows: dict[tuple[str, float], Measured], costs: dict[str, list[Cost]]) -> None:
@@ -187,11 +217,10 @@ def show(rows: dict[tuple[str, float], Measured], costs: dict[str, list[Cost]]) 
 def run(ours: Side, theirs: Side, *, quick: bool, log: Path) -> list[Figure]:
     sides = {"keepstep": ours, "torchft": theirs}
     rows: dict[tuple[str, float], Measured] = {}
-    for mean, window in (QUICK_WINDOWS if quick else WINDOWS).items():
-        for system in SYSTEMS:
-            print(f"goodput, {NAMES[system]}, a failure every {mean:g} s for {window:g} s:", end=" ", flush=True)
-            rows[system, mean] = measure(system, sides, mean, window, log)
-            print(f"{rows[system, mean].goodput:.4f}", flush=True)
+    for system in SYSTEMS:
+        print(f"goodput, {NAMES[system]} ...", flush=True)
+        measured = measure(system, sides, QUICK_WINDOWS if quick else WINDOWS, log)
+        rows |= {(system, mean): one for mean, one in measured.items()}
     costs = {
         system: [each for (name, _), one in rows.items() if name == system for each in one.costs] for system in SYSTEMS
     }

@@ -18,6 +18,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,6 +33,8 @@ SCRIPT = ROOT / "tests" / "support" / "jobs" / "hanging_trainer.py"
 LIMIT, QUICK_LIMIT = 6.0, 4.0
 """``--hang-after``, in seconds."""
 TIMES, QUICK_TIMES = 2, 1
+BESIDE = 2
+"""Runs at the same time. Most of a run waits: for the limit, and for the pace of the trainers."""
 COMPILATION, EVALUATION = 1.0, 10.0
 """Duration of each, in limits."""
 COLLECTIVE_LIMITS = 3.0
@@ -263,18 +266,22 @@ def show(found: dict[str, list[Seen]], limit: float) -> None:
 
 def run(*, quick: bool, log: Path) -> list[Figure]:
     side, limit = keepstep_side(), QUICK_LIMIT if quick else LIMIT
-    found: dict[str, list[Seen]] = {}
-    for kind in KINDS:
-        times = QUICK_TIMES if quick or kind.verdict == "none" else TIMES
-        print(f"hangs: {kind.what}, {times} times ...", flush=True)
-        for _ in range(times):
-            try:
-                seen = measure(side, kind, limit, log)
-            except TimeoutError as error:
-                seen = Seen("none", str(error))
-            if seen.wrong:
-                print(f"WRONG: {seen.wrong}", flush=True)
-            found.setdefault(kind.what, []).append(seen)
+    found: dict[str, list[Seen]] = {kind.what: [] for kind in KINDS}
+
+    def once(kind: Kind) -> None:
+        print(f"hangs: {kind.what} ...", flush=True)
+        try:
+            seen = measure(side, kind, limit, log)
+        except TimeoutError as error:
+            seen = Seen("none", str(error))
+        if seen.wrong:
+            print(f"WRONG: {seen.wrong}", flush=True)
+        found[kind.what].append(seen)
+
+    longest_first = sorted(KINDS, key=lambda kind: kind.verdict != "none")
+    runs = [kind for kind in longest_first for _ in range(QUICK_TIMES if quick or kind.verdict == "none" else TIMES)]
+    with ThreadPoolExecutor(BESIDE) as pool:
+        list(pool.map(once, runs))  # raises what a run has raised
     show(found, limit)
     wrong = [one.wrong for runs in found.values() for one in runs if one.wrong]
     figures = [Figure("hangs: false or missing verdicts", "", "max", [len(wrong)], limit=Limit(0), must=True,

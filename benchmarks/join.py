@@ -2,14 +2,13 @@
 
 Each of three groups and the lighthouse have a host of their own: network namespaces whose links carry 1 Gbit/s. Two
 groups train (``trainer.py``, 32 MiB of gradients). The third joins, with its imports done and its memory ready; it is
-killed some seconds after its first commit that counts it, and joins again. Ways to join: *catching up*, today's heal,
-and torchft's. The source sends its state at most at ``UPLINK``, so that gradients have the rest of the link.
+killed some seconds after its first commit that counts it, and joins again. keepstep's source sends its state at most at
+``UPLINK``, so that gradients have the rest of the link.
 
 A join lasts from the start of the group to its first commit as an equal. The figure is the longest time between two
 commits of group 0 in it, and beside it the limit: the copy of the state in the source, and two median steps. Groups
-that catch up rehearse a step before they join. A further run makes the first pass of each group 10 s long, and its
-``load_state_dict`` 5 s: the others wait for the load, and not for the pass. At the end, the bits of the weights of all
-groups must have been equal at every step at which two of them wrote them.
+that catch up rehearse a step before they join. At the end, the bits of the weights of all groups must have been equal
+at every step at which two of them wrote them.
 """
 
 from __future__ import annotations
@@ -33,14 +32,13 @@ from tests.support.network.namespaces import Namespaces, why_not
 RATE = "1gbit"
 UPLINK = 40e6
 """Bytes per second; a third of the link."""
-JOINS = 4
+JOINS = 2
 BASELINE_JOINS = 1
 BEFORE_SECONDS = 6.0
 """Between two joins; its steps are those of the median."""
 AFTER_SECONDS = 2.0
 STAGING_SECONDS = 0.03
 """For 1 GiB on the training thread of the source."""
-FIRST_PASS_SECONDS, LOAD_SECONDS = 10.0, 5.0
 
 
 class Hosts(Side):
@@ -137,20 +135,14 @@ def run(ours: Side, theirs: Side, *, quick: bool, log: Path) -> list[Figure]:
     if reason := why_not():
         print(f"join over {RATE}/s: left out: {reason}", flush=True)
         return []
-    joins, before, mebibytes = (2, 1, 128) if quick else (JOINS, BASELINE_JOINS, 1024)
-    mine = Hosts(ours.name, ours.python)
-    catch_up = ("--catch-up", "--rehearse")
-    slow = ("--first-pass", str(FIRST_PASS_SECONDS), "--load-seconds", str(LOAD_SECONDS))
-    caught_up = measure(mine, joins, mebibytes, log, *catch_up)
-    slowly = None if quick else measure(mine, before, mebibytes, log, *catch_up, *slow)
-    healed = measure(ours, before, mebibytes, log)
-    other = measure(theirs, before, mebibytes, log) if theirs is not ours else None
+    joins, mebibytes = (2, 128) if quick else (JOINS, 1024)
+    caught_up = measure(Hosts(ours.name, ours.python), joins, mebibytes, log, "--catch-up", "--rehearse")
+    other = measure(theirs, BASELINE_JOINS, mebibytes, log)
+    both = {"keepstep": caught_up, "torchft": other}
     also: dict[str, object] = {
-        "healing_s": healed.longest,
-        "slow_first_pass_and_load_s": slowly.longest if slowly is not None else [],
-        "median_step_s": {"catching_up": caught_up.median, "healing": healed.median},
-        "until_equal_s": {"catching_up": caught_up.lasted, "healing": healed.lasted},
-        "steps_meanwhile": {"catching_up": caught_up.steps, "healing": healed.steps},
+        "median_step_s": {name: one.median for name, one in both.items()},
+        "until_equal_s": {name: one.lasted for name, one in both.items()},
+        "steps_meanwhile": {name: one.steps for name, one in both.items()},
     }
     return [
         Figure(
@@ -158,9 +150,8 @@ def run(ours: Side, theirs: Side, *, quick: bool, log: Path) -> list[Figure]:
             "s",
             "max",
             caught_up.longest,
-            other.longest if other is not None else healed.longest,
+            other.longest,
             Limit(value=STAGING_SECONDS * mebibytes / 1024 + 2 * statistics.median(caught_up.median)),
-            beside="healing" if other is None else theirs.name,
             definition="commit to commit, with nothing configured; theirs waits for the whole transfer",
             also=also,
         )

@@ -26,9 +26,8 @@ from keepstep_chaos.histories.reading import check_files
 from keepstep_chaos.histories.report import summary_lines, violation_lines
 
 GROUPS = 3
-KILLS = 15
-WORKER_KILLS = 4
-FREEZES = 3
+KILLS = {"keepstep": 15, "torchft": 5}
+WORKER_KILLS, FREEZES, QUICK_TIMES = 4, 2, 3
 PAUSE = 0.01
 COLLECTIVE_TIMEOUT = 30.0
 GIVE_UP = 120.0
@@ -164,14 +163,16 @@ def measure(
 
 def run(ours: Side, theirs: Side, *, quick: bool, log: Path) -> list[Figure]:
     figures = []
-    scenes: tuple[tuple[str, signal.Signals, int, Limit, tuple[str, ...]], ...] = (
-        ("SIGKILL", signal.SIGKILL, 4 if quick else KILLS, Limit(value=0.1), ()),
-        ("SIGKILL, forked workers", signal.SIGKILL, 4 if quick else WORKER_KILLS, Limit(value=0.1), ("--workers", "2")),
-        ("SIGSTOP", signal.SIGSTOP, 1 if quick else FREEZES, Limit(value=HEARTBEAT_TIMEOUT_S + 0.5), ()),
+    workers, freezes = dict.fromkeys(KILLS, WORKER_KILLS), dict.fromkeys(KILLS, FREEZES)
+    scenes: tuple[tuple[str, signal.Signals, dict[str, int], Limit, tuple[str, ...]], ...] = (
+        ("SIGKILL", signal.SIGKILL, KILLS, Limit(value=0.1), ()),
+        ("SIGKILL, forked workers", signal.SIGKILL, workers, Limit(value=0.1), ("--workers", "2")),
+        ("SIGSTOP", signal.SIGSTOP, freezes, Limit(value=HEARTBEAT_TIMEOUT_S + 0.5), ()),
     )
-    for name, how, times, limit, flags in scenes:
+    for name, how, times_of, limit, flags in scenes:
         found: dict[str, list[float]] = {}
         for side in (theirs, ours):
+            times = min(QUICK_TIMES, times_of[side.name]) if quick else times_of[side.name]
             print(f"{name} to next commit, {times} times: {side.name} ...", end=" ", flush=True)
             found[side.name] = measure(side, how, times, log, lambda s: print(f"{s:.2f}", end=" ", flush=True), *flags)
             print()
@@ -180,6 +181,6 @@ def run(ours: Side, theirs: Side, *, quick: bool, log: Path) -> list[Figure]:
         title = f"{name} to next commit"
         spread = {f"{stat.__name__}_s": {"keepstep": stat(a), "torchft": stat(b)} for stat in (p50, p95, max, min)}
         figures.append(Figure(title, "s", "p50", a, b, definition=definition, also=spread))
-        statistic = "p95" if how is signal.SIGKILL else "max"
+        statistic = "p95" if times_of is KILLS else "max"
         figures.append(Figure(f"{title}, {statistic}", "s", statistic, a, b, limit, definition=definition))
     return figures

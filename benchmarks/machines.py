@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 from tests.support.network.namespaces import Host, Namespaces, why_not
 
 RANKS = 2
-TIMES, QUICK_TIMES = 3, 1
+TIMES, QUICK_TIMES = 2, 1
 SETTLE_SECONDS = 1.0
 """Time in which both groups commit together before a machine dies."""
 DEADLINE = 120.0

@@ -29,9 +29,11 @@ EVERY = 10
 """Steps between two checkpoints of the other side."""
 STATES = {"64 MB": (64e6, 3), "1 GB": (1e9, 1)}
 """Bytes of the state, and the number of kills."""
-STEP_RANKS, STEP_LAYERS, STEP_BATCH, STEPS = 2, 8, 384, 40
+STEP_RANKS, STEP_LAYERS, STEP_BATCH, STEPS = 2, 8, 384, 24
 LIMIT_SECONDS = 180.0
 MANY = 10**6
+STEPS_BEFORE = 7
+"""Of all ranks, before one is killed. The first two are not those of an undisturbed job."""
 
 
 class Ranks:
@@ -166,7 +168,7 @@ def kill_ours(side: Side, layers: int, spares: int, log: Path) -> tuple[float, f
             deadline = time.monotonic() + LIMIT_SECONDS
             while len(list(Path(folder).glob("ready-*"))) < RANKS + spares and time.monotonic() < deadline:
                 time.sleep(0.05)  # files announce nothing
-            lines = ranks.wait(RANKS, 12)
+            lines = ranks.wait(RANKS, STEPS_BEFORE)
             shard = layers * LAYER_BYTES / RANKS
             copies = max(rows[-1][2] for rows in lines.values()) / shard
             victim = sorted(lines)[1]

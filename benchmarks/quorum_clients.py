@@ -13,14 +13,24 @@ from __future__ import annotations
 import argparse
 import array
 import asyncio
-import importlib
+import importlib.util
 import os
 import sys
 import threading
 import time
 from datetime import timedelta
+from typing import Any
 
 TIMEOUT = 120.0
+
+
+def coordination_of(side: str) -> Any:
+    """Import what both sides call ``coordination``. It needs no torch, which torchft's package imports before it."""
+    if side == "torchft":
+        found = importlib.util.find_spec(side)
+        sys.modules[side] = package = importlib.util.module_from_spec(found)
+        package.__path__ = list(found.submodule_search_locations)
+    return importlib.import_module(f"{side}.coordination")
 
 
 def address(client: int) -> str:
@@ -57,7 +67,7 @@ class Clock:
 
 def run_threads(options: argparse.Namespace, clock: Clock) -> None:
     """One thread and one ``LighthouseClient`` for each group; both sides have that class."""
-    coordination = importlib.import_module(f"{options.side}.coordination")
+    coordination = coordination_of(options.side)
     timeout = timedelta(seconds=TIMEOUT)
     clients = [coordination.LighthouseClient(options.address, timeout) for _ in range(options.count + options.spares)]
     joins = [threading.Event() for _ in range(options.spares)]

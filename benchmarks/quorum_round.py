@@ -25,7 +25,7 @@ WARM_UP = 10
 SIZES = (1, 8, 64, 256, 1024)
 ALONE_FROM = 1024
 """From this size on only ours is measured."""
-ROUNDS = {1: 2000, 8: 1000, 64: 300, 256: 100, 1024: 60}
+ROUNDS = {1: 2000, 8: 1000, 64: 200, 256: 60, 1024: 40}
 TRAINER_USES = {"keepstep": "session", "torchft": "client"}
 CLIENT_LIMITS = {1: 0.8, 8: 0.6, 64: 0.3, 256: 0.2}
 """Sizes at which both sides are measured through their blocking ``LighthouseClient``, and the limits of the ratio."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from figures import Figure
 from rich.table import Table
-from sides import ROOT, WORK, Side
+from sides import ROOT, Side
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ def commit() -> str:
     return done.stdout.strip()
 
 
-def write(done: dict[str, Done], facts: dict[str, object], sides: list[Side], *, quick: bool) -> Path:
-    path = WORK / "results.json"
+def write(path: Path, done: dict[str, Done], facts: dict[str, object], sides: list[Side], *, quick: bool) -> None:
+    """Write the results so far, in one move: a run that is cut keeps them."""
     record = {
         "when": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         "commit": commit(),
@@ -84,5 +84,6 @@ def write(done: dict[str, Done], facts: dict[str, object], sides: list[Side], *,
             for name, one in done.items()
         },
     }
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    return path
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    part.replace(path)

@@ -2,7 +2,8 @@
 
 Each process writes lines to a file of its own, as ``way_back_trainer.py`` does: ``script time``, ``commit time ranks
 step 1`` for each step, and ``save seconds``. The first start of a job times ``TRIALS`` saves and chooses the steps
-between two of them from their median, for the mean time between failures that it is given.
+between two of them from their median, for the mean time between failures that it is given. Each start reads that number
+from the file `every`.
 """
 
 import os

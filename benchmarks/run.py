@@ -7,11 +7,14 @@ make bench BENCH="--peer-python ~/torchft/bin/python"
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import checkpoint_speed
@@ -43,7 +46,7 @@ import transfer
 import way_back
 from report import Done, machine, table, write
 from rich.console import Console
-from sides import WORK, keepstep_side, torchft_side
+from sides import HERE, WORK, keepstep_side, torchft_side
 
 BENCHMARKS = {
     "quorum": quorum_round.run,
@@ -76,6 +79,29 @@ ALONE = {
     "machines": machines.run,
 }
 """Without torchft: these need no environment of it."""
+LIMIT_SECONDS = 900
+"""Of one benchmark. If it takes longer it has failed, and the others still run."""
+
+
+def seconds_before(*, quick: bool) -> dict[str, int]:
+    """Return what each benchmark took in its last run that is in ``measured.json``."""
+    kept = json.loads((HERE / "measured.json").read_text(encoding="utf-8"))
+    return {name: run["seconds"] for name, run in kept.items() if run["quick"] == quick}
+
+
+@contextmanager
+def limited(seconds: int) -> Iterator[None]:
+    """Raise TimeoutError in the body after ``seconds``."""
+
+    def over(*_: object) -> None:
+        raise TimeoutError(f"not ended within {seconds} s")
+
+    signal.signal(signal.SIGALRM, over)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
 
 
 @click.command()
@@ -91,22 +117,29 @@ def main(names: tuple[str, ...], *, quick: bool, peer_python: Path | None) -> No
     sides = [keepstep_side()]
     if not set(names) or set(names) - set(ALONE):
         sides.append(torchft_side(peer_python))
-    facts = machine()
+    facts, before = machine(), seconds_before(quick=quick)
     done: dict[str, Done] = {}
     broken: list[str] = []
-    for name in names or (*BENCHMARKS, *ALONE):
+    path, started = WORK / "results.json", time.monotonic()
+    chosen = names or (*BENCHMARKS, *ALONE)
+    for number, name in enumerate(chosen, 1):
         began = time.monotonic()
+        expected = f"about {before[name]} s" if name in before else "not measured before"
+        print(f"[{number} of {len(chosen)}] {name}: {expected}; {began - started:.0f} s so far", flush=True)
         try:
-            figures = (
-                ALONE[name](quick=quick, log=log) if name in ALONE else BENCHMARKS[name](*sides, quick=quick, log=log)
-            )
+            with limited(LIMIT_SECONDS):
+                figures = (
+                    ALONE[name](quick=quick, log=log)
+                    if name in ALONE
+                    else BENCHMARKS[name](*sides, quick=quick, log=log)
+                )
         except Exception:  # noqa: BLE001 - the others still run
             traceback.print_exc()
             broken.append(name)
             continue
         done[name] = Done(time.monotonic() - began, figures)
         print(f"{name}: {done[name].seconds:.0f} s", flush=True)
-        path = write(done, facts, sides, quick=quick)
+        write(path, done, facts, sides, quick=quick)
     if not done:
         sys.exit(f"no benchmark ended: {', '.join(broken)}")
     figures = [figure for one in done.values() for figure in one.figures]

@@ -35,7 +35,7 @@ from tests.support.services.etcd_server import EtcdCluster
 GROUPS, QUICK_GROUPS = 1024, 128
 PROCESSES = 4
 STEP_SECONDS = 1.0
-CHANGES, QUICK_CHANGES = 5, 2
+CHANGES, QUICK_CHANGES = 3, 2
 START_SECONDS = 180.0
 SETTLE_SECONDS = 8.0
 """Of steps without an event, before each one."""

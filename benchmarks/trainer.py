@@ -76,7 +76,6 @@ def train_fault_tolerant(options: argparse.Namespace, ballast: list[torch.Tensor
     timeout = timedelta(seconds=options.timeout)
 
     def load_state_dict(state: dict[str, object]) -> None:
-        time.sleep(options.load_seconds)  # the load itself: that is what the flag asks for
         model.load_state_dict(state["model"])
         inner.load_state_dict(state["optimizer"])
         for mine, received in zip(ballast, state["ballast"], strict=True):
@@ -108,13 +107,6 @@ def train_fault_tolerant(options: argparse.Namespace, ballast: list[torch.Tensor
         ways = {"catch_up": False}
     optimizer = library.Optimizer(manager, inner, **ways)
     data = batches(options)
-    if options.first_pass:
-
-        def compile_once(*_: object) -> None:
-            slow.remove()
-            time.sleep(options.first_pass)  # in place of a compilation: that is what the flag asks for
-
-        slow = model.register_forward_pre_hook(compile_once)
     if options.rehearse:
         with manager.rehearse():
             optimizer.zero_grad()
@@ -178,8 +170,6 @@ def main() -> None:
     parser.add_argument("--model", choices=("tiny", "medium", "large"), default="tiny")
     parser.add_argument("--catch-up", action="store_true", help="join as by default; without it, heal; keepstep only")
     parser.add_argument("--rehearse", action="store_true", help="run a step before the first one; keepstep only")
-    parser.add_argument("--first-pass", type=float, default=0.0, help="seconds added to the first forward pass")
-    parser.add_argument("--load-seconds", type=float, default=0.0, help="seconds added to load_state_dict")
     parser.add_argument("--digests", default="", help="file for the sum of the weights' bits, now and then")
     parser.add_argument("--address", default=LOOPBACK, help="of this host")
     parser.add_argument("--ballast-mib", type=int, default=0, help="state beside the network")

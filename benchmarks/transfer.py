@@ -4,31 +4,26 @@ A source and a joiner of each library run as processes of their own; the two lib
 The time is that of ``recv_checkpoint`` for a staged state. keepstep verifies the digest of every chunk and writes into
 the joiner's tensors. torchft unpickles into new memory without verification, and its user then copies that into the
 model.
-
-python benchmarks/transfer.py --size-gib 1 --peer-python ~/torchft/bin/python
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from figures import Figure, Limit, p50
-from report import machine, table, write
-from rich.console import Console
-from sides import HERE, WORK, Side, keepstep_side, stop, torchft_side
+from sides import HERE, Side, stop
 
 GIB = 1 << 30
 TENSOR_BYTES = 4 << 20
 NUM_CHUNKS = (0, 4, 16)
 SMALL_TENSORS = 10_000
+TURNS = 6
 
 
 class End:
@@ -126,12 +121,12 @@ def measure(sides: tuple[Side, Side], size: int, tensors: int, turns: int, log: 
     return samples
 
 
-def run(ours: Side, theirs: Side, *, quick: bool, log: Path, size: int = GIB) -> list[Figure]:
-    turns = 3 if quick else 10
-    large = measure((ours, theirs), size, max(1, size // TENSOR_BYTES), turns, log)
+def run(ours: Side, theirs: Side, *, quick: bool, log: Path) -> list[Figure]:
+    turns = 3 if quick else TURNS
+    large = measure((ours, theirs), GIB, GIB // TENSOR_BYTES, turns, log)
     small = measure((ours, theirs), SMALL_TENSORS * 1024, SMALL_TENSORS, turns, log)
     mine, other = large["keepstep"], large["torchft"]
-    label = f"transfer {size / GIB:g} GiB"
+    label = "transfer 1 GiB"
     best, rates = mine.best("rate", in_place=True)
     their_best, their_rates = other.best("rate", in_place=False)
     figures = [
@@ -180,23 +175,3 @@ def run(ours: Side, theirs: Side, *, quick: bool, log: Path, size: int = GIB) ->
         Figure(f"{name}: staging", "ms", "p50", mine.of["stage", 0, False], other.of["stage", 0, False]),
     ]
     return figures
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size-gib", type=float, default=1.0)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--peer-python", type=Path, help="a Python that has torchft")
-    given = parser.parse_args()
-    WORK.mkdir(exist_ok=True)
-    log = WORK / "log.txt"
-    log.write_text("")
-    sides = keepstep_side(), torchft_side(given.peer_python)
-    facts = machine()
-    figures = run(*sides, quick=given.quick, log=log, size=int(given.size_gib * GIB))
-    Console(width=None if sys.stdout.isatty() else 140).print(table(figures))
-    print(write(figures, facts, sides))
-
-
-if __name__ == "__main__":
-    main()

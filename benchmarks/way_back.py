@@ -33,7 +33,7 @@ from rich.table import Table
 from sides import HERE, Side, lighthouse, stop
 
 GROUPS = 3
-KILLS, SLOW_KILLS, QUICK_KILLS = 15, 5, 3
+KILLS, SLOW_KILLS, QUICK_KILLS = 15, 3, 3
 """Warm starts; cold starts, and restarts of torchft; with ``--quick``."""
 LIFE_SECONDS = 11.0
 """Longer than the shortest life after which `keepstep run` restarts a group at once."""
