@@ -23,7 +23,6 @@ WARM_UP = 2
 TENSORS = {2**20: 100, 16 * 2**20: 30, 128 * 2**20: 8}
 """Bytes of a tensor: number of all-reduces."""
 ROUND_TRIPS = 1000
-TURNS = 2
 
 
 class Members:
@@ -67,23 +66,22 @@ class Samples:
 def run(ours: Side, theirs: Side, *, quick: bool, log: Path) -> list[Figure]:
     samples = Samples()
     share = 4 if quick else 1
-    for _ in range(1 if quick else TURNS):
-        for size in SIZES["gloo"]:
-            for side in (theirs, ours):
-                print(f"process groups of {size} members: {side.name} ...", flush=True)
-                with contextlib.ExitStack() as stack:
-                    members = Members(side, size, log, stack)
-                    for kind in (one for one, sizes in SIZES.items() if size in sizes):
-                        times = [members.configure(kind) for _ in range(WARM_UP + max(2, REBUILDS[kind] // share))]
-                        samples.add(f"reconfigure {NAMES[kind]}, {size} members", side, times[WARM_UP:])
-                        if size == 2:
-                            _reduce(members, side, kind, samples, share)
+    for size in SIZES["gloo"]:
         for side in (theirs, ours):
+            print(f"process groups of {size} members: {side.name} ...", flush=True)
             with contextlib.ExitStack() as stack:
-                members = Members(side, 1, log, stack)
-                members.configure("baby")
-                members.allreduce("baby", 4, 20)
-                samples.add("round trip to the child", side, members.allreduce("baby", 4, ROUND_TRIPS // share))
+                members = Members(side, size, log, stack)
+                for kind in (one for one, sizes in SIZES.items() if size in sizes):
+                    times = [members.configure(kind) for _ in range(WARM_UP + max(2, REBUILDS[kind] // share))]
+                    samples.add(f"reconfigure {NAMES[kind]}, {size} members", side, times[WARM_UP:])
+                    if size == 2:
+                        _reduce(members, side, kind, samples, share)
+    for side in (theirs, ours):
+        with contextlib.ExitStack() as stack:
+            members = Members(side, 1, log, stack)
+            members.configure("baby")
+            members.allreduce("baby", 4, 20)
+            samples.add("round trip to the child", side, members.allreduce("baby", 4, ROUND_TRIPS // share))
     return [
         Figure(
             name,

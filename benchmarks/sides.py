@@ -60,7 +60,7 @@ def megatron_side() -> Side:
     given = os.environ.get(MEGATRON_VARIABLE, "").partition(os.pathsep)[0]
     if given:
         return Side("megatron", Path(given))
-    return Side("megatron", _environment("megatron", [TORCH, "psutil", "numpy"], ["--no-deps", MEGATRON]))
+    return Side("megatron", _environment("megatron", [TORCH, "psutil", "numpy", "packaging"], ["--no-deps", MEGATRON]))
 
 
 def _environment(name: str, *installs: list[str]) -> Path:
