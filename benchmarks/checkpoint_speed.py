@@ -24,7 +24,7 @@ GIB = 1 << 30
 TENSORS = 256
 TENSORS_OF_QUARTER = 16
 """A shard of a tensor has several chunks then."""
-ROUNDS = 3
+ROUNDS = 2
 RUN_TIMEOUT = 300.0
 """Of one library on one number of ranks."""
 PEERS = ("dcp", "torch_checkpointing")
@@ -63,7 +63,7 @@ def measure(side: Side, library: str, place: str, log: Path, *, ranks: int, **fl
 
 
 def run(ours: Side, theirs: Side, *, quick: bool, log: Path) -> list[Figure]:
-    size, rounds = (GIB // 4, 2) if quick else (GIB, ROUNDS)
+    size, rounds = (GIB // 4, 1) if quick else (GIB, ROUNDS)
     figures = []
     with tempfile.TemporaryDirectory(dir=WORK) as folder, contextlib.ExitStack() as stack:
         flags = ("--memory", "8GiB", "--data-dir", f"{folder}/relay", "--keep-durable", "1")

@@ -43,12 +43,12 @@ from rich.table import Table
 from sides import HERE, Side
 from way_back import Job, under_keepstep_run, under_torchft
 
-WINDOWS = {60.0: 60.0, 10.0: 60.0}
+WINDOWS = {60.0: 60.0, 10.0: 40.0}
 """Seconds of the window by the mean time between failures, in the order in which a job has them."""
 QUICK_WINDOWS = {10.0: 40.0}
 RARE_SECONDS = 600.0
 SIMULATED_SECONDS = 200_000.0
-UNDISTURBED_SECONDS = 20.0
+UNDISTURBED_SECONDS = 15.0
 COMPUTE_SECONDS = 0.15
 LAST_COMMIT_SECONDS = 60.0
 """Longest wait after a window for the next commit."""

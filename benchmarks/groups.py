@@ -16,7 +16,7 @@ from peers import Peer
 from sides import HERE, Side
 
 NAMES = {"gloo": "Gloo", "baby": "BabyGloo"}
-SIZES = {"gloo": (2, 4, 8, 16), "baby": (2, 4)}
+SIZES = {"gloo": (2, 8, 16), "baby": (2,)}
 """With more members than cores, torchft's start of a child for each member and turn takes minutes."""
 REBUILDS = {"gloo": 20, "baby": 5}
 WARM_UP = 2

@@ -32,7 +32,6 @@ from keepstep_mesh.exit_codes import EXIT_COLLECTIVES_DIFFER
 SCRIPT = ROOT / "tests" / "support" / "jobs" / "hanging_trainer.py"
 LIMIT, QUICK_LIMIT = 6.0, 4.0
 """``--hang-after``, in seconds."""
-TIMES, QUICK_TIMES = 2, 1
 BESIDE = 2
 """Runs at the same time. Most of a run waits: for the limit, and for the pace of the trainers."""
 COMPILATION, EVALUATION = 1.0, 10.0
@@ -279,9 +278,8 @@ def run(*, quick: bool, log: Path) -> list[Figure]:
         found[kind.what].append(seen)
 
     longest_first = sorted(KINDS, key=lambda kind: kind.verdict != "none")
-    runs = [kind for kind in longest_first for _ in range(QUICK_TIMES if quick or kind.verdict == "none" else TIMES)]
     with ThreadPoolExecutor(BESIDE) as pool:
-        list(pool.map(once, runs))  # raises what a run has raised
+        list(pool.map(once, longest_first))  # raises what a run has raised
     show(found, limit)
     wrong = [one.wrong for runs in found.values() for one in runs if one.wrong]
     figures = [Figure("hangs: false or missing verdicts", "", "max", [len(wrong)], limit=Limit(0), must=True,

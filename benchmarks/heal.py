@@ -105,7 +105,7 @@ class Heal:
 
 
 def run(ours: Side, theirs: Side, *, quick: bool, log: Path) -> list[Figure]:
-    turns, size = (2, GIB // 8) if quick else (8, GIB)
+    turns, size = (2, GIB // 8) if quick else (6, GIB)
     ways = [("relay", 0), ("direct", DIRECT_STREAMS)]
     ways += [("torchft", chunks) for chunks in NUM_CHUNKS] + [("raw", streams) for streams in RAW_STREAMS]
     with contextlib.ExitStack() as stack:

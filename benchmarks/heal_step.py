@@ -27,7 +27,7 @@ from sides import Lighthouse, Side, lighthouse, relay
 
 NEAR_SECONDS = 2.0
 FAR_SECONDS = 4.0
-JOINS = 4
+JOINS = 3
 POLL = 0.05
 ASIDE = ("nice", "-n", "19")
 """Before the command of what has another host where it matters."""

@@ -16,7 +16,7 @@ from sides import HERE, Side, free_port, lighthouse
 
 RANKS = 2
 WARM_UP = 24
-STEPS = 240
+STEPS = 160
 """Of both kinds."""
 REPEATS = 2
 LIMIT_PERCENT = 5.0

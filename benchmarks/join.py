@@ -32,7 +32,7 @@ from tests.support.network.namespaces import Namespaces, why_not
 RATE = "1gbit"
 UPLINK = 40e6
 """Bytes per second; a third of the link."""
-JOINS = 2
+JOINS = 1
 BASELINE_JOINS = 1
 BEFORE_SECONDS = 6.0
 """Between two joins; its steps are those of the median."""
@@ -135,7 +135,7 @@ def run(ours: Side, theirs: Side, *, quick: bool, log: Path) -> list[Figure]:
     if reason := why_not():
         print(f"join over {RATE}/s: left out: {reason}", flush=True)
         return []
-    joins, mebibytes = (2, 128) if quick else (JOINS, 1024)
+    joins, mebibytes = (1, 128) if quick else (JOINS, 1024)
     caught_up = measure(Hosts(ours.name, ours.python), joins, mebibytes, log, "--catch-up", "--rehearse")
     other = measure(theirs, BASELINE_JOINS, mebibytes, log)
     both = {"keepstep": caught_up, "torchft": other}

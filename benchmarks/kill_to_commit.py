@@ -27,7 +27,7 @@ from keepstep_chaos.histories.report import summary_lines, violation_lines
 
 GROUPS = 3
 KILLS = {"keepstep": 15, "torchft": 5}
-WORKER_KILLS, FREEZES, QUICK_TIMES = 4, 2, 3
+WORKER_KILLS, FREEZES, QUICK_TIMES = 3, 2, 2
 PAUSE = 0.01
 COLLECTIVE_TIMEOUT = 30.0
 GIVE_UP = 120.0

@@ -1,8 +1,8 @@
 """Measure a model that exists once: what the loss of a rank costs, beside torchrun and a checkpoint; and each step.
 
 Four ranks on this machine shard a model with FSDP2 and Gloo. One of them gets SIGKILL while all commit; the figure is
-the time to the next commit of all ranks. keepstep runs once with a spare and once without (the model is cut again for
-three ranks). On the other side torchrun restarts all ranks, which load the newest of the checkpoints that
+the time to the next commit of all ranks. keepstep runs with a spare, and with 64 MB also without: the model is cut
+again for three ranks. On the other side torchrun restarts all ranks, which load the newest of the checkpoints that
 torch.distributed.checkpoint writes every ten steps. The steps that are repeated are those from the checkpoint to the
 kill; keepstep repeats the open one.
 """
@@ -27,8 +27,9 @@ RANKS = 4
 PEER = "torchrun and DCP"
 EVERY = 10
 """Steps between two checkpoints of the other side."""
-STATES = {"64 MB": (64e6, 3), "1 GB": (1e9, 1)}
-"""Bytes of the state, and the number of kills."""
+SPARES = {"with a spare": 1, "without": 0}
+STATES = {"64 MB": (64e6, 3, (*SPARES,)), "1 GB": (1e9, 1, ("with a spare",))}
+"""Bytes of the state, number of kills, and the numbers of spares that are tried."""
 STEP_RANKS, STEP_LAYERS, STEP_BATCH, STEPS = 2, 8, 384, 24
 LIMIT_SECONDS = 180.0
 MANY = 10**6
@@ -209,35 +210,29 @@ def step_seconds(side: Side, library: str, steps: int, log: Path) -> list[float]
 
 def run(*, quick: bool, log: Path) -> list[Figure]:
     side, figures = keepstep_side(), []
-    for name, (size, most) in list(STATES.items())[: 1 if quick else None]:
+    for name, (size, most, tried) in list(STATES.items())[: 1 if quick else None]:
         kills = 1 if quick else most
         layers = max(1, round(size / LAYER_BYTES))
-        spare, shrunk, restart, copies, lost, their_lost = [], [], [], [], [], []
-        less: dict[str, list[float]] = {"spare": [], "shrunk": [], "restart": []}
+        whole: dict[str, list[float]] = {how: [] for how in (*tried, PEER)}
+        less: dict[str, list[float]] = {how: [] for how in (*tried, PEER)}
+        copies, lost, their_lost = [], [], []
         for number in range(kills):
             print(f"one copy, {name} of state, kill {number + 1} of {kills} ...", flush=True)
-            seconds, step, share, steps = kill_ours(side, layers, 1, log)
-            spare.append(seconds)
-            less["spare"].append(seconds - step)
-            copies.append(share)
-            lost.append(float(steps))
-            seconds, step, _, steps = kill_ours(side, layers, 0, log)
-            shrunk.append(seconds)
-            less["shrunk"].append(seconds - step)
-            lost.append(float(steps))
+            for how in tried:
+                seconds, step, share, steps = kill_ours(side, layers, SPARES[how], log)
+                whole[how].append(seconds)
+                less[how].append(seconds - step)
+                copies += [share] if SPARES[how] else []
+                lost.append(float(steps))
             seconds, step, steps = kill_theirs(side, layers, log, 1 + number * EVERY // kills)
-            restart.append(seconds)
-            less["restart"].append(seconds - step)
+            whole[PEER].append(seconds)
+            less[PEER].append(seconds - step)
             their_lost.append(float(steps))
         limit, rest = Limit(value=1.0, times_theirs=0.1), "the same less an undisturbed step"
         what = f"SIGKILL of 1 of {RANKS} ranks to the next commit of all, {name} of state"
         figures += [
-            Figure(f"{what}, with a spare", "s", "p50", spare, restart, limit, beside=PEER),
-            Figure(f"{what}, without", "s", "p50", shrunk, restart, limit, beside=PEER),
-            *(
-                Figure(f"{rest}, {how}, {name}", "s", "p50", less[kind], less["restart"], beside=PEER)
-                for how, kind in (("with a spare", "spare"), ("without", "shrunk"))
-            ),
+            *(Figure(f"{what}, {how}", "s", "p50", whole[how], whole[PEER], limit, beside=PEER) for how in tried),
+            *(Figure(f"{rest}, {how}, {name}", "s", "p50", less[how], less[PEER], beside=PEER) for how in tried),
             Figure(f"steps lost, {name} of state", "steps", "max", lost, their_lost, Limit(0.0), beside=PEER),
             Figure(f"host memory of copies by bytes of the shard, {name}", "x", "max", copies, [], Limit(value=2.2)),
         ]

@@ -17,7 +17,7 @@ from peers import run_to_end
 from sides import HERE, Side, lighthouse
 
 GROUPS = 2
-WARM_UP = 3
+WARM_UP = 2
 STEPS = {"1M": 40, "100M": 6}
 CODECS = ("quantized", "top-k", "two-bit")
 
@@ -51,7 +51,7 @@ def run(ours: Side, theirs: Side, *, quick: bool, log: Path) -> list[Figure]:
             figures.append(Figure(f"{name}, sent", "MB", "p50", sent[ours.name], sent[theirs.name]))
         for codec in CODECS:
             print(f"outer step, {model}: {codec} ...", flush=True)
-            milliseconds, megabytes = measure(ours, model, steps // 2, log, "--buckets", "--codec", codec)
+            milliseconds, megabytes = measure(ours, model, max(2, steps // 3), log, "--buckets", "--codec", codec)
             figures.append(Figure(f"outer step, {model} parameters, {codec}", "ms", "p50", milliseconds))
             figures.append(Figure(f"outer step, {model} parameters, {codec}, sent", "MB", "p50", [megabytes]))
     return figures

@@ -21,7 +21,7 @@ from tests.support.network.namespaces import LOOPBACK, Host, Namespaces, why_not
 
 SIZES_MIB = (1, 16, 128)
 RATE = "1gbit"
-TURNS = 7
+TURNS = 4
 GROUPS = 2
 FASTER = 3
 """Goal over 1 Gbit/s: this many times as fast as float32."""

@@ -25,7 +25,7 @@ WARM_UP = 10
 SIZES = (1, 8, 64, 256, 1024)
 ALONE_FROM = 1024
 """From this size on only ours is measured."""
-ROUNDS = {1: 2000, 8: 1000, 64: 200, 256: 60, 1024: 40}
+ROUNDS = {1: 2000, 8: 1000, 64: 300, 256: 100, 1024: 60}
 TRAINER_USES = {"keepstep": "session", "torchft": "client"}
 CLIENT_LIMITS = {1: 0.8, 8: 0.6, 64: 0.3, 256: 0.2}
 """Sizes at which both sides are measured through their blocking ``LighthouseClient``, and the limits of the ratio."""
@@ -33,7 +33,7 @@ JOINS = 5
 JOINS_FROM = 8
 """From this size on joins are measured, where both sides are: 256 clients of one process that each read a list of 1024
 take longer for it than the heartbeat timeout, which no trainer would."""
-REPEATS = 2
+REPEATS = 1
 HEARTBEAT_TIMEOUT_S = 60
 """So that none of hundreds of clients in one process is given up while the others read their first member list."""
 LIMITS = {

@@ -24,7 +24,7 @@ TENSORS = 256
 ROUNDS = 3
 SMALL_ROUNDS = 2
 """Megatron Core needs seconds for each save and load of many tensors."""
-SMALL_TENSORS = 10_000
+SMALL_TENSORS = 5_000
 SMALL_BYTES = 16
 """Of one of the many tensors, over all ranks."""
 FORMS = {"keepstep": "keepstep", "keepstep, torch_dist": "torch_dist", "megatron": "torch_dist"}
@@ -82,7 +82,7 @@ def measure(
 
 def run(*, quick: bool, log: Path) -> list[Figure]:
     size, many, rounds, small_rounds = (
-        (GIB // 8, SMALL_TENSORS // 10, 2, 1) if quick else (GIB, SMALL_TENSORS, ROUNDS, SMALL_ROUNDS)
+        (GIB // 8, SMALL_TENSORS // 5, 2, 1) if quick else (GIB, SMALL_TENSORS, ROUNDS, SMALL_ROUNDS)
     )
     peer = megatron_side()
     with tempfile.TemporaryDirectory(dir=WORK) as folder, contextlib.ExitStack() as stack:

@@ -23,7 +23,7 @@ GIB = 1 << 30
 TENSOR_BYTES = 4 << 20
 NUM_CHUNKS = (0, 4, 16)
 SMALL_TENSORS = 10_000
-TURNS = 6
+TURNS = 5
 
 
 class End:
