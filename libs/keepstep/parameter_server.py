@@ -23,6 +23,7 @@ from aiohttp import web
 from keepstep.group.group_listener import GroupListener
 from keepstep.process_group import ProcessGroup, ProcessGroupBaby, ProcessGroupBabyGloo, ProcessGroupGloo
 from keepstep.process_group.baby.children import Spawner
+from keepstep.rendezvous.interruptible_store import UNKNOWN_VERSION
 from keepstep.rendezvous.key_value_server import PATH, KeyValueServer, RendezvousError, Table, handle
 from keepstep.rendezvous.store_client import RendezvousStore
 from keepstep.runtime.devices import has_accelerator
@@ -153,7 +154,9 @@ class ParameterServer(ABC):
                 session_id = loop_thread.call(_request_session(address), REQUEST_SECONDS + CALL_MARGIN_SECONDS)
             finally:
                 loop_thread.stop()
-            store = RendezvousStore(f"http://{urlsplit(address).netloc}", Table(session_id), token=ClientToken())
+            store = RendezvousStore(
+                f"http://{urlsplit(address).netloc}", Table(session_id), token=ClientToken(), version=UNKNOWN_VERSION
+            )
             try:
                 _connect(group, store, session_id, CLIENT_RANK)
             finally:
@@ -254,7 +257,7 @@ class _Session:
     def __init__(self, base: str) -> None:
         self.id = uuid.uuid4().hex
         self.tables = KeyValueServer(max_bytes=MAX_TABLE_BYTES)
-        self._store = RendezvousStore(base, Table(self.id), server=self.tables)
+        self._store = RendezvousStore(base, Table(self.id), server=self.tables, version=UNKNOWN_VERSION)
         self._lock = threading.Lock()
         self._group: ProcessGroup | None = None
         self._aborted = ""

@@ -161,7 +161,11 @@ class ProcessGroup(TorchProcessGroup):  # its metaclass is not ABCMeta: abstract
         return None
 
     def shutdown(self) -> None:
-        """Abort the group and free its resources. ``configure`` makes it usable again."""
+        """Leave the group and free its resources. ``configure`` makes it usable again.
+
+        Operations in flight fail, here and in the peers. Slower peers may still complete a collective on Gloo that has
+        ended here.
+        """
         self._handle.close()
 
     def set_timeout(self, timeout: timedelta) -> None:

@@ -8,6 +8,9 @@ from datetime import timedelta
 
 from torch.distributed.distributed_c10d import Store
 
+UNKNOWN_VERSION = 0
+"""Version of a rendezvous whose members do not know those of the others."""
+
 
 class InterruptibleStore(Store):
     """A store of torch whose waits have a limit, and end when another thread calls ``abort``."""
@@ -15,7 +18,7 @@ class InterruptibleStore(Store):
     host: str
     """Name or address of the store's host."""
     version: int
-    """Lowest version of the rendezvous that all members support."""
+    """Lowest version of the rendezvous that all members support, or ``UNKNOWN_VERSION``."""
 
     @abstractmethod
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:

@@ -36,9 +36,9 @@ MAX_TOTAL_BYTES = 64 * 1024 * 1024
 MAX_TABLES = 4096
 IDLE_TABLE_SECONDS = 600.0
 """Time without use after which a table is dropped."""
-VERSION = 2
+VERSION = 3
 """Version of the rendezvous that this build supports (``MemberInfo.rendezvous``). 2: another host for each quorum_id,
-and short Gloo addresses."""
+and short Gloo addresses. 3: a barrier of Gloo once all are connected."""
 WAIT_POLL_SECONDS = 5.0
 """Limit of a wait over HTTP, after which the server answers "not yet" and the client repeats the request."""
 

@@ -55,7 +55,8 @@ class RendezvousStore(InterruptibleStore):
         timeout: limit of each call without its own timeout; default 60 s.
         token: token of the job; None: send no token.
         server: server in this process, to use instead of HTTP.
-        version: lowest ``MemberInfo.rendezvous`` of the members; limits the formats that they may store.
+        version: lowest ``MemberInfo.rendezvous`` of the members, which limits the formats that they may store; or
+            ``UNKNOWN_VERSION``.
 
     Raises:
         TimeoutError: a call exceeded its timeout.

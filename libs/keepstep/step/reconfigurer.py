@@ -168,7 +168,7 @@ class Reconfigurer:
         if need <= MAX_TOTAL_BYTES:
             return
         remedy = "use fewer groups or fewer ranks in each"
-        if version < VERSION:
+        if self.pg.rendezvous_bytes(groups, VERSION) < self.pg.rendezvous_bytes(groups, version):
             old = next(member.replica_id for member in plan.members if member.info.rendezvous == version)
             remedy = f"{old} runs an older keepstep, which stores more for each group; update it, or {remedy}"
         raise KeepstepError(

@@ -40,6 +40,18 @@ def _duplicate(descriptor: int) -> socket.socket:
         raise
 
 
+def duplicate(descriptor: int, number: int) -> socket.socket:
+    """Duplicate the descriptor of the socket with the inode ``number``.
+
+    :raises OSError: it was closed since; another file may have the descriptor now.
+    """
+    copy = _duplicate(descriptor)
+    if inode(copy) != number:
+        copy.close()
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+    return copy
+
+
 def is_tcp(found: socket.socket) -> bool:
     return found.family in {socket.AF_INET, socket.AF_INET6} and found.type == socket.SOCK_STREAM
 

@@ -21,10 +21,14 @@ import msgpack
 import pytest
 import torch
 
+from keepstep import parameter_server
 from keepstep.parameter_server import ParameterServer, SessionRefused
 from keepstep.process_group import ProcessGroup, ProcessGroupError
 from keepstep.process_group.baby.children import Spawner
+from keepstep.process_group.torch_backends.gloo import FIRST_BARRIER
+from keepstep.rendezvous.interruptible_store import UNKNOWN_VERSION
 from keepstep.rendezvous.key_value_server import PATH
+from keepstep.rendezvous.store_client import RendezvousStore, Table
 from keepstep_mesh.errors import AuthError, KeepstepError
 from keepstep_mesh.net.addresses import outward_address
 from tests.services.parameter_server import doubling
@@ -32,6 +36,8 @@ from tests.services.parameter_server.doubling import SERVER, TAG, Doubling, doub
 
 DEADLINE = 60.0
 SHORT = timedelta(seconds=1)
+OLDER = FIRST_BARRIER - 1
+"""Version of the rendezvous of builds whose sessions have no barrier, and tell no version."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -208,6 +214,22 @@ def test_a_client_that_never_connects_ends_its_session_by_the_timeout(serve, mon
     assert not thread.is_alive()
     with session(server) as pg:
         assert doubled(pg, 4) == 8
+
+
+@pytest.mark.parametrize(("of_server", "of_client"), [(OLDER, UNKNOWN_VERSION), (UNKNOWN_VERSION, OLDER)])
+def test_a_client_and_a_server_of_different_builds_meet(serve, monkeypatch, of_server, of_client) -> None:
+    monkeypatch.setattr(parameter_server, "UNKNOWN_VERSION", of_server)
+    server = serve()
+    session_id = json.loads(post(server, "/new_session")[1])["session_id"]
+    table = Table(session_id)
+    store = RendezvousStore(f"http://{urlsplit(server.address()).netloc}", table, version=of_client)
+    pg = Doubling.new_process_group()
+    try:
+        pg.configure("", "client", 1, 2, store=store)
+        assert doubled(pg, 4) == 8
+    finally:
+        pg.shutdown()
+        store.close()
 
 
 class Failing(Doubling):

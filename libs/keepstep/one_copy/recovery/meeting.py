@@ -68,7 +68,12 @@ class Meeting:
         """Return the store with a number, which all ranks share. An ended meeting raises in its waits."""
         table = Table(self._job, self._plan.epoch, self._plan.quorum_id, number)
         store = RendezvousStore(
-            self._plan.store_address, table, timeout=self._timeout, token=self._token, server=self._server
+            self._plan.store_address,
+            table,
+            timeout=self._timeout,
+            token=self._token,
+            server=self._server,
+            version=min(member.info.rendezvous for member in self._plan.members),
         )
         with self._lock:
             self._stores.append(store)

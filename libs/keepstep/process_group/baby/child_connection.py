@@ -20,6 +20,7 @@ from keepstep.process_group.baby.operations import PackedCall, timeout_of
 from keepstep.process_group.baby.remote_store import call_store
 from keepstep.process_group.baby.shared_memory import Segment, SegmentPool, new_segment
 from keepstep.process_group.group_errors import ProcessGroupError, ProcessGroupTimeoutError
+from keepstep.rendezvous.interruptible_store import UNKNOWN_VERSION
 from keepstep.runtime.exits import must_succeed
 from keepstep_mesh.net.fork_safety import fork_error, tell_children
 from keepstep_mesh.threads.starting import Thread
@@ -78,7 +79,7 @@ class Connection:
             TimeoutError: not all members connected in time.
             ProcessGroupError: the members could not connect, or the child ended.
         """
-        version = getattr(self._store, "version", 1)
+        version = getattr(self._store, "version", UNKNOWN_VERSION)
         order |= {"do": "configure", "timeout": self._timeout.total_seconds(), "store_version": version}
         self._begin(BabyWork(self.fail, "configure", None, [], self._timeout), order).wait()
 

@@ -217,7 +217,18 @@ class BackendWork(Work):
         return refused(f"{self._operation} failed and aborted the process group: {message}")
 
 
-class ThreadedWork(BackendWork):
+class GlooWork(BackendWork):
+    """An operation over Gloo, which runs in a thread of torch."""
+
+    _raw: Work | None = None
+
+    def __del__(self) -> None:
+        raw = self._raw
+        if raw is not None and not self._communicator.is_forked and not raw.is_completed():
+            self._communicator.has_forgotten = True
+
+
+class ThreadedWork(GlooWork):
     """A send, receive or reduce-scatter over Gloo, for which torch has neither a future nor a wait with a limit."""
 
     _waiting: concurrent.futures.Future[None] | None = None

@@ -8,6 +8,7 @@ does not report; for operations with a future, in which no thread waits, a threa
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -48,6 +49,8 @@ class Communicator(ABC):
     """One configuration of a process group, from its rendezvous to its end."""
 
     backend: Backend | None = None
+    has_forgotten = False
+    """Whether the caller dropped an operation over Gloo that was not over, and may still write to its tensors."""
     can_lose_a_peer = False
     """Whether ``has_lost_a_peer`` can return True."""
 
@@ -65,6 +68,8 @@ class Communicator(ABC):
         self._lock = threading.Lock()
         self._failed = threading.Event()
         self._peer_watch: Thread | None = None
+        self._ended: list[socket.socket] = []
+        """Connections that send no more, to be closed after their peers have closed."""
         tell_children(self)
 
     def forked(self) -> None:
@@ -118,6 +123,11 @@ class Communicator(ABC):
                 self._peer_watch = watch
             self._with_future.add(work)
 
+    def is_idle(self) -> bool:
+        """Return whether the members are connected, and all operations are over."""
+        with self._lock:
+            return all(work.is_completed() for work in self._in_flight)
+
     def completed(self, work: Operation) -> None:
         """Note that the future of ``work`` is complete."""
         self._with_future.discard(work)
@@ -168,7 +178,7 @@ class Communicator(ABC):
             peer_watch.join_or_end_process()
         backend, self.backend = [self.backend], None
         if backend[0] is not None:
-            dispose(backend)
+            dispose(backend, self._ended)
 
 
 def _finish(works: list[Operation]) -> None:

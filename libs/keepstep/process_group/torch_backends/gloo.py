@@ -11,17 +11,26 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed.distributed_c10d import PrefixStore, ReduceOp, Store, Work
+from torch.distributed.distributed_c10d import BarrierOptions, PrefixStore, ReduceOp, Store, Work
 from torch.distributed.distributed_c10d import ProcessGroupGloo as TorchGloo
 
 from keepstep.futures import context_timeout
 from keepstep.process_group.group_errors import ProcessGroupAbortedError, timed_out
-from keepstep.process_group.torch_backends.backend import BackendProcessGroup
-from keepstep.process_group.torch_backends.backend_work import BackendWork, ThreadedWork
-from keepstep.process_group.torch_backends.communicator import Communicator
-from keepstep.process_group.torch_backends.gloo_sockets import GlooRank, connections, greet, shut_down, sockets
+from keepstep.process_group.torch_backends.backend import BackendProcessGroup, ProcessGroupShutDownError
+from keepstep.process_group.torch_backends.backend_work import BackendWork, GlooWork, ThreadedWork
+from keepstep.process_group.torch_backends.communicator import Communicator, Operation
+from keepstep.process_group.torch_backends.gloo_sockets import (
+    Found,
+    GlooRank,
+    Sockets,
+    are_open,
+    find,
+    finish_sending,
+    greet,
+    shut_down,
+)
 from keepstep.process_group.works import AveragedWork
-from keepstep.rendezvous.interruptible_store import InterruptibleStore
+from keepstep.rendezvous.interruptible_store import UNKNOWN_VERSION, InterruptibleStore
 from keepstep.runtime.late_threads import start_or_run
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.net.addresses import address_towards
@@ -36,6 +45,10 @@ _GLOO: Any = TorchGloo  # torch's stubs do not describe it
 _THREADED = frozenset({"send", "recv", "reduce_scatter", "_reduce_scatter_base"})
 SHORT_ADDRESSES = 2
 """Lowest version of the rendezvous whose members read shortened addresses."""
+FIRST_BARRIER = 3
+"""Lowest version of the rendezvous whose members wait for each other in a barrier once they are connected."""
+_MEETS = "meets/{}"
+"""Key of a member that waits in that barrier, in a store that does not know the version of all members."""
 _SHORT = b"\xff" * 8
 """Prefix of a shortened address. An address of Gloo begins with the length of the host name."""
 ADDRESS_BYTES = 384
@@ -78,7 +91,7 @@ class ProcessGroupGloo(BackendProcessGroup):
         return AveragedWork(work, outputs, self.size())
 
     def _wrap(self, communicator: Communicator, raw: Work, operation: str, tensors: Any) -> BackendWork:
-        kind = ThreadedWork if operation in _THREADED else BackendWork
+        kind = ThreadedWork if operation in _THREADED else GlooWork
         return kind(communicator, raw, operation, tensors)
 
 
@@ -104,6 +117,11 @@ class GlooCommunicator(Communicator):
         self._host = host
         self._rescue_lock = threading.Lock()
         self._connected = threading.Event()
+        """Set when the constructor of Gloo has returned."""
+        self._has_met = False
+        """Whether the members are connected."""
+        self._connections: Sockets | None = None
+        """Those of this rank, once ``connect`` is over."""
         self._rescue: Thread | None = None
 
     def connect(self) -> None:
@@ -111,10 +129,19 @@ class GlooCommunicator(Communicator):
             self._connect()
 
     def _connect(self) -> None:
+        with context_timeout(self._fail_overdue, self.timeout):  # Gloo waits without limit for peers
+            self._construct()
+            if self.size > 1 and self.error is None and self._store.all_meet():
+                # else a member that soon shuts down could end the connections of one that has not noticed all of them
+                name = f"configure of rank {self.rank} of {self.size}"
+                GlooWork(self, self.start("barrier", (BarrierOptions(),)), name, []).wait()
+        self._has_met = True
+
+    def _construct(self) -> None:
         try:
-            with context_timeout(self._fail_overdue, self.timeout):  # Gloo waits without limit for peers
-                self._options._devices = [_GLOO.create_device(hostname=self._host, lazy_init=False)]  # noqa: SLF001
-                self.backend = _GLOO(self._store, self.rank, self.size, self._options)
+            self._options._devices = [_GLOO.create_device(hostname=self._host, lazy_init=False)]  # noqa: SLF001
+            self._store.tell_that_this_meets()
+            self.backend = _GLOO(self._store, self.rank, self.size, self._options)
         finally:
             self._connected.set()
             with self._rescue_lock:
@@ -123,10 +150,16 @@ class GlooCommunicator(Communicator):
                 rescue.join_or_end_process()
             self._options._devices = []  # noqa: SLF001
 
-    def _sockets(self) -> list[tuple[int, int]]:
+    def _find(self, *, connecting: bool = False) -> Found:
         own = self._store.own
-        connecting = not self._connected.is_set()
-        return [] if own is None else sockets(own.listener, self._store.peers, connecting=connecting)
+        return Found() if own is None else find(own.listener, self._store.peers, connecting=connecting)
+
+    def _sockets(self) -> Sockets:
+        """Return those that a forked child must not keep; and keep in mind the connections, to find them at once."""
+        found = self._find(connecting=not self._connected.is_set())
+        if self._has_met and self._connections is None:
+            self._connections = found.own()
+        return found.all()
 
     def _fail_overdue(self) -> None:
         self.fail(timed_out("the connection of all members", self.timeout))
@@ -137,15 +170,28 @@ class GlooCommunicator(Communicator):
             if not self._connected.is_set() and self._rescue is None:
                 rescue = Thread(target=self._free_constructor, name="keepstep-gloo-abort", daemon=True)
                 self._rescue = rescue if start_or_run(rescue) else None
-        self._shut_down()
+        if isinstance(self.error, ProcessGroupShutDownError) and self.is_idle():
+            self._ended = finish_sending(self._connections or [])
+        else:
+            self._shut_down()
+
+    def is_idle(self) -> bool:
+        return self._connections is not None and super().is_idle() and not self.has_forgotten
+
+    def started(self, work: Operation) -> None:
+        super().started(work)
+        if self.error is not None:  # it began beside the end of the group, which left the connections half open
+            self._shut_down()
 
     def has_lost_a_peer(self) -> bool:
-        own = self._store.own
-        return own is not None and connections(own.listener, self._store.peers) < self.size - 1
+        found = self._connections
+        if found is None:
+            found = self._find().own()
+        return len(found) < self.size - 1 or not are_open(found)
 
     def _shut_down(self, *, connecting: bool = False) -> None:
-        if self._store.own is not None:
-            shut_down(self._store.own.listener, self._store.peers, connecting=connecting)
+        found = self._connections
+        shut_down(self._find(connecting=connecting).own() if found is None else found)
 
     def _free_constructor(self) -> None:
         """End a constructor that waits for peers, whether they must connect to this rank or must answer it."""
@@ -168,6 +214,7 @@ class _ObservedStore(Store):
     def __init__(self, inner: Store, communicator: Communicator, timeout: timedelta) -> None:
         super().__init__()
         self._inner = inner
+        self._version = inner.version if isinstance(inner, InterruptibleStore) else UNKNOWN_VERSION
         self._communicator = communicator
         self._timeout = timeout
         self._aborted = threading.Event()
@@ -179,10 +226,23 @@ class _ObservedStore(Store):
         if isinstance(self._inner, InterruptibleStore):
             self._inner.abort(str(self._communicator.error))
 
+    def tell_that_this_meets(self) -> None:
+        """Tell the others, before they get the address, that this member waits for them in a barrier."""
+        if self._version == UNKNOWN_VERSION:
+            self._check()
+            self._inner.set(_MEETS.format(self._communicator.rank), "")
+
+    def all_meet(self) -> bool:
+        """Return whether all members wait in a barrier. The same in all of them, after they have all addresses."""
+        if self._version != UNKNOWN_VERSION:
+            return self._version >= FIRST_BARRIER
+        self._check()
+        return self._inner.check([_MEETS.format(rank) for rank in range(self._communicator.size)])
+
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # the type that torch passes
         self._check()
         self.own = self._parse(value)
-        if isinstance(self._inner, InterruptibleStore) and self._inner.version >= SHORT_ADDRESSES:
+        if self._version >= SHORT_ADDRESSES:
             value = shortened(value, self._communicator.size)
         self._inner.set(key, value)  # type: ignore[arg-type]
 

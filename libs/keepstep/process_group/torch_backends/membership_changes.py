@@ -235,17 +235,13 @@ class ReconfiguredCommunicator(AcceleratorCommunicator):
         return ""
 
     def _abort_backend(self, backend: Any) -> None:
-        if isinstance(self.error, ProcessGroupShutDownError) and self._is_idle():
+        if isinstance(self.error, ProcessGroupShutDownError) and self.is_idle():
             return
         self._kept.drop()
         super()._abort_backend(backend)
 
-    def _is_idle(self) -> bool:
-        """Whether the members are connected, and no operation is in flight."""
-        if not self._connecting.done() or self._connecting.cancelled():
-            return False
-        with self._lock:
-            return all(work.is_completed() for work in self._in_flight)
+    def is_idle(self) -> bool:
+        return self._connecting.done() and not self._connecting.cancelled() and super().is_idle()
 
     def close(self) -> None:
         if self._kept.is_kept:

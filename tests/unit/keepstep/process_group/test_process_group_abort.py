@@ -18,7 +18,7 @@ from torch.distributed import HashStore
 from keepstep.futures import future_wait
 from keepstep.process_group import ProcessGroupAbortedError, ProcessGroupError, ProcessGroupGloo
 from keepstep.process_group.torch_backends import communicator, gloo
-from keepstep.process_group.torch_backends.gloo_sockets import GlooRank, greet, shut_down
+from keepstep.process_group.torch_backends.gloo_sockets import GlooRank, find, greet, shut_down
 from keepstep.rendezvous.store_client import KeyValueServer, RendezvousStore, Table
 
 LONG = timedelta(minutes=10)
@@ -168,6 +168,7 @@ def test_abort_frees_a_configure_over_a_store_that_knows_no_abort() -> None:
 
 @pytest.mark.parametrize("operation", ["allreduce", "barrier", "recv", "allgather", "broadcast", "future", "joint"])
 def test_abort_frees_every_wait_in_flight_and_the_peers_learn_of_it(cohort, operation) -> None:
+    """Take six seconds: rank 1 waits for an idle rank 2, and sees that rank 0 left after ``STALL`` checks."""
     ranks = cohort(3, timeout=LONG)
     started = threading.Barrier(3)
 
@@ -291,13 +292,16 @@ def test_a_wait_with_a_timeout_ends_the_operation_so_that_no_late_result_lands(c
 
 
 @pytest.mark.parametrize("operation", ["allreduce", "recv"])
-def test_nothing_lands_in_a_tensor_after_the_next_configure(cohort, operation) -> None:
+@pytest.mark.parametrize("dropped", [False, True], ids=["kept", "dropped"])
+def test_nothing_lands_in_a_tensor_after_the_next_configure(cohort, operation, dropped) -> None:
     ranks = cohort(2, timeout=timedelta(seconds=2))  # what sleeps over half a message sleeps so long
     tensor = torch.zeros(2_000_000)
     first, second = ranks.groups
     work = first.allreduce([tensor]) if operation == "allreduce" else first.recv([tensor], 1, 0)
     sent = torch.ones(2_000_000)
     other = second.allreduce([sent]) if operation == "allreduce" else second.send([sent], 0, 0)
+    if dropped:
+        work = other = None
     ranks.configure()  # in the middle of it
     seen = tensor.clone()
 
@@ -358,7 +362,9 @@ def test_an_abort_lets_go_of_no_file_lock(cohort, tmp_path) -> None:
 
 def test_a_listening_socket_is_never_shut_down() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        assert shut_down(listener.getsockname(), set(), connecting=True) == 0
+        found = find(listener.getsockname(), set(), connecting=True)
+        assert len(found.listening) == 1
+        assert shut_down(found.own()) == 0
         with socket.create_connection(listener.getsockname(), timeout=30):
             pass
 

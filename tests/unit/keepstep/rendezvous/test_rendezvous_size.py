@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from keepstep.group.quorum_plan import QuorumPlan, make_plan
 from keepstep.process_group import ProcessGroupDummy, ProcessGroupGloo, ProcessGroupWrapper
-from keepstep.process_group.torch_backends.gloo import lengthened, shortened
+from keepstep.process_group.torch_backends.gloo import SHORT_ADDRESSES, lengthened, shortened
 from keepstep.rendezvous import key_value_server
 from keepstep.rendezvous.store_client import KeyValueServer, RendezvousError, RendezvousStore, Table
 from keepstep.step.reconfigurer import Reconfigurer
@@ -78,7 +78,7 @@ def test_the_bytes_that_a_member_stores_do_not_grow_with_the_world(cohort) -> No
 
 @pytest.mark.parametrize("newer", [0, 1, 2])
 def test_whole_and_short_addresses_are_both_read(cohort, newer: int) -> None:
-    versions = [key_value_server.VERSION] * newer + [1] * (2 - newer)
+    versions = [SHORT_ADDRESSES] * newer + [1] * (2 - newer)
     one = cohort(2, configured=False)
     one.each(
         lambda group, rank: group.configure(
