@@ -18,6 +18,8 @@ import torch
 from keepstep.state.values.sharding import is_dtensor
 
 _ABSENT = object()
+_WORD = 8
+"""Bytes of an int64."""
 
 
 def with_own_containers(value: Any) -> Any:
@@ -100,7 +102,10 @@ def _same_tensor(loaded: Any, held: Any) -> bool:
     same_place = loaded.device == held.device and loaded.data_ptr() == held.data_ptr()
     if same_place and loaded.stride() == held.stride():
         return True
-    return torch.equal(_bytes_of(loaded.to(held.device)), _bytes_of(held))
+    one, other = _bytes_of(loaded.to(held.device)), _bytes_of(held)
+    if not (one.numel() % _WORD or one.storage_offset() % _WORD or other.storage_offset() % _WORD):
+        one, other = one.view(torch.int64), other.view(torch.int64)  # torch compares one element after the other
+    return torch.equal(one, other)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

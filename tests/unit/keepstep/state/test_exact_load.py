@@ -43,6 +43,19 @@ def test_each_value_that_was_not_restored_is_named_by_its_path(loaded: Any, held
     assert paths(loaded, held) == differ
 
 
+@pytest.mark.parametrize("start", [0, 1, 8])
+@pytest.mark.parametrize("count", [1, 7, 8, 16, 17])
+def test_every_bit_of_a_tensor_counts_wherever_it_begins_and_ends(start: int, count: int) -> None:
+    memory = torch.arange(start + count, dtype=torch.uint8)
+    loaded = memory[start:]
+    held = loaded.clone()
+    assert paths(loaded, held) == paths(held, loaded) == []
+    for position in (0, count - 1):
+        held[position] ^= 128
+        assert paths(loaded, held) == paths(held, loaded) == ["s"]
+        held[position] ^= 128
+
+
 def trained() -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
     parameters = [nn.Parameter(torch.ones(3, dtype=torch.bfloat16)), nn.Parameter(torch.ones(2))]
     optimizer = torch.optim.SGD(parameters, 0.1, momentum=0.9)
