@@ -118,6 +118,10 @@ class Swarm:
             return None
         return self._rarest(self._todo)
 
+    def can_ask_peer(self, now: float) -> bool:
+        """Return whether a chunk may be requested from some peer."""
+        return any(self._todo & has for has in self.peers.values()) and self._has_free_slot(now)
+
     def _has_free_slot(self, now: float) -> bool:
         """Whether another peer may be asked. A slow request does not count."""
         to_peers = (one for one in self.requests.values() if one.source not in (RELAY, SOURCE))

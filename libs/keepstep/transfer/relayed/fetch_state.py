@@ -13,7 +13,7 @@ MAX_FAILURES = 3
 
 
 class FetchState:
-    """The state. The condition ``changed`` guards it and the ``Swarm`` of the fetch, and is notified of every change.
+    """The state. The lock of ``changed`` and ``work`` guards it and the ``Swarm`` of the fetch.
 
     Args:
         relays: the relays of the job. Empty: the source takes their place.
@@ -21,7 +21,11 @@ class FetchState:
 
     def __init__(self, relays: Iterable[Endpoint]) -> None:
         self.relays = {relay.address: relay for relay in relays}
-        self.changed = threading.Condition()
+        lock = threading.RLock()
+        self.changed = threading.Condition(lock)
+        """Notified when the fetch may be over."""
+        self.work = threading.Condition(lock)
+        """Notified when a lane may have a chunk to request, too. Waking threads in vain costs more than the chunks."""
         self.failures = defaultdict(int, dict.fromkeys(self.relays, 0))
         """Failures in a row, by address."""
         self.brought: set[str] = set()
@@ -30,6 +34,11 @@ class FetchState:
         """Why the source is lost; empty: it is not lost."""
         self.closing = False
         """Whether the fetch is about to return. Threads then send no further request."""
+
+    def wake_all(self) -> None:
+        """Wake every thread that waits. The caller holds the lock."""
+        self.changed.notify_all()
+        self.work.notify_all()
 
     def working_relays(self) -> list[str]:
         """Addresses of the relays that did not fail too often."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 
 from keepstep.connection.http_connection import BrokenConnection, Connection, Endpoint, Refusal
@@ -112,7 +113,10 @@ class HolderExchange:
             for name, (_, has) in others.items():
                 if name in self._swarm.peers:
                     self._swarm.set_peer_chunks(name, has)
-            self._changed.notify_all()
+            if self._swarm.peers_finished():
+                self._changed.notify_all()
+            if self._swarm.can_ask_peer(time.monotonic()):
+                self._state.work.notify_all()
 
     def _pause(self, *, failed: bool) -> None:
         """Wait for the next request. The interval is shorter once the others know that this joiner is complete."""

@@ -20,8 +20,10 @@ from keepstep_mesh.net.backoff import Backoff
 from keepstep_mesh.protocol.manifest import chunk_length
 from keepstep_mesh.threads.starting import ThreadPoolExecutor
 
-LANE_POLL_SECONDS = 0.01
-"""Interval at which a lane without work looks for some."""
+LANE_POLL_SECONDS = 0.05
+"""Interval at which a lane without work looks for some that nothing announces, because time has passed."""
+BUSY_SECONDS = 0.01
+"""Pause before a peer or a relay that was busy is asked again."""
 CHUNK_BACKOFF = Backoff(first=0.1, most=1.0)
 NOT_FOUND, UNAVAILABLE = 404, 503
 
@@ -128,10 +130,15 @@ class Lanes:
     def _next_chunk(self, of: str) -> int | None:
         """Wait for the next chunk to request. Returns None when the transfer is complete or has ended."""
         with self._changed:
+            has_told = False
             while self._transfer.ended is None and not self._swarm.finished:
-                if (chunk := self._swarm.take(of, time.monotonic())) is not None:
+                now = time.monotonic()
+                if (chunk := self._swarm.take(of, now)) is not None:
                     return chunk
-                self._changed.wait(LANE_POLL_SECONDS)
+                if not has_told and self._swarm.can_ask_peer(now):  # another lane may
+                    self._state.work.notify_all()
+                has_told = True
+                self._state.work.wait(LANE_POLL_SECONDS)
         return None
 
     def _receive_chunk(
@@ -154,20 +161,21 @@ class Lanes:
             self._swarm.record_arrival(chunk, time.monotonic())
             self._state.brought.add(of if self._state.relays or of != RELAY else SOURCE)
             self._state.failures[address] = 0
-            self._changed.notify_all()
+            if self._swarm.finished:
+                self._state.wake_all()
 
     def _put_back(self, chunk: int, error: BrokenConnection | TransferError) -> None:
         """Let any lane request ``chunk`` again. Raises ``error`` if it ends the transfer, or the error that did."""
         with self._changed:
             self._swarm.failed(chunk)
-            self._changed.notify_all()
+            self._state.work.notify_all()
             ended = self._transfer.ended
         if ended is not None or isinstance(error, TransferTimeout):
             raise ended or error from error
 
     def _continues(self, of: str, address: str, error: Exception) -> bool:
         """Whether the lane continues after ``error``. A relay or a peer that is busy has not failed."""
-        state, pause = self._state, LANE_POLL_SECONDS
+        state, pause = self._state, BUSY_SECONDS
         later = {RELAY: (NOT_FOUND, UNAVAILABLE) if state.relays else (), SOURCE: ()}.get(of, (UNAVAILABLE,))
         with self._changed:
             if not (isinstance(error, ElsewhereError) or (isinstance(error, Refusal) and error.status in later)):

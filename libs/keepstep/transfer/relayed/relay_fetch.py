@@ -25,7 +25,7 @@ from keepstep.transfer.exchange import Exchange
 from keepstep.transfer.peer_choice import RELAY, SOURCE, Swarm
 from keepstep.transfer.relayed.fetch_state import FetchState
 from keepstep.transfer.relayed.holder_exchange import HOLDER_REPORT_SECONDS, MAX_PEERS, HolderExchange
-from keepstep.transfer.relayed.lanes import ChunkRequest, ElsewhereError, Lane, Lanes
+from keepstep.transfer.relayed.lanes import LANE_POLL_SECONDS, ChunkRequest, ElsewhereError, Lane, Lanes
 from keepstep.transfer.relayed.live_checkpoint import home
 from keepstep.transfer.state_transfer import Transfer
 from keepstep_mesh.config.logging import get_logger
@@ -102,7 +102,7 @@ class RelayedChunks:
     def wake(self) -> None:
         """See ``ChunkSource``."""
         with self._changed:
-            self._changed.notify_all()
+            self._state.wake_all()
 
     def receive_chunks(self) -> None:
         """See ``ChunkSource``."""
@@ -147,7 +147,7 @@ class RelayedChunks:
         transfer, swarm = self._transfer, self._swarm
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: transfer.ended or swarm.finished, HOLDER_REPORT_SECONDS)
+                self._changed.wait_for(lambda: transfer.ended or swarm.finished, LANE_POLL_SECONDS)
                 if transfer.ended is not None:
                     raise transfer.ended
                 if swarm.finished:
@@ -217,7 +217,7 @@ class RelayedChunks:
         finally:
             with self._changed:
                 self._state.closing = True
-                self._changed.notify_all()
+                self._state.wake_all()
             self._transfer.interrupt_connections()  # the lanes have ended
 
     # ---- other threads

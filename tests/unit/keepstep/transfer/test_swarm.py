@@ -67,6 +67,18 @@ def test_few_peers_are_asked_at_once_and_slow_ones_do_not_count():
     assert swarm.take("c", SLOW_CHUNK_SECONDS + 0.1) is not None, "those who were asked first are slow"
 
 
+def test_whether_some_peer_may_be_asked():
+    swarm = Swarm(2, 0, 2, 0.0)
+    swarm.set_peer_chunks("a", bits(0))
+    swarm.set_peer_chunks("b", bits(0, 1))
+    assert swarm.can_ask_peer(0.0)
+    assert swarm.take("a", 0.0) == 0
+    assert not swarm.can_ask_peer(0.0), "one at a time"
+    assert swarm.can_ask_peer(SLOW_CHUNK_SECONDS + 0.1)
+    swarm.forget("b")
+    assert not swarm.can_ask_peer(SLOW_CHUNK_SECONDS + 0.1), "nobody has the other"
+
+
 def test_a_chunk_from_the_relay_instead_of_a_peer_does_not_restart_the_wait():
     swarm = Swarm(4, 0, 2, 0.0)
     swarm.set_peer_chunks("a", bits(1, 3))

@@ -325,6 +325,7 @@ class CheckpointServer:
             await self._writer.send_head(connection, 200, sum(part.nbytes for part in parts))
             for part in join_short(parts):
                 await self._writer.send_in_pieces(connection, part, self._record_chunk_progress)
+            await self._writer.drain(connection, TURN_SECONDS)
 
     def _record_chunk_progress(self, _now: float) -> None:
         self.served_at = time.monotonic()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import socket
+import struct
+import termios
 import time
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
@@ -17,6 +20,9 @@ PIECE_BYTES = 1 << 20
 """Largest piece of a body. The progress of a reader is known after each piece."""
 SMALL_BYTES = 64 << 10
 """Size of a piece for a slow reader, or with a bandwidth limit."""
+
+UNREAD_BYTES = 256 << 10
+DRAIN_POLL_SECONDS = 0.002
 
 
 class ResponseWriter:
@@ -66,6 +72,15 @@ class ResponseWriter:
             size = min(2 * size, PIECE_BYTES) if is_quick else max(size // 2, SMALL_BYTES)
             on_progress(now)
 
+    async def drain(self, connection: socket.socket, seconds: float) -> None:
+        """Wait, at most ``seconds``, until the reader has all but ``UNREAD_BYTES``.
+
+        The kernel takes megabytes that wait for the line, and does not announce when they are gone.
+        """
+        end = self._loop.time() + seconds
+        while _unread(connection) > UNREAD_BYTES and self._loop.time() < end:  # noqa: ASYNC110
+            await asyncio.sleep(DRAIN_POLL_SECONDS)
+
     async def _send(self, connection: socket.socket, data: bytes | memoryview) -> None:
         """Send ``data``, no faster than the bandwidth limit."""
         if self._limiter is None:
@@ -76,6 +91,12 @@ class ResponseWriter:
             if delay := self._limiter.delay(len(piece), time.monotonic()):
                 await asyncio.sleep(delay)
             await self._loop.sock_sendall(connection, piece)
+
+
+def _unread(connection: socket.socket) -> int:
+    """Return the bytes that were sent and that the peer has not confirmed."""
+    (size,) = struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))
+    return int(size)
 
 
 def join_short(parts: list[memoryview]) -> Iterator[bytes | memoryview]:
