@@ -76,7 +76,7 @@ def test_whether_some_peer_may_be_asked():
     assert not swarm.can_ask_peer(0.0), "one at a time"
     assert swarm.can_ask_peer(SLOW_CHUNK_SECONDS + 0.1)
     swarm.forget("b")
-    assert not swarm.can_ask_peer(SLOW_CHUNK_SECONDS + 0.1), "nobody has the other"
+    assert not swarm.can_ask_peer(SLOW_CHUNK_SECONDS + 0.1), "no peer has the other"
 
 
 def test_a_chunk_from_the_relay_instead_of_a_peer_does_not_restart_the_wait():
