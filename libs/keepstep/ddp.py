@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
-from torch.distributed import GradBucket
+from torch.distributed import GradBucket, Work
 from torch.futures import Future
 from torch.nn import parallel
 from torch.nn.parallel.distributed import _find_tensors
@@ -157,6 +157,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self._reducing_all = False
         """Whether ``_reduce_all`` runs."""
         self._last_bucket_started = False
+        self._works: list[Work] = []
+        """All-reduces that the end of the pass waits for."""
         self._left_out = False
         """Whether the last pass left parameters out."""
         with _patching, warnings.catch_warnings():
@@ -317,6 +319,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     def _begin(self) -> None:
         """At the first gradient of a pass."""
         self._last_bucket_started = False
+        self._works.clear()
         # A pass without a forward pass of this step is the script's own: a group that joins would not average it.
         step = self._keepstep_manager.steps.open_number
         follows_forward = self._expects in (_Expects.FORWARD, _Expects.REENTRANT)
@@ -348,7 +351,11 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             and any(p.grad is None for p in bucket.parameters())
         ):
             again = self._usage.publish_again
-        return manager.allreduce(buffer, should_quantize=quantize, write_back=again).get_future()
+        work = manager.allreduce(buffer, should_quantize=quantize, write_back=again)
+        if manager.retry_allreduce or not (self.gradient_as_bucket_view and buffer.is_cpu):
+            return work.get_future()
+        self._works.append(work)  # the gradients are the buffer: the reducer has nothing to do after it
+        return done(buffer)
 
     def _complete(self) -> None:
         """At the end of a pass, whose last buckets may wait for parameters that it did not use."""
@@ -368,6 +375,9 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     def _end_pass(self) -> None:
         manager = self._keepstep_manager
+        for work in self._works:
+            work.wait()
+        self._works.clear()
         if not self._local:
             if self._sparse:
                 average_sparse(manager, self._sparse)

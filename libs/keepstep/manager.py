@@ -442,8 +442,8 @@ class Manager:
                 ``reduce_op``, such as 0 to a sum, and gets the result.
             should_quantize: send 8-bit values, a quarter of the bytes; see ``keepstep.collectives``. All groups must
                 give the same value. Only SUM and AVG of floats.
-            reduce_op: AVG divides the sum by ``num_participants()``; float16 is divided before the sum, so that it does
-                not overflow. SUM of booleans is a logical or.
+            reduce_op: AVG divides the sum by ``num_participants()``: float16 and float32 before the sum, which cannot
+                overflow then. SUM of booleans is a logical or.
             write_back: called on this thread in ``should_commit``, after all passes, if the collective succeeded.
             refill: with ``retry_allreduce``, called before the collective is repeated among fewer groups, to write this
                 group's contribution to ``tensor`` again. None: the value that ``tensor`` had is copied and restored.

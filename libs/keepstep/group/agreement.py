@@ -23,7 +23,7 @@ from keepstep.group.quorum_plan import WorldSizeMode
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.protocol.membership import differ, difference, settings_text
 
-ARITHMETIC = 4
+ARITHMETIC = 5
 """Version of the arithmetic of a step.
 
 Increase it with every change after which a step computes other numbers from the same inputs: divisions and their order,

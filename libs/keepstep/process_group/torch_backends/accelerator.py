@@ -191,6 +191,8 @@ class AcceleratorCommunicator(Communicator):
 class AcceleratorWork(BackendWork):
     """An operation on the stream of an accelerator."""
 
+    ends_in_wait = False
+
     _communicator: AcceleratorCommunicator
 
     def __init__(self, communicator: AcceleratorCommunicator, raw: Work, operation: str, tensors: Any) -> None:

@@ -60,6 +60,9 @@ class _AsleepError(TimeoutError):
 class BackendWork(Work):
     """An operation in flight. ``tensors``: the tensors that it writes or sends."""
 
+    ends_in_wait = True
+    """Whether the operation is over when ``wait`` returns, so that no caller needs its future for that."""
+
     def __init__(self, communicator: Communicator, raw: Work, operation: str, tensors: Any) -> None:
         super().__init__()
         self._communicator = communicator
@@ -119,7 +122,8 @@ class BackendWork(Work):
         return self._future
 
     def is_completed(self) -> bool:
-        return self._raw is None or self._raw.is_completed()
+        raw = self._raw  # another thread may end the operation now
+        return raw is None or raw.is_completed()
 
     def is_success(self) -> bool:
         return self._error is None if self._raw is None else self._raw.is_success()

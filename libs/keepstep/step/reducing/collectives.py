@@ -2,9 +2,10 @@
 
 Errors are reported, not raised. After an error no further collective of the try starts.
 
-The extremes of what this group contributes to a sum or an average show whether it has a NaN or an infinity: 0.2 ms of
-one core for two million float32. With ``refuse_nonfinite`` those of each result are computed too. Results are equal in
-all groups, so all groups refuse together.
+This group looks for a NaN or an infinity in what it contributes to a sum or an average. The pass over the memory that
+scales a contribution to an average finds it at no cost. Elsewhere the extremes show it: 0.2 to 0.6 ms of one core for
+two million float32. With ``refuse_nonfinite`` those of each result are computed too. Results are equal in all groups,
+so all groups refuse together.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from keepstep_mesh.protocol.membership import StepReport
 from keepstep_mesh.protocol.records import maker
 from keepstep_mesh.telemetry.tracing.spans import ALL_REDUCE
 
+SCALED_BEFORE = (torch.float16, torch.float32)
+"""Dtypes of contributions to an average that are scaled before the sum, as in torch's DDP."""
 _make_report = maker(StepReport)
 
 
@@ -75,6 +78,8 @@ class Collectives:
         self._works: list[ManagedWork] = []
         self._contributed: list[torch.Tensor] = []
         """The smallest and the largest element of each contribution to a sum or an average."""
+        self._spoiled: list[torch.Tensor] = []
+        """For each contribution that was scaled: 1 if it had a NaN or an infinity, else 0."""
         self._results: list[torch.Tensor] = []
         """Those of each result, with ``refuse_nonfinite``."""
         self.launched = 0.0
@@ -95,7 +100,7 @@ class Collectives:
         """Return the first collective that has begun and not ended, as a phrase; empty: all have ended. Any thread."""
         works = [*self._works]
         for number, work in enumerate(works, 1):
-            if not work.is_completed():
+            if not work.is_over:
                 seconds = time.monotonic() - self.launched
                 return f"all-reduce {number} of {len(works)}; the first began {seconds:.0f} s ago"
         return ""
@@ -104,8 +109,9 @@ class Collectives:
         """Start to reduce a tensor in place over the groups that take part.
 
         ``agreement.ARITHMETIC`` is the version of this arithmetic. A group that does not take part contributes the
-        neutral element of the operation, such as 0 to a sum. float16 is divided before the sum, which would overflow,
-        as in torch's DDP; other floats are divided after it. A sum of booleans is a logical or, as with NCCL.
+        neutral element of the operation, such as 0 to a sum. float16, whose sum would overflow, and float32 are divided
+        before the sum, as in torch's DDP; other floats are divided after it. A sum of booleans is a logical or, as with
+        NCCL.
 
         Args:
             reduction: the tensor, and how to reduce it.
@@ -159,19 +165,20 @@ class Collectives:
             tensor.fill_(neutral_element(reduction.op, tensor.dtype))
         whole = tensor.contiguous()  # a process group reads the memory behind the first element
         summed = (whole.is_floating_point() or whole.is_complex()) and reduction.op in (ReduceOp.AVG, ReduceOp.SUM)
+        scale = 1 / world if average and world > 1 else None  # as torch's DDP: three times as fast as a division
         if summed and contributes:
             self._spoil(whole)
+        if scale is not None and whole.dtype in SCALED_BEFORE and not reduction.quantize:
+            if contributes:
+                self._scale(whole, scale)
+            scale = None
+        elif summed and contributes:
             self._contributed += _extremes(whole)
-        scale = 1 / world if average and world > 1 else None  # as torch's DDP: three times as fast as a division
         if reduction.quantize:
             self._launching()
             reduced = all_reduce([whole], scale or 1.0, context.reconfigurer.pg, context.timeout)
             self.quantized += 1
             return self._add(reduced, [whole], tensor, summed=summed, write_back=reduction.write_back, kept=kept)
-        if scale is not None and whole.dtype is torch.float16:
-            with writing([whole]):
-                whole.mul_(scale)
-            scale = None
         options = dist.AllreduceOptions()
         wired = ReduceOp.SUM if average else reduction.op
         if whole.dtype is torch.bool and wired == ReduceOp.SUM:
@@ -194,6 +201,14 @@ class Collectives:
         work = start(Round(context.reconfigurer.pg, contributes, world, context.timeout))
         self.quantized += 1
         return self._add(work, tensors, tensors, summed=True)
+
+    def _scale(self, tensor: torch.Tensor, scale: float) -> None:
+        """Multiply a contribution by ``scale``, and look for a NaN or an infinity in the same pass over the memory."""
+        device = tensor.device
+        found, factor = torch.zeros(1, device=device), torch.full((1,), scale, device=device)
+        with torch.no_grad(), writing([tensor]):
+            torch._amp_foreach_non_finite_check_and_unscale_([tensor.detach()], found, factor)
+        self._spoiled.append(found)
 
     def _spoil(self, tensor: torch.Tensor) -> None:
         """Let `keepstep chaos` spoil a contribution."""
@@ -284,7 +299,9 @@ class Collectives:
             Why no group must commit the results: one has a NaN or an infinity, which ``refuse_nonfinite`` refuses. Else
             an empty string.
         """
-        context, own = self._context, _any_nonfinite(self._contributed) and not may_overflow
+        context = self._context
+        own = _any_nonfinite(self._contributed) or any(one.item() for one in self._spoiled)
+        own = own and not may_overflow
         before = context.asks.last_step is not None and context.asks.last_step.nonfinite
         self.nonfinite = own
         if own and not before:  # else every step of a model that is NaN would log it

@@ -29,6 +29,29 @@ def test_one_element_that_is_not_finite_is_found_in_any_dtype(dtype):
     assert not _any_nonfinite([*_extremes(tensor[:0])])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_a_group_with_a_nan_is_named_for_an_average_in_any_dtype(lighthouse, dtype):
+    ready = threading.Barrier(2)
+
+    def group(name: str) -> list[Any]:
+        with manager(lighthouse, name, min_replica_size=2) as m:
+            ready.wait(30)
+            m.start_quorum()
+            good, bad, none = torch.full((7,), 3.0, dtype=dtype), torch.ones(3, dtype=dtype), torch.ones(0, dtype=dtype)
+            bad[1] = math.nan if name == "b" else 1.0
+            for one in (good, bad, none):
+                m.allreduce(one)
+            m.allreduce(transposed := torch.arange(6, dtype=dtype).view(2, 3).T)
+            assert m.should_commit()
+            assert good.tolist() == [3.0] * 7
+            assert bad[0] == 1.0
+            assert bad[1].isnan()
+            assert transposed.tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
+            return [m.steps.attempt.present.nonfinite]
+
+    assert together(lambda: group("a"), lambda: group("b")) == [[False], [True]]
+
+
 def two_groups(lighthouse: str, bad: dict[tuple[str, int], float], steps: int, **options: Any) -> list[list[bool]]:
     """Train ``steps`` attempts. ``bad``: contributions that are not 1, by group and attempt. Return what committed."""
     ready = threading.Barrier(2)
