@@ -6,8 +6,8 @@ a request is closed once the imports are done. The child is adopted by the neare
 It runs the program at the top level of this file. The server ends at the end of its standard input.
 
 A program that ends in order skips the last step of Python, which frees every object: after the imports of torch that
-takes 0.3 s of CPU time. It waits for its threads, calls what ``atexit`` has, and flushes its output. A program with
-another end (an exception, SIGINT) ends as each Python process does.
+takes 0.3 s of CPU time. It waits for its threads, calls what ``atexit`` and its own ``weakref.finalize`` have, and
+flushes its output. A program with another end (an exception, SIGINT) ends as each Python process does.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ import sys
 import threading
 import time
 import types
+import warnings
+import weakref
 from pathlib import Path
 from posix import _exit  # os._exit writes the lines that coverage has counted, which atexit or the child does here
 from typing import Any, TextIO, TypedDict
@@ -54,8 +56,9 @@ class Request(TypedDict):
     """Process group to join, as ``os.setpgid`` takes it. -1: the server's."""
     dies_with: int
     """Pid of the parent whose end kills the process. 0: none."""
-    serves: bool
-    """Start the Python processes of this program from a fork server of its own, a child of it with the same imports."""
+    serves: str
+    """Start processes of this program from a fork server of its own, a child of it with the same imports: ``""``: none,
+    "all": all Python processes, "scripts": those of ``forked.SERVERS["scripts"]``."""
 
 
 def serve(listener: socket.socket) -> Request:
@@ -120,7 +123,8 @@ def serve_own(request: Request) -> Request:
     listener.listen()
     address = listener.getsockname()
     until_end, held = os.pipe()  # the program holds the other end until it ends
-    if os.fork() == 0:
+    server = os.fork()
+    if server == 0:
         os.close(held)
         os.dup2(until_end, 0)
         nothing = os.open(os.devnull, os.O_RDWR)  # not the program's output, which its reader reads to its end
@@ -129,8 +133,11 @@ def serve_own(request: Request) -> Request:
         return serve(listener)
     listener.close()
     os.close(until_end)
-    forked.install(own=address)
-    return request
+    if request["serves"] == "scripts":
+        forked.SERVERS["scripts"] = forked.ForkServer(address=address, pid=server)
+    else:
+        forked.install(own=address)
+    return {**request, "serves": ""}
 
 
 def become(request: Request) -> None:
@@ -217,11 +224,16 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, whose end ends this process
     gc.disable()  # imports make no garbage: a fifth of their time is saved
     for module in sys.argv[2:]:
-        importlib.import_module(module)
+        with warnings.catch_warnings():
+            if module.startswith("keepstep"):
+                warnings.simplefilter("error")  # as in pytest
+            importlib.import_module(module)
+    for one in weakref.finalize._registry.values():  # type: ignore[attr-defined]
+        one.atexit = False  # torch would take back each operation that it has registered: 40 ms of CPU time
     gc.freeze()
     gc.enable()
     asked = serve(socket.socket(fileno=int(sys.argv[1])))
-    if asked["serves"]:
+    while asked["serves"]:
         asked = serve_own(asked)
     become(asked)
     try:

@@ -28,6 +28,7 @@ from tests.support.processes.fork_server import PID_BYTES, Request
 PR_SET_CHILD_SUBREAPER = 36
 SERVER = Path(__file__).with_name("fork_server.py")
 TESTS = SERVER.parents[2]
+EXAMPLES = TESTS.parent / "examples"
 
 FORKS = "TESTS_FORK_SERVER"
 """Variable of a command whose Python processes start from a fork server. They do not inherit it."""
@@ -48,29 +49,42 @@ SCRIPTS = (
     "keepstep.checkpointing",
     "keepstep.coordination",
     "keepstep.ddp",
+    "keepstep.lifecycle.background_quorum",
     "keepstep.manager",
     "keepstep.one_copy",
+    "keepstep.sharded",
     "keepstep_cli.main",
     "keepstep_cli.running.launcher",
     "keepstep_chaos.histories.reading",
     "keepstep_lighthouse.app",
     "sklearn.datasets",
     "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
     "torch.distributed.tensor",
     "torch.utils.data",
 )
 """Imports of trainers and peers, and of commands that start some. The first optimizer of a process imports
-torch._dynamo."""
+torch._dynamo, and its first Manager what is below keepstep.lifecycle."""
+WORKERS = (
+    "torch",
+    *SCRIPTS,
+)
+"""Imports of pytest's processes, whose scripts come from fork servers that are forked off them. No module of a plugin
+of pytest is here: pytest rewrites their assertions when it imports them."""
+EXECNET = "import sys;exec(eval(sys.stdin.readline()))"
+"""Program of a process of pytest-xdist."""
 
 
 class ForkServer:
-    """Starts at the first use, unless ``address`` is that of a running one."""
+    """Starts at the first use, unless ``address`` is that of a running one, whose end is the caller's, with its pid."""
 
-    def __init__(self, *modules: str, address: bytes = b"") -> None:
+    def __init__(self, *modules: str, address: bytes = b"", pid: int = 0) -> None:
         self._modules = modules
         self._starting = threading.Lock()
         self._address = address
+        self.pid = pid
         self.process: subprocess.Popen[bytes] | None = None
 
     def _start(self) -> None:
@@ -87,6 +101,7 @@ class ForkServer:
                     stdout=subprocess.DEVNULL,
                     pass_fds=[listener.fileno()],
                 )
+                self.pid = self.process.pid
 
     def wait(self) -> None:
         """Start it, and wait until it has imported its modules."""
@@ -115,10 +130,10 @@ class ForkServer:
             assert self.process.stdin is not None
             self.process.stdin.close()
             self.process.wait(60)
-            self.process, self._address = None, b""
+            self.process, self._address, self.pid = None, b"", 0
 
 
-SERVERS = {"commands": ForkServer(*COMMANDS), "scripts": ForkServer(*SCRIPTS)}
+SERVERS = {"commands": ForkServer(*COMMANDS), "scripts": ForkServer(*SCRIPTS), "workers": ForkServer(*WORKERS)}
 _own: ForkServer | None = None
 """The server of this process, a command with ``FORKS`` in its environment."""
 
@@ -130,12 +145,16 @@ def server_of(arguments: Sequence[str]) -> ForkServer | None:
             return _own
         case [sys.executable, path, *_] if _own is not None and path.endswith(".py"):
             return _own
+        case [sys.executable, "-u", "-c", code] if code == EXECNET:
+            return SERVERS["workers"]
         case [sys.executable, "-m", "keepstep_cli", *_]:
             return SERVERS["commands"]
         case [sys.executable, "-c", code, *_] if TRAINING.search(code):
             return SERVERS["scripts"]
-        case [sys.executable, path, *_] if path.endswith(".py") and TESTS in Path(path).parents and path != str(SERVER):
+        case [sys.executable, "-m", module, *_] if module.startswith("tests.support."):
             return SERVERS["scripts"]
+        case [sys.executable, path, *_] if path.endswith(".py") and path != str(SERVER):
+            return SERVERS["scripts"] if {TESTS, EXAMPLES} & set(Path(path).parents) else None
     return None
 
 
@@ -171,6 +190,8 @@ def _request(how: Mapping[str, Any]) -> tuple[ForkServer, Request] | None:
         environment["PYTHONUNBUFFERED"] = "1"
     serves = serves and arguments[:2] == [sys.executable, "-m"]
     server = SERVERS["scripts"] if serves else server_of(arguments)
+    if server is SERVERS["workers"]:
+        del arguments[1]  # execnet flushes what it writes
     if server is None or not same_python(environment) or not Path(folder).is_dir():
         return None
     return server, Request(
@@ -181,7 +202,7 @@ def _request(how: Mapping[str, Any]) -> tuple[ForkServer, Request] | None:
         new_session=how["start_new_session"],
         group=how["process_group"],
         dies_with=os.getpid() if dies_with_parent else 0,
-        serves=serves,
+        serves="scripts" if server is SERVERS["workers"] else "all" if serves else "",
     )
 
 
@@ -221,6 +242,9 @@ def install(own: bytes = b"") -> None:
     global _own
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     subprocess.Popen = ForkedPopen  # type: ignore[misc]
+    for module in tuple(sys.modules.values()):  # torchrun has imported it by its name
+        if getattr(module, "__dict__", {}).get("Popen") is UsualPopen:
+            module.Popen = ForkedPopen  # type: ignore[attr-defined]
     if own:
         _own = ForkServer(address=own)
 
@@ -237,4 +261,4 @@ def close() -> None:
 
 def server_pids() -> set[int]:
     """Processes that tests share and do not end."""
-    return {server.process.pid for server in SERVERS.values() if server.process is not None}
+    return {server.pid for server in SERVERS.values() if server.pid}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -12,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from execnet.gateway_io import popen_args
+from execnet.xspec import XSpec
 
 from tests.support.processes import forked
 from tests.support.services.command import Command
@@ -85,6 +88,35 @@ def test_trainers_of_a_command_are_forked_are_its_children_and_die_with_it(monke
         os.close(trainer)
     finally:
         run.close()
+        server.close()
+
+
+WORKER = """
+import os, subprocess, sys
+from tests.support.processes import forked
+forked.install()
+script = "import os, sys  # as a script with torch" + chr(10) + "print('colorsys' in sys.modules, os.getppid())"
+serving = ("-m", "timeit", "-n1", "-r1", "import subprocess; print(subprocess.Popen.__name__)")
+def told(*arguments, **variables):
+    run = [sys.executable, *arguments]
+    environment = {**os.environ, **variables}
+    return subprocess.run(run, env=environment, capture_output=True, text=True, check=True).stdout.split()
+print("colorsys" in sys.modules, told("-c", script) == ["True", str(os.getpid())], end=" ")
+print(told(*serving, TESTS_FORK_SERVER="1")[0], *forked.server_pids(), *sys.argv)
+"""
+
+
+def test_a_process_of_xdist_is_forked_and_has_a_fork_server_for_its_scripts(monkeypatch, repository: Path) -> None:
+    server = forked.ForkServer("colorsys")
+    monkeypatch.setitem(forked.SERVERS, "workers", server)
+    pipe = subprocess.PIPE
+    command = popen_args(XSpec("popen"))
+    try:
+        with forked.ForkedPopen(command, cwd=repository, stdin=pipe, stdout=pipe, text=True) as worker:
+            told, _ = worker.communicate(f"{WORKER!r}\n", 60)
+        assert server.process is not None
+        assert re.fullmatch(r"True True ForkedPopen \d+ -c\n", told), told
+    finally:
         server.close()
 
 
