@@ -126,7 +126,7 @@ def test_a_later_synchronous_step_asks_again_too(two_needed, asked_again):
         with manager(two_needed, "a", use_async_quorum=False) as m:
             committed = [step(m)]
             first_step_done.wait(DEADLINE)
-            m._settings = dataclasses.replace(m._settings, quorum_timeout=SOON)
+            m._steps._settings = dataclasses.replace(m._steps._settings, quorum_timeout=SOON)
             committed.append(step(m))
             back.set()
             return committed
