@@ -7,6 +7,8 @@ Environment variables:
 
 SCRIPTS      paths, separated by colons
 ARGUMENTS    of the scripts, separated by spaces
+PACE         seconds to sleep before each step of an ``Optimizer``: most steps only pass while a test waits
+HOLD         file; while it exists, no script begins
 """
 
 from __future__ import annotations
@@ -15,16 +17,23 @@ import hashlib
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from keepstep import Optimizer
+
 
 def main() -> None:
     torch.set_num_threads(1)
     sys.argv[1:] = os.environ.get("ARGUMENTS", "").split()
+    if "PACE" in os.environ:
+        slow_down(float(os.environ["PACE"]))
+    while Path(os.environ.get("HOLD", "")).is_file():
+        time.sleep(0.02)  # until the test, another process, lets it begin
     scripts = [Path(path) for path in os.environ["SCRIPTS"].split(":")]
     for script in scripts:
         if len(scripts) > 1:
@@ -46,6 +55,16 @@ def main() -> None:
             "digest": digest(shared_state(names)),
         }
         print(json.dumps(line), flush=True)
+
+
+def slow_down(seconds: float) -> None:
+    step = Optimizer.step
+
+    def slowly(self: Optimizer, *given: Any) -> Any:
+        time.sleep(seconds)
+        return step(self, *given)
+
+    Optimizer.step = slowly  # type: ignore[assignment,method-assign]
 
 
 def manager_of(trainer: Any) -> Any:

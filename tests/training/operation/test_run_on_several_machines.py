@@ -9,11 +9,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 
 from keepstep_mesh.exit_codes import EXIT_GROUP_FAILED
+from tests.support.jobs.job import SCRIPTS
 from tests.support.network.ports import free_port
+from tests.support.processes.forked import FORKS
 from tests.support.services.command import Command, service_process
 
 pytestmark = [pytest.mark.training, pytest.mark.timeout(600)]
@@ -26,6 +27,8 @@ class Machines:
 
     def __init__(self, folder: Path, lighthouse: str) -> None:
         self._folder, self._lighthouse = folder, lighthouse
+        self.hold = folder / "hold"
+        """While this file exists, a rank that starts does not begin, and the other group trains alone."""
         self._ports = [free_port(), free_port()]
         self.runs: dict[tuple[int, int], Command] = {}
         """By group and number of the machine."""
@@ -43,19 +46,11 @@ class Machines:
             "--max-restart-pause": 1,
         }
         arguments = [str(word) for flag in flags.items() for word in flag]
-        command = ("run", *arguments, "--", str(SCRIPT))
-        run = Command(self._folder, *command, deadline=300.0, STEPS="1000000000", TESTS_FORK_SERVER="")
+        script = {"SCRIPTS": str(SCRIPT), "STEPS": "1000000000", "PACE": "0.03", "HOLD": str(self.hold)}
+        command = ("run", *arguments, "--", str(SCRIPTS))
+        run = Command(self._folder, *command, deadline=300.0, **{FORKS: "1"}, **script)
         self.runs[group, machine] = run
         return run
-
-    def rank_of(self, group: int, machine: int) -> int:
-        """The pid of the rank of a machine."""
-        (pid,) = (
-            one.pid
-            for one in psutil.Process(self.runs[group, machine].process.pid).children(recursive=True)
-            if SCRIPT.name in " ".join(one.cmdline()) and "keepstep_cli" not in one.cmdline()
-        )
-        return pid
 
     def end(self) -> list[int]:
         """End all; return the exit codes."""
@@ -84,16 +79,21 @@ def scenario(job: Machines) -> None:
     for run in (first, other):
         run.wait_for("step .* groups 2")
 
-    os.kill(job.rank_of(1, 1), signal.SIGKILL)
+    rank = int(last.wait_for(r"\[r1\] started, pid (\d+)")[1])
+    job.hold.touch()
+    os.kill(rank, signal.SIGKILL)
     last.wait_for("rank 0 was killed by SIGKILL")
     other.wait_for(f"rank 0 exited with ({EXIT_GROUP_FAILED}|1)")  # torch's collective may notice the death first
     first.wait_for("step .* groups 1")
+    job.hold.unlink()
     other.wait_for("step .* groups 2")
 
+    job.hold.touch()
     last.process.send_signal(signal.SIGTERM)  # the notice that this machine ends
     assert last.wait() == 128 + signal.SIGTERM
     other.wait_for(f"rank 0 exited with ({EXIT_GROUP_FAILED}|1)")  # not 0: the group shall come back
     first.wait_for("step .* groups 1")
+    job.hold.unlink()
     job.start(1, 1)
     other.wait_for("step .* groups 2")
     first.wait_for("step .* groups 2")
@@ -101,7 +101,7 @@ def scenario(job: Machines) -> None:
 
 
 async def test_a_group_of_two_machines_starts_again_on_both_after_one_loses_a_rank_or_goes(tmp_path: Path) -> None:
-    """Slow: four trainers of torch, two of them three times."""
+    """Slow: four trainers, two of them three times."""
     async with machines(tmp_path) as job:
         await asyncio.to_thread(scenario, job)
     events = (tmp_path / "events.jsonl").read_text()
