@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 sys.path.append(str(Path(__file__).parents[3]))
 
 from keepstep import DistributedDataParallel, ElasticLoader, ElasticSampler, Manager, Optimizer, ProcessGroupGloo
-from tests.support.jobs.trainer import digest, say
+from tests.support.jobs.trainer import PACE, digest, say
 
 GLOBAL_BATCH = 100
 """Does not divide the number of samples, so that the last batch of an epoch is smaller."""
@@ -52,7 +52,6 @@ def train(manager: Manager, model: nn.Module, adamw: torch.optim.Optimizer) -> N
     sampler = ElasticSampler(len(digits), manager, GLOBAL_BATCH, seed=3)
     workers = int(os.environ.get("TRAINER_WORKERS", "0"))
     loader = ElasticLoader(digits, sampler, num_workers=workers, multiprocessing_context="fork" if workers else None)
-    pace = float(os.environ.get("TRAINER_PACE", "0.03"))
     while True:
         epoch = sampler.epoch
         for indices, pixels, labels in loader:
@@ -68,7 +67,7 @@ def train(manager: Manager, model: nn.Module, adamw: torch.optim.Optimizer) -> N
                 say("committed", step=manager.current_step(), digest=state, quorum_id=lineage)
             else:
                 say("discarded", step=manager.current_step())
-            time.sleep(pace)  # the pace that the test asks for
+            time.sleep(PACE)  # the pace that the test asks for
         say("ended", epoch=epoch)
 
 

@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader, Dataset
 sys.path.append(str(Path(__file__).parents[3]))
 
 from keepstep import Manager, Optimizer, ProcessGroupGloo
-from tests.support.jobs.trainer import digest, say
+from tests.support.jobs.trainer import PACE, digest, say
 
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 ORDER = Path(os.environ["TRAINER_HANG"])
@@ -149,7 +149,7 @@ def main() -> None:
                 say("committed", step=manager.current_step(), digest=digest(model.state_dict()), quorum_id=None)
             else:
                 say("discarded", step=manager.current_step())
-            time.sleep(0.03)  # pace
+            time.sleep(PACE)  # pace
     finally:
         manager.shutdown()
 

@@ -39,6 +39,8 @@ STAGES, MICRO_BATCHES, SAMPLES = 2, 2, 4
 WORDS, WIDTH, LENGTH = 16, 8, 4
 MAX_NORM = 0.2
 SHOWN = 5
+PACE = 0.1
+"""Seconds to sleep in each step: most steps only pass while a test waits, and eight ranks share a machine."""
 
 
 class First(nn.Module):
@@ -226,7 +228,7 @@ def main() -> None:
                     quorum_id=manager.state_dict().get("lineage"),
                     **({"weights": trainer.shards()} if step % SHOWN == 0 else {}),
                 )
-            time.sleep(0.03)  # most steps only pass while a test waits
+            time.sleep(PACE)
     finally:
         manager.shutdown()
 

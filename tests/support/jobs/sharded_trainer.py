@@ -38,6 +38,8 @@ RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 MICRO_BATCHES = 2
 BALLAST_BYTES = 20 << 20
 """State of more than one chunk, so that a heal has a middle."""
+PACE = 0.1
+"""Seconds to sleep in each step: most steps only pass while a test waits, and eight ranks share a machine."""
 
 
 def wait_for_test(event: str, **detail: object) -> None:
@@ -115,7 +117,7 @@ def train(manager: CountingManager, model: Any, optimizer: Any, adamw: torch.opt
                 groups=manager.num_participants(),
                 quorum_id=manager.state_dict().get("lineage"),
             )
-        time.sleep(0.03)  # most steps only pass while a test waits
+        time.sleep(PACE)
 
 
 def main() -> None:

@@ -48,6 +48,8 @@ from keepstep import DistributedDataParallel, HTTPTransport, Manager, Optimizer,
 from keepstep.process_group import ProcessGroupBabyGloo
 from keepstep.state.values.sharding import is_dtensor
 
+PACE = float(os.environ.get("TRAINER_PACE", "0.03"))
+
 
 def say(event: str, **detail: object) -> None:
     line = {"event": event, "pid": os.getpid(), "rank": int(os.environ.get("RANK", "0")), "t": time.time(), **detail}
@@ -166,7 +168,6 @@ def main() -> None:
     flip_at = int(os.environ.get("TRAINER_FLIP_AT", "-1"))
     hold_step_at = int(os.environ.get("TRAINER_HOLD_AT", "-1"))
     pauses = {int(step) for step in os.environ.get("TRAINER_PAUSE_AT", "").split(",") if step}
-    pace = float(os.environ.get("TRAINER_PACE", "0.03"))
     workers = int(os.environ.get("TRAINER_WORKERS", "0"))
     failures = itertools.count(1)
     drawn = batches_of_workers(workers, len(inputs)) if workers else None
@@ -209,7 +210,7 @@ def main() -> None:
                     layers[0].get_parameter("weight").view(torch.int32)[1, 2] ^= 1 << 20
                 say("flipped", step=manager.current_step())
                 flip_at = -1
-            time.sleep(pace)  # the pace that the test asks for
+            time.sleep(PACE)  # the pace that the test asks for
             if (step := manager.current_step()) in pauses:
                 pauses.remove(step)
                 say("paused", step=step)
