@@ -34,7 +34,9 @@ def build(mesh: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = nn.Sequential(nn.Linear(16, width), nn.Tanh(), nn.Linear(width, 16))
     if not own("PLAIN"):
         fully_shard(model, mesh=mesh["fsdp"] if mesh.ndim > 1 else mesh)
-    return model, getattr(torch.optim, own("OPTIMIZER", "AdamW"))(model.parameters(), lr=float(own("LR", "1e-2")))
+    kind, rate = own("OPTIMIZER", "AdamW"), float(own("LR", "1e-2"))
+    quick = {"fused": True} if kind == "AdamW" else {}  # torch looks at fewer operations on DTensors in the first step
+    return model, getattr(torch.optim, kind)(model.parameters(), lr=rate, **quick)
 
 
 def take(self: Memory, size: int) -> list[memoryview]:
