@@ -257,7 +257,7 @@ def test_a_cut_network_and_a_machine_that_vanishes_are_told_apart(tmp_path: Path
 
         def group(number: int) -> Command:
             flags = ("--job", JOB, "--replicas", "1", "--first-replica", str(number), "--replicas-in-job", "2")
-            return started(f"h{number}", "run", *flags, "--lighthouse", address, "--", str(HANGING))
+            return started(f"h{number}", "run", "--cold", *flags, "--lighthouse", address, "--", str(HANGING))
 
         def verdict_on_r1(verdict: str) -> Any:
             """Wait until the newest incident of r1 has this verdict."""

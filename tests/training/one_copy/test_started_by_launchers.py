@@ -52,12 +52,14 @@ def shards(*outputs: str) -> dict[str, str]:
     return dict(found)
 
 
-async def test_each_launcher_with_two_ranks_in_each_member_trains_as_plain_fsdp2() -> None:
+async def test_each_launcher_with_two_ranks_in_each_member_trains_as_plain_fsdp2(tmp_path: Path) -> None:
     plain = shards(await printed(*TORCHRUN, "--nproc-per-node=4", str(PLAIN)))
-    words = ("--replicas", "2", "--nproc-per-replica", "2", "--", str(EXAMPLE))
+    words = ("--cold", "--replicas", "2", "--nproc-per-replica", "2", "--", str(EXAMPLE))
     assert shards(await printed(sys.executable, "-m", "keepstep_cli", "run", *words)) == plain
     by_hand = (*TORCHRUN, "--nproc-per-node=2", str(EXAMPLE))
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # the script of a Slurm task calls keepstep
+    keepstep = tmp_path / "keepstep"  # the script of a Slurm task calls `keepstep run`
+    keepstep.write_text(f'#!/bin/sh\nshift\nexec {sys.executable} -m keepstep_cli run --cold "$@"\n')
+    keepstep.chmod(0o700)
     for command in (by_hand, ("bash", str(SLURM), str(EXAMPLE))):
         async with lighthouse() as one:
             tasks = [
@@ -70,7 +72,8 @@ async def test_each_launcher_with_two_ranks_in_each_member_trains_as_plain_fsdp2
                 }
                 for number in range(2)
             ]
-            common = {"KEEPSTEP_LIGHTHOUSE": one.address, "RANKS": "2", "PATH": path}
+            common = {"KEEPSTEP_LIGHTHOUSE": one.address, "RANKS": "2"}
+            common["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
             outputs = await asyncio.gather(*(printed(*command, **common, **task) for task in tasks))
         assert shards(*outputs) == plain, command
 

@@ -113,7 +113,8 @@ async def test_an_evicted_group_exits_77_and_is_not_let_in_before_its_ban_is_lif
 
 async def test_keepstep_run_starts_an_evicted_group_when_its_ban_is_over() -> None:
     async with Job(min_replicas=1) as job:
-        command = [sys.executable, "-m", "keepstep_cli", "run", "--replicas", "2", "--lighthouse", job.address, "--"]
+        flags = ["--cold", "--replicas", "2", "--lighthouse", job.address]
+        command = [sys.executable, "-m", "keepstep_cli", "run", *flags, "--"]
         run = await asyncio.create_subprocess_exec(
             *command,
             str(TRAINER),
