@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from keepstep_cli.running.warm.warm_starts import _pipes
+from tests.support.jobs.job import TRAINER
 from tests.support.services.command import Command
 
 DEADLINE = 110.0
@@ -223,23 +224,23 @@ def facts():
 @pytest.mark.timeout(400)
 def test_torch_computes_the_same_after_a_warm_start(started) -> None:
     """With two threads, as a pool of OpenMP must not be forked. It takes two starts of torch."""
-    guarded = "\nif __name__ == '__main__':\n" + WAIT.replace("\n", "\n    ") + "print('state', json.dumps(facts()))\n"
-    found = []
-    for flags in ((), ("--cold",)):
-        run = started(TORCH + guarded, *flags, OMP_NUM_THREADS="2")
-        found.append(json.loads(second_life(run, warm=not flags)))
-        assert run.wait() == 0
-    warm, cold = found
+    main, tell = "\nif __name__ == '__main__':\n", "    print('state', json.dumps(facts()), flush=True)\n"
+    run = started(TORCH + main + WAIT.replace("\n", "\n    ") + "\n" + tell, OMP_NUM_THREADS="2")
+    warm = json.loads(second_life(run, warm=True))
+    assert run.wait() == 0
+    run = started(TORCH + main + tell, "--cold", OMP_NUM_THREADS="2")
+    cold = json.loads(run.wait_for(r"\[r0/0\] state (.*)")[1])
+    assert run.wait() == 0
     assert warm == cold
     assert warm["threads"] == 2
     assert not warm["bad fork"]
 
 
 @pytest.mark.timeout(400)
-def test_a_killed_group_heals_after_a_warm_start(tmp_path: Path, repository: Path) -> None:
+def test_a_killed_group_heals_after_a_warm_start(tmp_path: Path) -> None:
     """A real job, whose Managers tell what is imported. It takes a start of torch and the imports of the template."""
-    example = ("--", str(repository / "examples" / "train_ddp.py"), "--steps", "1000000")
-    run = Command(tmp_path, "run", "--replicas", "2", *example, deadline=DEADLINE)
+    groups = ("run", "--replicas", "2", "--", str(TRAINER))
+    run = Command(tmp_path, *groups, deadline=DEADLINE, TRAINER_PACE="0.3")
     try:
         run.wait_for(WARM)
         kill(run, "r1")

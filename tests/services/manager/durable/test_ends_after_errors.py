@@ -47,11 +47,12 @@ async def test_a_due_checkpoint_is_written_unless_the_script_ends_with_an_error(
 ) -> None:
     async with relay_process("--data-dir", str(tmp_path)) as (_, url):
         code = program.format(lighthouse=lighthouse, url=url)
+        words = (*flags, "-") if flags else ("-c", code)
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, *flags, "-u", "-"), stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
+            *(sys.executable, *words), stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
         )
         async with asyncio.timeout(DEADLINE):
-            _, errors = await process.communicate(code.encode())
+            _, errors = await process.communicate(code.encode() if flags else b"")
         assert process.returncode == (0 if saved else 1), errors
         assert (b"ZeroDivisionError" in errors) is (program is not FALLBACK and "1 / 0" in program), errors
         assert await listed(url) == ({2: "committed"} if saved else {})
