@@ -26,8 +26,8 @@ from keepstep_cli.running.ranks import JobSpec, command_line, free_port
 from keepstep_cli.running.supervisor_events import Restarts
 
 RANKS = 4
-STEPS_BETWEEN = 100
-"""Minimum number of steps between two kills."""
+STEPS_BETWEEN, SHORT_STEPS = 100, 30
+"""Minimum number of steps before and after each kill, and that with one kill only."""
 STEP_PAUSE_SECONDS = 0.02
 """After each step of the job that is killed: a process that starts again needs the processors."""
 
@@ -43,6 +43,7 @@ class _Training:
         self._console = console
         self._started = started
         self._kills = kills
+        self._between = STEPS_BETWEEN if kills > 1 else SHORT_STEPS
         self._launcher: Launcher | None = None
         self._told = False
         folder.mkdir()
@@ -87,10 +88,10 @@ class _Training:
         self.lines.append(f"[{group}] {text}")
         self.run.heard(group, text, now)
         if self._kills and self._launcher is not None:
-            if victim := self.run.next_kill(STEPS_BETWEEN, self._kills):
+            if victim := self.run.next_kill(self._between, self._kills):
                 self.run.killed(victim, now)
                 self._launcher.kill(victim)
-            elif not self._told and self.run.over(STEPS_BETWEEN, self._kills):
+            elif not self._told and self.run.over(self._between, self._kills):
                 self._told = True
                 write_steps(self._steps_file, self.run.step + LAST_STEPS)
         for sentence in self.run.happenings:

@@ -55,7 +55,7 @@ def trainings(tmp_path: Path, repository: Path) -> Iterator[object]:
 
     def train(replicas: int, *arguments: str, forked: bool = True) -> Training:
         state = tmp_path / f"state-{len(started)}"
-        variables = {FORKS: "1"} if forked else {}
+        variables = {"OMP_NUM_THREADS": "1", **({FORKS: "1"} if forked else {})}
         started.append(Training(tmp_path, state, repository, replicas, *arguments, **variables))
         return started[-1]
 
@@ -107,7 +107,8 @@ def test_a_sigterm_ends_a_training_between_two_steps(trainings, tmp_path: Path) 
 def demo(folder: Path, *flags: str, deadline: float = DEADLINE, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "keepstep_cli", "demo", *flags],
-        cwd=folder, env=environment(**variables), capture_output=True, text=True, timeout=deadline, check=False,
+        cwd=folder, env=environment(OMP_NUM_THREADS="1", **variables), capture_output=True, text=True,
+        timeout=deadline, check=False,
     )  # fmt: skip
 
 
