@@ -15,7 +15,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol, TypeAlias
 
@@ -206,7 +205,7 @@ class StepValues:
     """The values of the last steps of one rank."""
 
     def __init__(self) -> None:
-        self._steps: OrderedDict[str, Values] = OrderedDict()
+        self._steps: dict[str, Values] = {}
         self._digest: tuple[Values | None, str] = (None, "")
         """The last values, and their digest."""
 
@@ -220,7 +219,7 @@ class StepValues:
         """
         self._steps[f"{quorum_id}/{step}"] = values
         while len(self._steps) > REMEMBERED_STEPS:
-            self._steps.popitem(last=False)
+            del self._steps[next(iter(self._steps))]
         if values is not self._digest[0]:
             text = "\n\n".join(f"{owner}\n{lines}" for owner, lines in values)
             self._digest = values, hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
@@ -228,7 +227,10 @@ class StepValues:
 
     def lines(self) -> dict[str, dict[str, str]]:
         """Return the values as text, by name, of each step that is kept; the newest step last. From any thread."""
-        return {step: dict(_pairs(values)) for step, values in list(self._steps.items())}
+        steps = (
+            self._steps.copy()
+        )  # at once. A list of its items may be interrupted: a garbage collection may run Python
+        return {step: dict(_pairs(values)) for step, values in steps.items()}
 
 
 def changes(before: Values, after: Values) -> list[str]:

@@ -44,18 +44,23 @@ class FirstError:
         self._note(error, cause)
 
     def report_of_peers(self, error: Exception) -> None:
-        """Report the error of a collective, which came from the other groups or from the connections to them."""
+        """Report the error of a collective, which came from the other groups or from the connections to them.
+
+        If this group caused it, it has no place in the script, which only waits for it.
+        """
         if isinstance(error, UnsupportedCollectiveError):
-            self.report(error)
+            self.own = True
+            self._note(error, OWN, has_place=False)
         else:
             self._note(error, UNKNOWN)
 
     @must_succeed("the report of an error")
-    def _note(self, error: Exception, cause: str) -> None:
+    def _note(self, error: Exception, cause: str, *, has_place: bool = True) -> None:
         context = self._context
         if not self.ended and self.error is None:
             self.error, self._cause = error, cause
-            self.of_this_group = OwnError.reported(error, sys._getframe(1)) if cause == OWN else None  # noqa: SLF001
+            placed = OwnError.reported(error, sys._getframe(1)) if has_place else OwnError(error, ())  # noqa: SLF001
+            self.of_this_group = placed if cause == OWN else None
             reason = f"{type(error).__name__}: {error}"
             context.log.warning("step will not commit", step=context.progress.step, reason=reason)
             self._abort = f"this group reported {reason}"

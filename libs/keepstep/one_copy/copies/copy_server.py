@@ -144,7 +144,7 @@ class CopyServer:
 
     def end_copies_before(self, quorum_id: int) -> None:
         """Close connections of owners that took their place in an earlier quorum: they may be frozen, or cut off."""
-        for frames, begun in list(self._open.items()):
+        for frames, begun in self._open.copy().items():
             if begun < quorum_id:
                 frames.close()
 

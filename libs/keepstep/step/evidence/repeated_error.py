@@ -5,8 +5,8 @@ that cannot be reduced, comes again in every attempt, and the group would discar
 this group in ``LIMIT`` steps in a row ends the group, whose launcher and user then see its traceback.
 
 Errors are the same if they have one type and come from one place of the script. Their text may have a loss, an address
-or the number of a step, and differ each time. An error that another thread reports, such as that of a collective, has
-no place in the script: then the text counts.
+or the number of a step, and differ each time. An error that another thread reports, or that of a collective, has no
+place in the script: then the text counts.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -142,3 +145,23 @@ def test_the_newest_difference_of_the_steps_that_both_groups_remember_is_named()
     assert values_difference(ours.lines(), ours.lines(), "r1") == ""
     assert values_difference(ours.lines(), {"7/9": "no values"}, "r1") == ""
     assert "only: unknown here, 1 in r1" in values_difference({"7/9": {}}, {"7/9": {"only": 1}}, "r1")
+
+
+def test_values_are_read_while_a_step_is_added() -> None:
+    """A garbage collection may run Python in the midst of a copy of the steps, and let the training thread run."""
+    values, steps = StepValues(), itertools.count()
+
+    def add(phase: str, _info: object) -> None:
+        values.add(1, next(steps), (("", f"{phase}\t1"),))
+
+    add("first", None)
+    threshold = gc.get_threshold()
+    gc.callbacks.append(add)
+    gc.set_threshold(1)
+    try:
+        for _ in range(200):
+            values.lines()
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(add)
+    assert next(steps) > 10
