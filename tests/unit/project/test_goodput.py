@@ -36,8 +36,8 @@ def test_a_job_without_groups_to_spare_loses_what_is_missing():
 
 def test_the_measured_constants_of_the_page_are_on_it_or_in_the_results():
     text = (ROOT / "docs" / "scaling.md").read_text()
-    for figure in ("7.9 GB/s", "0.54, 0.62, 0.70 s", "0.15, 0.17, 0.19 s"):
-        assert figure in text
+    for figure in ("7.9 GB/s", "0.62 s after a loss and 0.17 s after a join"):
+        assert figure in " ".join(text.split())
     kills = json.loads((ROOT / "benchmarks" / "measured.json").read_text())["kill"]["figures"]
     measured = {one["name"]: one["keepstep"] for one in kills}
     assert SCALING["PAUSE"] >= measured["SIGKILL to next commit"]

@@ -34,23 +34,31 @@ def test_the_page_is_as_its_script_writes_it_now() -> None:
     assert MEASURED["page"](kept) == (ROOT / "benchmarks" / "MEASURED.md").read_text(), "run benchmarks/measured.py"
 
 
-def test_the_table_of_the_readme_is_as_the_script_writes_it_now() -> None:
+def test_the_tables_of_pages_are_as_the_script_writes_them_now() -> None:
     kept = json.loads((ROOT / "benchmarks" / "measured.json").read_text())
-    readme = (ROOT / "README.md").read_text()
-    rows = MEASURED["readme_rows"](kept)
-    assert len(rows) == 2 + len(MEASURED["SHOWN"]), "every row is measured"
-    assert MEASURED["with_rows"](readme, rows) == readme, "run benchmarks/measured.py"
+    for shown in MEASURED["SHOWN"]:
+        text = (ROOT / shown.page).read_text()
+        assert len(shown.lines(kept)) == 2 + len(shown.rows), f"every row of {shown.page} is measured"
+        assert shown.written(text, kept) == text, "run benchmarks/measured.py"
 
 
-def test_a_row_of_the_readme_has_the_figure_of_its_name_before_one_that_begins_with_it() -> None:
+def test_a_row_of_a_page_has_the_figure_of_its_name_before_one_that_begins_with_it() -> None:
     def figure(name: str, keepstep: float) -> dict[str, object]:
         return {**FIGURE, "name": name, "keepstep": keepstep}
 
-    figures = [figure("SIGKILL to next commit, p95", 9.0), figure("SIGKILL to next commit", 0.05)]
-    rows = MEASURED["readme_rows"]({"kill": {"figures": figures}})
-    assert rows[2] == "| SIGKILL of 1 of 3 groups to the others' next commit | 1 ms | 0.05 ms | 0.2 | `BENCH=kill` |"
-    assert rows[3].startswith("| the same, p95 | 1 ms | 9 ms |")
-    assert MEASURED["with_rows"](f"a\n{rows[0]}\n|---|\n| old |\n\nb\n", rows[:2]) == f"a\n{rows[0]}\n{rows[1]}\n\nb\n"
+    rows = (("a kill", "kill", "SIGKILL"), ("worst", "kill", "SIGKILL, m"), ("not measured", "heal", "heal"))
+    shown = MEASURED["Shown"]("page.md", ("", "torchft", "keepstep", "ratio", "target", MEASURED["BENCH"]), rows)
+    lines = shown.lines({"kill": {"figures": [figure("SIGKILL, max", 9.0), figure("SIGKILL", 0.05)]}})
+    assert lines == [
+        "| | torchft | keepstep | ratio | target | again with `make bench` |",
+        "|---|---|---|---|---|---|",
+        "| a kill | 1 ms | 0.05 ms | 0.2 | <= 0.5 reached | `BENCH=kill` |",
+        "| worst | 1 ms | 9 ms | 0.2 | <= 0.5 reached | `BENCH=kill` |",
+    ]
+    old = f"a\n{lines[0]}\n|---|\n| old |\n\nb\n"
+    assert shown.written(old, {}) == f"a\n{lines[0]}\n{lines[1]}\n\nb\n"
+    with pytest.raises(ValueError, match=r"page\.md has 0 tables"):
+        shown.written("a\n", {})
 
 
 def test_a_run_replaces_its_own_benchmarks_and_a_quick_one_no_figure_of_a_whole_one() -> None:
@@ -85,7 +93,7 @@ def test_the_page_says_how_much_code_has_changed_since() -> None:
     kept = MEASURED["merged"]({}, results("step"))
     kept["step"]["changed_lines"] = 0
     page = MEASURED["page"](kept)
-    assert "| step, tiny | ms p50 of 3 | 0.2 | one machine: 1 | 0.2 | <= 0.5 reached |" in page
+    assert "| step, tiny | ms p50 of 3 / 1 | 0.2 | one machine: 1 | 0.2 | <= 0.5 reached |" in page
     assert "Older" not in page
     kept["step"]["changed_lines"] = 1200
     assert "**Older than the code:** 1,200 lines of what it measures" in " ".join(MEASURED["page"](kept).split())
