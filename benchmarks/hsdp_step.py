@@ -1,7 +1,7 @@
 """Measure the cost of a step of a sharded model over plain FSDP2: one group of two ranks, gloo, no faults.
 
 Managed and plain steps alternate within one run (see ``hsdp_trainer.py``). Runs of torchft and keepstep take turns,
-five times over. The figure of a run is its median managed step divided by its median plain step.
+twice. The figure of a run is its median managed step divided by its median plain step.
 """
 
 from __future__ import annotations
