@@ -229,6 +229,26 @@ def test_a_loader_goes_on_from_its_state_in_the_middle_of_an_epoch(lighthouse, b
         assert (sampler.epoch, sampler.sample) == (1, 0)
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata calls it
+@pytest.mark.parametrize("build", [elastic_loader, stateful_loader])
+def test_a_loader_whose_state_is_of_the_end_of_an_epoch_goes_on_with_the_next_one(lighthouse, build):
+    with manager(lighthouse, "a") as m:
+        loader = build(ElasticSampler(LENGTH, m, BATCH))
+        for _ in loader:
+            assert m.should_commit()
+        saved, job = loader.state_dict(), m.state_dict()
+    with manager(lighthouse, "b") as m:
+        loader = build(sampler := ElasticSampler(LENGTH, m, BATCH))
+        m.load_state_dict(job)
+        loader.load_state_dict(saved)
+        drawn: list[float] = []
+        for batch in loader:
+            drawn += batch[:, 0].tolist()
+            assert m.should_commit()
+        assert drawn == Permutation(LENGTH, 0, 1).at(0, LENGTH)
+        assert (sampler.epoch, sampler.sample) == (2, 0)
+
+
 def test_two_draws_in_one_step_are_an_error(lighthouse):
     with manager(lighthouse, "a") as m:
         loader = DataLoader(Numbers(), batch_sampler=ElasticSampler(LENGTH, m, BATCH))
