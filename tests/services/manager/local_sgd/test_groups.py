@@ -318,7 +318,7 @@ def test_a_group_that_joins_in_the_last_outer_step_trains_no_step_more(lighthous
         with trainer(lighthouse, "a", kind) as one, one.block:
             one.until(2)
             trained.set()
-            until_connected(lighthouse, "b")
+            until_connected(lighthouse, "b", asked=True)
             one.until(3)
             return weights(one)
 
