@@ -193,6 +193,7 @@ def test_a_group_that_starts_a_moment_later_is_in_the_first_outer_step(lighthous
                     assert one.manager.num_participants() == 1
                     entered.set()
                     meet.wait(DEADLINE)
+                    until_connected(lighthouse, "b", asked=True)
                 one.until(1)
                 assert one.manager.num_participants() == 2
                 meet.wait(DEADLINE)
